@@ -1,0 +1,59 @@
+# make demo and make test need only python3 (3.11 or newer), pip and make.
+# Options: PYTHON=python3.12   VENV=.venv-other   ARGS="flags for the command that is run"
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN = $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: demo test lint bench docs clean help
+
+demo: $(VENV)/.ready ## train a small language model in four precisions and compare them
+	$(BIN)/python -m ampx.examples.language_model $(ARGS)
+
+test: $(VENV)/.ready ## run the tests: unit tests, doctests, notebooks
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready-lint ## check formatting, lint rules and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+bench: $(VENV)/.ready ## time ampx against plain optax
+	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(VENV)/.ready-docs ## build docs/_build/html; warnings are errors
+	$(BIN)/sphinx-build -q -E -W -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+clean: ## remove environments, caches and built files
+	rm -rf .venv .venv-newest build dist docs/_build docs/jupyter_execute
+	rm -rf .hypothesis .pytest_cache .ruff_cache
+	find ampx benchmarks docs tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "ampx needs Python 3.11 or newer, but PYTHON=$(PYTHON) is:" \
+	    "$$($(PYTHON) --version 2>&1 || true)" >&2; \
+	  echo "Name a newer one, for example: make test PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: its venv or ensurepip module is" \
+	    "missing (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version); the first time takes a minute or two."
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) -e ".[test,examples]"
+	@touch $@
+
+$(VENV)/.ready-lint: $(VENV)/.ready
+	@$(INSTALL) -e ".[lint]"
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready
+	@$(INSTALL) -e ".[docs]"
+	@touch $@

@@ -1,0 +1,65 @@
+"""ampx: functional training transforms for JAX and Flax."""
+
+from ampx.accumulation import GradResult, split_microbatches, value_and_grad
+from ampx.loss_scale_state import (
+    LossScaleState,
+    current_loss_scale,
+    find_loss_scale_state,
+    is_skipped,
+    raise_if_exhausted,
+    select_if_finite,
+)
+from ampx.loss_scaling import (
+    dynamic_loss_scale,
+    loss_scale,
+    no_loss_scale,
+    static_loss_scale,
+)
+from ampx.masters import MasterWeightsState, apply_updates, master_params, master_weights
+from ampx.opt_levels import Recipe, as_recipe, opt_level
+from ampx.precision import Policy, cast_floating, get_policy, is_norm_path, norm_rule
+from ampx.sparse_rows import SparseRows, densify, densify_rows
+from ampx.train_states import TrainState
+from ampx.training import StepReport, TrainStep, train_step
+from ampx.verdicts import count_nonfinite
+from ampx.windowing import MultiStepsState, multi_steps
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GradResult",
+    "LossScaleState",
+    "MasterWeightsState",
+    "MultiStepsState",
+    "Policy",
+    "Recipe",
+    "SparseRows",
+    "StepReport",
+    "TrainState",
+    "TrainStep",
+    "apply_updates",
+    "as_recipe",
+    "cast_floating",
+    "count_nonfinite",
+    "current_loss_scale",
+    "densify",
+    "densify_rows",
+    "dynamic_loss_scale",
+    "find_loss_scale_state",
+    "get_policy",
+    "is_norm_path",
+    "is_skipped",
+    "loss_scale",
+    "master_params",
+    "master_weights",
+    "multi_steps",
+    "no_loss_scale",
+    "norm_rule",
+    "opt_level",
+    "raise_if_exhausted",
+    "select_if_finite",
+    "split_microbatches",
+    "static_loss_scale",
+    "train_step",
+    "value_and_grad",
+]

@@ -1,0 +1,368 @@
+"""Micro-batches inside one step: split, scan, sum in float32, divide once.
+
+The gradient of a big batch is a sum over its rows, so it may be taken a slice at a time. What must
+not be lost on the way: the sums are float32 whatever the gradients are, the loss scale is applied
+inside each slice, the division is by the weight of all slices, and the slices are strided so that
+a batch that is sharded over devices stays so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from ampx import flax_modules
+from ampx.aux_outputs import AUX_REDUCTIONS, reduce_aux
+from ampx.opt_levels import Recipe, as_recipe
+from ampx.precision import Policy, wider_dtype
+from ampx.sparse_rows import map_by_path, merge_stacked, partition, read_tables
+from ampx.verdicts import cast_like, is_floating
+
+Normalize = Literal["mean", "sum", "weights"]
+Remainder = Literal["error", "mask"]
+
+
+class GradResult(NamedTuple):
+    """What `ampx.value_and_grad` returns.
+
+    Attributes:
+      loss: float32 scalar, never scaled.
+      grads: like the parameters, float32, divided by the total weight, still times the loss scale.
+      weight: float32 scalar, the total weight: over micro-batches and, with `axis_name`, devices.
+      aux: auxiliary output, reduced over micro-batches; None without `has_aux`.
+      model_state: the state after the last micro-batch; None where none was given.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> result = ampx.value_and_grad(lambda w, x: jnp.mean(w * x))(jnp.array(2.0), jnp.ones(4))
+      >>> float(result.loss), float(result.grads), float(result.weight)
+      (2.0, 1.0, 1.0)
+    """
+
+    loss: jax.Array
+    grads: Any
+    weight: jax.Array
+    aux: Any = None
+    model_state: Any = None
+
+
+def split_microbatches(batch: Any, num_microbatches: int) -> Any:
+    """Splits the leading axis of every leaf, B -> (k, B/k), with a stride: row i goes to i mod k.
+
+    With a contiguous split each micro-batch of a sharded batch would sit on one device, and the
+    compiler would copy the batch everywhere and compute everything on every device.
+
+    Args:
+      batch: a pytree of arrays of shape (B, ...).
+      num_microbatches: k, a divisor of B.
+
+    Returns:
+      The same tree with leaves of shape (k, B/k, ...).
+
+    Raises:
+      ValueError: if a leaf has no leading axis, or leading axes differ or are not divisible.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> ampx.split_microbatches(jnp.arange(6), 2)
+      Array([[0, 2, 4],
+             [1, 3, 5]], dtype=int32)
+    """
+    size = _batch_size(batch)
+    if size % num_microbatches:
+        raise ValueError(
+            f"a batch of {size} rows is not divisible into {num_microbatches} micro-batches: "
+            "choose a divisor, or remainder='mask' with a loss that uses the mask"
+        )
+    return optax.microbatching.reshape_batch_axis(batch, size // num_microbatches)
+
+
+def _batch_size(batch: Any) -> int:
+    sizes = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not jnp.shape(leaf):
+            raise ValueError(
+                f"batch leaf {jax.tree_util.keystr(path)} is a scalar: every leaf needs a leading "
+                "batch axis to be split into micro-batches"
+            )
+        sizes[jax.tree_util.keystr(path)] = jnp.shape(leaf)[0]
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"batch leaves must share one leading axis, got {sizes or 'no leaves'}")
+    return next(iter(sizes.values()))
+
+
+def _pad_and_mask(batch: Any, num_microbatches: int) -> tuple[Any, jax.Array]:
+    """Repeats the last row up to a multiple of k; the mask is False on the repeats."""
+    size = _batch_size(batch)
+    padding = -size % num_microbatches
+    padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], padding, 0)]), batch)
+    return padded, jnp.arange(size + padding) < size
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    num_microbatches: int = 1,
+    policy: Policy | Recipe | str | None = None,
+    normalize: Normalize = "mean",
+    has_aux: bool = False,
+    aux_reduction: Any = "mean",
+    accumulator_dtype: DTypeLike = jnp.float32,
+    axis_name: str | Sequence[str] | None = None,
+    remainder: Remainder = "error",
+    sparse_rows: Mapping[str, Callable[[Any], jax.Array]] | None = None,
+) -> Callable[..., GradResult]:
+    """`jax.value_and_grad` at a precision, with a loss scale, over micro-batches.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)`; with `key`, `loss_fn(params, batch, key)`; with a state,
+        `loss_fn(..., model_state=state)`. It returns `value`, followed in a tuple by the auxiliary
+        output if `has_aux` and by the new state if there is one. `value` is the scalar loss of its
+        rows, or for `normalize="weights"` the pair (sum of losses, sum of weights).
+        `params` may be an nnx module: `loss_fn` then gets a copy to call and change.
+      num_microbatches: k; the leading axis of the batch is split by `split_microbatches`.
+      policy: the precision of the parameters inside `loss_fn`: see `Recipe.call`. The batch is not
+        cast: flax models cast their own inputs.
+      normalize: `"mean"` divides the sum over micro-batches by k, `"sum"` by nothing, `"weights"`
+        by the sum of all weights, so that every token counts the same. No weight at all gives
+        zero, not NaN.
+      has_aux: whether `loss_fn` returns auxiliary output.
+      aux_reduction: how auxiliary leaves of k micro-batches become one: `"mean"` (weighted as
+        the loss is), `"sum"`, `"stack"` (new leading axis), `"concat"` (the rows of the batch in
+        their order), `"last"`; or a tree prefix of these. Over `axis_name` mean and sum reduce,
+        the others stay local.
+      accumulator_dtype: dtype of the sums, at least the dtype of the gradients.
+      axis_name: mapped axes that the batch is split over, inside `shard_map`. The weight and the
+        loss are then global, and a plain sum of `grads` over the axes is the exact gradient. Keys
+        differ between devices.
+      remainder: for a batch that k does not divide: an error, or `"mask"`: the last row is
+        repeated and `loss_fn` gets `mask=`, bool of shape (rows,), False on the repeats.
+      sparse_rows: for lookup tables: the parameter's path (names joined by "/") and a function
+        from the batch to the indices it reads. `loss_fn` then finds in that parameter's place the
+        rows already read, `table[indices]`, and the gradient is a `SparseRows`.
+
+    Returns:
+      `g(params, batch, *, loss_scale=1.0, key=None, model_state=None) -> GradResult`. Each
+      micro-batch gets `fold_in(key, i)`; the state is threaded through them in order.
+
+    Raises:
+      TypeError: for a policy, or an auxiliary leaf, of the wrong kind.
+      ValueError: for an argument outside its choices, or a batch that cannot be split.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> def loss_fn(w, batch):
+      ...     errors = (w * batch["x"] - 1.0) ** 2
+      ...     return jnp.sum(errors * batch["mask"]), jnp.sum(batch["mask"])
+      >>> grads_of = ampx.value_and_grad(loss_fn, num_microbatches=2, normalize="weights")
+      >>> batch = {"x": jnp.array([1.0, 2.0, 3.0, 4.0]), "mask": jnp.array([1.0, 1.0, 1.0, 0.0])}
+      >>> result = grads_of(jnp.array(1.0), batch, loss_scale=8.0)
+      >>> print(result.loss, result.grads / 8.0, result.weight)
+      1.6666666 5.3333335 3.0
+    """
+    _check_arguments(num_microbatches, normalize, remainder, has_aux, aux_reduction)
+    recipe = as_recipe(policy) or Recipe(Policy())
+    call = recipe.call if policy is not None else lambda fun, *args, **kwargs: fun(*args, **kwargs)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    tables = dict(sparse_rows or {})
+
+    def grads_of(
+        params: Any,
+        batch: Any,
+        *,
+        loss_scale: ArrayLike = 1.0,
+        key: jax.Array | None = None,
+        model_state: Any = None,
+    ) -> GradResult:
+        fun = functools.partial(call, loss_fn)
+        if flax_modules.is_nnx_module(params):
+            if model_state is not None:
+                raise ValueError("an nnx module brings its own state: leave model_state out")
+            if tables:
+                raise ValueError("sparse_rows needs a tree of parameters, not an nnx module")
+            fun, params, model_state = _as_function(fun, params, has_aux)
+        scale = jnp.asarray(loss_scale, jnp.float32)
+        if scale.shape:
+            raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
+        for axis in axes:
+            key = key if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
+        has_state = model_state is not None
+
+        def scaled_loss(params: Any, microbatch: Any, mask: Any, index: Any, state: Any) -> Any:
+            args = () if key is None else (jax.random.fold_in(key, index),)
+            kwargs = {} if mask is None else {"mask": mask}
+            if has_state:
+                kwargs["model_state"] = state
+            value, aux, state = _unpack(
+                fun(params, microbatch, *args, **kwargs), has_aux, has_state
+            )
+            loss, weight = _loss_and_weight(value, normalize)
+            return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
+
+        def one(microbatch: Any, mask: Any, index: Any, state: Any) -> tuple[Any, ...]:
+            read, collect = read_tables(params, microbatch, tables)
+            differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
+            (_, (loss, weight, aux, new_state)), grads = differentiate(
+                read, microbatch, mask, index, state
+            )
+            grads = collect(jax.tree.map(lambda g: _widen(g, accumulator_dtype), grads))
+            return grads, cast_like(new_state, state), (loss, weight, aux)
+
+        mask = None
+        if remainder == "mask":
+            batch, mask = _pad_and_mask(batch, num_microbatches)
+        if num_microbatches == 1:
+            grads, model_state, (loss, weight, aux) = one(batch, mask, 0, model_state)
+            per_microbatch = jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, weight, aux))
+        else:
+            split = split_microbatches((batch, mask), num_microbatches)
+            grads, model_state, per_microbatch = _scan(
+                one, params, tables, split, num_microbatches, model_state, accumulator_dtype
+            )
+        losses, weights, auxes = per_microbatch
+        return _normalized(
+            grads, losses, weights, auxes, model_state, normalize, aux_reduction, axes
+        )
+
+    return grads_of
+
+
+def _scan(
+    one: Callable[..., Any],
+    params: Any,
+    tables: Mapping[str, Any],
+    split: Any,
+    num_microbatches: int,
+    model_state: Any,
+    accumulator_dtype: DTypeLike,
+) -> tuple[Any, Any, Any]:
+    """Sums dense gradients in the carry; sparse ones, losses and auxiliaries are stacked."""
+
+    def body(carry: Any, xs: Any) -> Any:
+        sums, state = carry
+        (microbatch, mask), index = xs
+        grads, state, outputs = one(microbatch, mask, index, state)
+        dense, sparse = partition(grads)
+        sums = jax.tree.map(jnp.add, sums, dense)
+        return (sums, state), (sparse, outputs)
+
+    zeros = map_by_path(
+        params, lambda name, leaf: None if name in tables else _zeros(leaf, accumulator_dtype)
+    )
+    (sums, model_state), (sparse, outputs) = jax.lax.scan(
+        body, (zeros, model_state), (split, jnp.arange(num_microbatches))
+    )
+
+    return merge_stacked(sums, sparse), model_state, outputs
+
+
+def _widen(grad: jax.Array, accumulator_dtype: DTypeLike) -> jax.Array:
+    return grad.astype(wider_dtype(grad.dtype, accumulator_dtype))
+
+
+def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
+    """Zeros sharded, and varying over mapped axes, as the parameter and its gradient are."""
+    param = jnp.asarray(param)
+    dtype = wider_dtype(param.dtype, accumulator_dtype)
+    return jnp.zeros_like(param, dtype=dtype)
+
+
+def _as_function(
+    fun: Callable[..., Any], model: Any, has_aux: bool
+) -> tuple[Callable[..., Any], Any, Any]:
+    """An nnx loss as a pure function of (parameters, ..., model_state)."""
+    graphdef, params, rest = flax_modules.split_nnx(model)
+
+    def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
+        copy = flax_modules.merge_nnx(graphdef, params, model_state)
+        out = fun(copy, *args, **kwargs)
+        out = out if has_aux else (out,)
+        return (*out, flax_modules.nnx_rest(copy))
+
+    return pure, params, rest
+
+
+def _unpack(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
+    if not has_aux and not has_state:
+        return out, None, None
+    expected = (
+        "(value, aux, new state)"
+        if has_aux and has_state
+        else ("(value, aux)" if has_aux else "(value, new state)")
+    )
+    length = 1 + has_aux + has_state
+    if not isinstance(out, tuple) or len(out) != length:
+        raise TypeError(f"loss_fn must return a tuple {expected}, got {type(out).__name__}")
+    return out[0], out[1] if has_aux else None, out[-1] if has_state else None
+
+
+def _loss_and_weight(value: Any, normalize: Normalize) -> tuple[jax.Array, jax.Array]:
+    """Loss in float32 or wider, before any scaling, and its weight."""
+    if normalize == "weights":
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise TypeError(
+                "normalize='weights': loss_fn must return the pair (sum of losses, sum of "
+                f"weights) as its value, got {type(value).__name__}"
+            )
+        loss, weight = value
+    else:
+        loss, weight = value, jnp.ones((), jnp.float32)
+    for name, number in (("loss", loss), ("weight", weight)):
+        if jnp.shape(number):
+            raise TypeError(f"the {name} must be a scalar, got shape {jnp.shape(number)}")
+    if not is_floating(loss):
+        raise TypeError(f"the loss must be floating, got {jnp.result_type(loss)}")
+    loss = jnp.asarray(loss)
+    weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(jnp.float32))
+    return loss.astype(wider_dtype(loss.dtype, jnp.float32)), weight
+
+
+def _normalized(
+    grads: Any,
+    losses: jax.Array,
+    weights: jax.Array,
+    auxes: Any,
+    model_state: Any,
+    normalize: Normalize,
+    aux_reduction: Any,
+    axes: tuple[str, ...],
+) -> GradResult:
+    loss, weight = jnp.sum(losses), jnp.sum(weights)
+    if axes:
+        loss, weight = jax.lax.psum((loss, weight), axes)
+    divisor = jnp.where(weight == 0, 1.0, weight)
+    aux = reduce_aux(auxes, weights, divisor, aux_reduction, axes)
+    nothing_to_divide = normalize == "mean" and losses.shape == (1,) and not axes
+    if normalize != "sum" and not nothing_to_divide:
+        loss = loss / divisor.astype(loss.dtype)
+        grads = jax.tree.map(lambda g: g / divisor.astype(g.dtype) if is_floating(g) else g, grads)
+    return GradResult(loss, grads, weight, aux, model_state)
+
+
+def _check_arguments(
+    num_microbatches: Any, normalize: Any, remainder: Any, has_aux: bool, aux_reduction: Any
+) -> None:
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
+        raise TypeError(f"num_microbatches must be an int, got {num_microbatches!r}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+    choices: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "normalize": (normalize, ("mean", "sum", "weights")),
+        "remainder": (remainder, ("error", "mask")),
+    }
+    for kind in jax.tree.leaves(aux_reduction):
+        choices[f"aux_reduction {kind!r}"] = (kind, AUX_REDUCTIONS)
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+    if remainder == "mask" and normalize == "mean":
+        raise ValueError(
+            "remainder='mask' needs normalize='weights' or 'sum': a mean over micro-batches of "
+            "unequal size would weigh their rows unequally"
+        )

@@ -1,0 +1,169 @@
+"""What ampx knows about flax: which layers normalise, and how to make them compute in float32.
+
+Nothing here imports flax unless the caller already has: a program without flax never pays for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm")
+
+Cast = Callable[[Any], Any]
+
+
+def _loaded(module: str) -> Any:
+    return sys.modules.get(module)
+
+
+def linen_norm_types() -> tuple[type, ...]:
+    """The linen layers that normalise, or nothing where linen was never imported."""
+    linen = _loaded("flax.linen")
+    return tuple(getattr(linen, name) for name in _NORM_NAMES) if linen else ()
+
+
+def nnx_norm_types() -> tuple[type, ...]:
+    """The nnx layers that normalise, or nothing where nnx was never imported."""
+    nnx = _loaded("flax.nnx")
+    return tuple(getattr(nnx, name) for name in _NORM_NAMES) if nnx else ()
+
+
+def is_nnx_module(value: Any) -> bool:
+    """Whether `value` is an nnx module."""
+    nnx = _loaded("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Module)
+
+
+def norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
+    """Paths of the norm layers of a flax model, found by module type."""
+    if is_nnx_module(model):
+        nnx = _loaded("flax.nnx")
+        found = nnx.iter_modules(model)
+        return frozenset(
+            "/".join(map(str, path)) for path, m in found if isinstance(m, nnx_norm_types())
+        )
+    linen = _loaded("flax.linen")
+    if linen is None or not isinstance(model, linen.Module):
+        raise TypeError(
+            f"expected a flax linen or nnx module, got {type(model).__name__}: give a rule by path "
+            "instead, a function of the parameter's path that returns a bool"
+        )
+    modules = model.module_paths(jax.random.key(0), *args, **kwargs)
+    return frozenset(path for path, m in modules.items() if isinstance(m, linen_norm_types()))
+
+
+def _to_float32(tree: Any) -> Any:
+    def cast(leaf: Any) -> Any:
+        narrow = getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16)
+        return leaf.astype(jnp.float32) if narrow else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def _call_in_float32(call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    out = call(*_to_float32((x, *args)), **_to_float32(kwargs))
+    dtype = getattr(x, "dtype", None)
+    return out.astype(dtype) if dtype in (jnp.float16, jnp.bfloat16) else out
+
+
+@contextlib.contextmanager
+def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) -> Iterator[None]:
+    """While active, linen models cast what they take and give, and their norms compute in float32.
+
+    A norm layer hands back the dtype it was given, so one float32 scale does not turn the rest of
+    the network into float32. A layer with a `dtype` of its own is left alone: its owner decided.
+    """
+    linen = _loaded("flax.linen")
+    if linen is None:
+        yield
+        return
+    norms = linen_norm_types()
+    inside_model = False
+
+    def interceptor(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        nonlocal inside_model
+        module = context.module
+        is_norm = isinstance(module, norms) and context.method_name == "__call__"
+        if norms_in_float32 and is_norm and module.dtype is None:
+            next_call = functools.partial(_call_in_float32, next_call)
+        if inside_model or module.scope.path:
+            return next_call(*args, **kwargs)
+        inside_model = True
+        try:
+            return cast_output(next_call(*cast_input(args), **cast_input(kwargs)))
+        finally:
+            inside_model = False
+
+    with linen.intercept_methods(interceptor):
+        yield
+
+
+@functools.cache
+def _norm_in_float32(norm: type) -> type:
+    def __call__(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return _call_in_float32(functools.partial(norm.__call__, self), x, *args, **kwargs)
+
+    return type(norm.__name__, (norm,), {"__call__": __call__, "__module__": norm.__module__})
+
+
+def _with_casts(model: type, cast_input: Cast, cast_output: Cast) -> type:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cast_output(model.__call__(self, *cast_input(args), **cast_input(kwargs)))
+
+    return type(model.__name__, (model,), {"__call__": __call__, "__module__": model.__module__})
+
+
+def _set_class(module: Any, new_class: type) -> None:
+    object.__setattr__(module, "__class__", new_class)
+
+
+def nnx_with_casts(
+    model: Any,
+    cast_params: Cast,
+    *,
+    norms_in_float32: bool,
+    cast_input: Cast,
+    cast_output: Cast,
+) -> Any:
+    """A copy of an nnx model that computes as a linen model does under `linen_casts`.
+
+    nnx has no interceptors, so the copy's norm layers and the copy itself get a subclass.
+    """
+    nnx = _loaded("flax.nnx")
+    graphdef, params, rest = split_nnx(model)
+    copy = merge_nnx(graphdef, cast_params(params), rest)
+    for path, module in list(nnx.iter_modules(copy)):
+        if norms_in_float32 and isinstance(module, nnx_norm_types()) and module.dtype is None:
+            _set_class(module, _norm_in_float32(type(module)))
+        if not path and callable(module):
+            _set_class(module, _with_casts(type(module), cast_input, cast_output))
+    return copy
+
+
+def split_nnx(model: Any) -> tuple[Any, Any, Any]:
+    """An nnx model as (graph definition, parameters, everything else)."""
+    nnx = _loaded("flax.nnx")
+    return nnx.split(model, nnx.Param, ...)
+
+
+def merge_nnx(graphdef: Any, params: Any, rest: Any) -> Any:
+    """The nnx model that `split_nnx` took apart, in variables that the present trace may change."""
+    return _loaded("flax.nnx").merge(graphdef, params, rest, copy=True)
+
+
+def nnx_rest(model: Any) -> Any:
+    """The state of an nnx model that is not a parameter: statistics, random counters, caches."""
+    nnx = _loaded("flax.nnx")
+    return nnx.state(model, nnx.Not(nnx.Param))
+
+
+def write_back(model: Any, changed: Any) -> None:
+    """Copies the state of `changed` that is not a parameter into `model`."""
+    _loaded("flax.nnx").update(model, nnx_rest(changed))

@@ -1,0 +1,452 @@
+"""Loss scaling: when a step counts, when it is undone, and how the scale moves.
+
+The scale lives inside the optimizer state, in an optax wrapper around any transformation. One
+update does, in this order: judge the scaled gradients, agree on the verdict over every device,
+unscale with the scale held so far, run the inner transformation, undo its whole transition if the
+verdict was bad, and only then move the scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from ampx import verdicts
+from ampx.loss_scale_state import LossScaleState, find_states
+
+Refill = Literal["growth", "finite", "change"]
+OnFloor = Literal["hold", "raise-flag"]
+NonfiniteUpdates = Literal["hold", "skip"]
+
+# Outside this range 1/scale is infinite or subnormal, which accelerators flush to zero.
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
+
+# --- the wrapper that all loss scales share ------------------------------------------------------
+
+Advance = Callable[[LossScaleState, jax.Array], LossScaleState]
+
+
+def _scaled(
+    inner: optax.GradientTransformation,
+    init_scale: float,
+    hysteresis: int,
+    advance: Advance,
+    *,
+    num_losses: int,
+    axis_names: Sequence[str],
+    saturation_dtype: DTypeLike | None,
+    nonfinite_updates: NonfiniteUpdates,
+) -> optax.GradientTransformationExtraArgs:
+    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+        raise TypeError(
+            f"inner must be an optax gradient transformation, got {type(inner).__name__}: wrap the "
+            "optimizer, as in dynamic_loss_scale(optax.adamw(3e-4))"
+        )
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"num_losses must be a positive int, got {num_losses!r}")
+    _one_of("nonfinite_updates", nonfinite_updates, ("hold", "skip"))
+    axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    inner = optax.with_extra_args_support(inner)
+    shape = () if num_losses == 1 else (num_losses,)
+
+    def init(params: optax.Params) -> LossScaleState:
+        inner_state = inner.init(params)
+        if find_states(inner_state):
+            raise ValueError(
+                "inner already has a loss scale: gradients would be unscaled twice; wrap once"
+            )
+        # One buffer a field: a buffer that appears twice in a state cannot be donated.
+        return LossScaleState(
+            loss_scale=jnp.full(shape, init_scale, jnp.float32),
+            growth_tracker=jnp.zeros(shape, jnp.int32),
+            hysteresis_tracker=jnp.full(shape, hysteresis, jnp.int32),
+            inf_total=jnp.zeros(shape, jnp.int32),
+            nan_total=jnp.zeros(shape, jnp.int32),
+            floor_hits=jnp.zeros(shape, jnp.int32),
+            overflow=jnp.zeros((), bool),
+            skipped_total=jnp.zeros((), jnp.int32),
+            bad_update_total=jnp.zeros((), jnp.int32),
+            floor_flag=jnp.zeros((), bool),
+            inner_state=inner_state,
+        )
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, LossScaleState]:
+        per_loss = _gradients_per_loss(updates, num_losses)
+        counts = [
+            verdicts.count_nonfinite(g, axis_names=axis_names, saturation_dtype=saturation_dtype)
+            for g in per_loss
+        ]
+        bad = jnp.stack([jnp.sum(c) > 0 for c in counts]).reshape(shape)
+        seen = jnp.array([g is not None for g in per_loss]).reshape(shape)
+        grads = _unscaled_sum(per_loss, state.loss_scale.reshape(num_losses))
+
+        new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
+        overflow = jnp.any(bad)
+        bad_update = jnp.sum(verdicts.count_nonfinite(new_updates, axis_names=axis_names)) > 0
+        zero_updates = jax.tree.map(jnp.zeros_like, new_updates)
+        if nonfinite_updates == "skip":
+            skip = overflow | bad_update
+        else:
+            skip = overflow
+            new_updates = verdicts.finite_or(new_updates, zero_updates)
+            new_inner = verdicts.finite_or(new_inner, state.inner_state)
+
+        def total(column: int) -> jax.Array:
+            return jnp.stack([c[column] > 0 for c in counts]).reshape(shape).astype(jnp.int32)
+
+        moved = advance(state, bad)
+        moved = moved._replace(
+            **{
+                name: jnp.where(seen, getattr(moved, name), getattr(state, name))
+                for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits")
+            },
+            inf_total=state.inf_total + total(0),
+            nan_total=state.nan_total + total(1),
+            overflow=skip,
+            skipped_total=state.skipped_total + skip.astype(jnp.int32),
+            bad_update_total=state.bad_update_total + (bad_update & ~overflow).astype(jnp.int32),
+            inner_state=verdicts.hold(skip, new_inner, state.inner_state),
+        )
+        return verdicts.hold(skip, new_updates, zero_updates), moved
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _gradients_per_loss(updates: Any, num_losses: int) -> list[Any]:
+    if num_losses == 1:
+        return [updates]
+    if not isinstance(updates, tuple | list) or len(updates) != num_losses:
+        length = f" of length {len(updates)}" if isinstance(updates, tuple | list) else ""
+        raise ValueError(
+            f"num_losses={num_losses}: update() takes a tuple of {num_losses} gradient trees, one "
+            f"per loss (None for a loss left out), got {type(updates).__name__}{length}"
+        )
+    if all(grads is None for grads in updates):
+        raise ValueError("every loss was left out: at least one gradient tree is needed")
+    return list(updates)
+
+
+def _unscaled_sum(per_loss: list[Any], scales: jax.Array) -> Any:
+    """Each loss's gradients over its own scale, then their sum: never the other way round."""
+    unscaled = [
+        verdicts.unscale(grads, scales[i]) for i, grads in enumerate(per_loss) if grads is not None
+    ]
+    return jax.tree.map(lambda first, *rest: sum(rest, first), *unscaled)
+
+
+# --- the public loss scales ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dynamics:
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    refill: Refill
+    min_scale: float
+    max_scale: float
+    on_floor: OnFloor
+
+    def advance(self, state: LossScaleState, bad: jax.Array) -> LossScaleState:
+        """The state machine: where the scale goes after a good or a bad step."""
+        finite_steps = state.growth_tracker + 1
+        grow = ~bad & (finite_steps == self.growth_interval)
+        tolerance = state.hysteresis_tracker - bad.astype(jnp.int32)
+        back_off = bad & (tolerance <= 0)
+
+        scale = state.loss_scale
+        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
+        reduced = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        at_floor = back_off & (scale <= self.min_scale)
+
+        # Apex's kernel and Megatron go on backing off once the tolerance is used up.
+        refilled = {"finite": ~bad, "growth": grow, "change": grow | back_off}[self.refill]
+        floor_flag = state.floor_flag
+        if self.on_floor == "raise-flag":
+            floor_flag |= jnp.any(at_floor)
+        return state._replace(
+            loss_scale=jnp.where(grow, grown, jnp.where(back_off, reduced, scale)),
+            growth_tracker=jnp.where(bad | grow, 0, finite_steps),
+            hysteresis_tracker=jnp.where(refilled, self.hysteresis, jnp.maximum(tolerance, 0)),
+            floor_hits=state.floor_hits + at_floor.astype(jnp.int32),
+            floor_flag=floor_flag,
+        )
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+    refill: Refill = "growth",
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**24,
+    axis_names: Sequence[str] = (),
+    num_losses: int = 1,
+    on_floor: OnFloor = "hold",
+    saturation_dtype: DTypeLike | None = None,
+    nonfinite_updates: NonfiniteUpdates = "hold",
+    powers_of_two: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Wraps an optimizer so that it takes scaled gradients, skips bad steps and tunes the scale.
+
+    Multiply the loss by `ampx.current_loss_scale(opt_state)`; `ampx.value_and_grad` does so when
+    it is given `loss_scale=`. The wrapper takes the scaled gradients, half or float32, and hands
+    float32 ones, divided by that same scale, to `inner`.
+
+    A step whose gradients hold an infinity or a NaN is undone as a whole: updates are zero and the
+    inner state (moments, counts, schedules, master weights) stays bit for bit what it was. It is
+    the caller who keeps what lives elsewhere: see `ampx.select_if_finite`.
+
+    Args:
+      inner: any optax transformation: clipping, optimizer, schedules.
+      init_scale: first scale.
+      growth_factor: factor after `growth_interval` finite steps in a row.
+      backoff_factor: factor after an overflow.
+      growth_interval: N means N finite steps.
+      hysteresis: overflows needed before the scale falls; 1 falls at once. Every overflow is
+        skipped all the same.
+      refill: when the tolerance is full again: `"growth"` when the scale grows (Megatron-LM),
+        `"finite"` after any finite step (Apex), `"change"` when the scale moves either way, so
+        that overflows are counted between moves (Ascend's `decr_every_n_nan_or_inf`).
+      min_scale: the scale never falls below; at least 2**-126.
+      max_scale: the scale never grows beyond; at most 2**126.
+      axis_names: every mapped axis (data, stage, shard) over which devices must agree, inside
+        `shard_map`. Under plain `jit` leave it empty: arrays are global there.
+      num_losses: with n > 1 every loss has its own scale. `update` then takes a tuple of n
+        gradient trees, each still scaled by `current_loss_scale(opt_state, i)`, or None for a loss
+        that was left out; they are unscaled before they are summed. One bad tree skips the step
+        and lowers its own scale alone.
+      on_floor: what an overflow at `min_scale` does besides being counted in `floor_hits`:
+        nothing, or raise a flag that `ampx.raise_if_exhausted` turns into an exception.
+      saturation_dtype: also count ``|gradient|`` >= the largest number of this dtype as an
+        overflow, for hardware that saturates. Compared with the gradients as they arrive.
+      nonfinite_updates: what to do when finite gradients give a non-finite update (a second
+        moment that overflows, 0/0 in a half Adam). `"hold"` keeps the old value of exactly the
+        elements concerned, in params and state; `"skip"` undoes the whole step, for which every
+        parameter must wait for every update. Both are counted in `bad_update_total`.
+      powers_of_two: refuse factors and scales that are not powers of two, because unscaling is
+        exact only for those. Turn it off to reproduce systems that use others (0.8, say).
+
+    Returns:
+      A transformation whose state is a `LossScaleState`. Extra arguments reach `inner`.
+
+    Raises:
+      TypeError: if `inner` is not a gradient transformation.
+      ValueError: for a factor, interval or bound outside its range, or a loss scale inside `inner`.
+
+    References:
+      Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740;
+      `torch.amp.GradScaler`, whose parameter names these are.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.array([8.0, 4.0]), state, params)
+      >>> updates
+      Array([-1. , -0.5], dtype=float32)
+      >>> updates, state = tx.update(jnp.array([8.0, jnp.inf]), state, params)
+      >>> updates, float(state.loss_scale), bool(state.overflow)
+      (Array([0., 0.], dtype=float32), 4.0, True)
+    """
+    for name, value in dict(growth_interval=growth_interval, hysteresis=hysteresis).items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+    _one_of("refill", refill, ("growth", "finite", "change"))
+    _one_of("on_floor", on_floor, ("hold", "raise-flag"))
+    for name, value in dict(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        min_scale=min_scale,
+        max_scale=max_scale,
+    ).items():
+        _check_scale(name, value, powers_of_two)
+    if growth_factor < 1 or backoff_factor >= 1:
+        raise ValueError(
+            f"growth_factor must be >= 1 and backoff_factor < 1, got {growth_factor} and "
+            f"{backoff_factor}"
+        )
+    if not min_scale <= init_scale <= max_scale:
+        raise ValueError(
+            f"init_scale={init_scale} is outside [min_scale={min_scale}, max_scale={max_scale}]"
+        )
+    dynamics = _Dynamics(
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+        refill,
+        min_scale,
+        max_scale,
+        on_floor,
+    )
+    return _scaled(
+        inner,
+        init_scale,
+        hysteresis,
+        dynamics.advance,
+        num_losses=num_losses,
+        axis_names=axis_names,
+        saturation_dtype=saturation_dtype,
+        nonfinite_updates=nonfinite_updates,
+    )
+
+
+def static_loss_scale(
+    inner: optax.GradientTransformation,
+    scale: float,
+    *,
+    axis_names: Sequence[str] = (),
+    num_losses: int = 1,
+    saturation_dtype: DTypeLike | None = None,
+    nonfinite_updates: NonfiniteUpdates = "hold",
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer with a fixed loss scale. It skips bad steps too, which Apex's does not.
+
+    Args:
+      inner: any optax transformation.
+      scale: the factor. Powers of two unscale exactly; others round each gradient once.
+      axis_names: see `dynamic_loss_scale`.
+      num_losses: see `dynamic_loss_scale`; every loss has this scale.
+      saturation_dtype: see `dynamic_loss_scale`.
+      nonfinite_updates: see `dynamic_loss_scale`.
+
+    Returns:
+      A transformation whose state is a `LossScaleState`.
+
+    Raises:
+      TypeError: if `inner` is not a gradient transformation or `scale` not a number.
+      ValueError: if `scale` is not finite and positive, or not representable in float32.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.static_loss_scale(optax.sgd(1.0), 128.0)
+      >>> updates, state = tx.update(jnp.array([128.0]), tx.init(jnp.ones(1)))
+      >>> updates
+      Array([-1.], dtype=float32)
+    """
+    _check_scale("scale", scale, powers_of_two=False)
+    return _scaled(
+        inner,
+        scale,
+        1,
+        lambda state, bad: state,
+        num_losses=num_losses,
+        axis_names=axis_names,
+        saturation_dtype=saturation_dtype,
+        nonfinite_updates=nonfinite_updates,
+    )
+
+
+def no_loss_scale(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same optimizer, untouched: the off-switch, so that code need not branch.
+
+    Nothing is checked or skipped, and the state is the inner state: checkpoints equal optax's.
+
+    Args:
+      inner: any optax transformation.
+
+    Returns:
+      `inner`, taking extra arguments. `ampx.current_loss_scale` of its state is 1.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> state = ampx.no_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
+      >>> float(ampx.current_loss_scale(state))
+      1.0
+    """
+    return optax.with_extra_args_support(inner)
+
+
+def loss_scale(
+    choice: float | str | None, inner: optax.GradientTransformation, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Picks a loss scale by one word or number, as a command line gives it.
+
+    Args:
+      choice: None, -1 or `"none"`: no scaling. 0 or `"dynamic"`: `dynamic_loss_scale`. A number
+        >= 1, also as a string: `static_loss_scale`.
+      inner: any optax transformation.
+      **options: passed to the chosen transformation.
+
+    Returns:
+      The wrapped transformation.
+
+    Raises:
+      TypeError: if `choice` is neither number, string nor None (True included), or an option does
+        not fit.
+      ValueError: for any other number or string, or an array that is not a scalar.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.loss_scale("128", optax.sgd(0.1))
+      >>> float(ampx.current_loss_scale(tx.init(jnp.ones(2))))
+      128.0
+    """
+    number = _choice_as_number(choice)
+    if number == -1:
+        if options:
+            raise TypeError(f"no loss scale was chosen, so {sorted(options)} have no meaning")
+        return no_loss_scale(inner)
+    if number == 0:
+        return dynamic_loss_scale(inner, **options)
+    if number >= 1:
+        return static_loss_scale(inner, number, **options)
+    raise ValueError(
+        f"loss scale must be None, -1 or 'none' (off), 0 or 'dynamic', or a number >= 1, got "
+        f"{choice!r}"
+    )
+
+
+def _choice_as_number(choice: Any) -> float:
+    if choice is None or choice == "none":
+        return -1.0
+    if choice == "dynamic":
+        return 0.0
+    if isinstance(choice, str):
+        try:
+            return float(choice)
+        except ValueError:
+            return math.nan
+    if isinstance(choice, bool) or not hasattr(choice, "__float__"):
+        raise TypeError(
+            f"loss scale must be None, a string or a number, got {choice!r} of type "
+            f"{type(choice).__name__}: write 'dynamic' or the number"
+        )
+    if getattr(choice, "shape", ()) not in ((), (1,)):
+        raise ValueError(f"loss scale must have shape () or (1,), got {choice.shape}")
+    return float(choice if getattr(choice, "shape", ()) == () else choice[0])
+
+
+def _check_scale(name: str, value: Any, powers_of_two: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not _SMALLEST_SCALE <= value <= _LARGEST_SCALE:
+        raise ValueError(f"{name} must be between 2**-126 and 2**126, got {value!r}")
+    if powers_of_two and math.frexp(value)[0] != 0.5:
+        below = 2.0 ** math.floor(math.log2(value))
+        raise ValueError(
+            f"{name}={value!r} is not a power of two, so unscaling would round every gradient: use "
+            f"{below:g} or {2 * below:g}, or pass powers_of_two=False"
+        )
+
+
+def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")

@@ -1,0 +1,142 @@
+"""Float32 master weights for models whose parameters are stored in half."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx.precision import cast_floating, wider_dtype
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `ampx.master_weights`.
+
+    Attributes:
+      master_params: like the parameters, in float32.
+      inner_state: the wrapped transformation's state, made for float32 parameters.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> state = ampx.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.float16))
+      >>> state.master_params.dtype.name
+      'float32'
+    """
+
+    master_params: Any
+    inner_state: optax.OptState
+
+
+def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Lets `inner` update float32 copies, and the model's parameters follow them.
+
+    The other way, float32 parameters that are cast in each step, needs no such copy: it is what
+    `ampx.value_and_grad(policy=...)` does, and both give the same numbers.
+
+    Put the loss scale outside: `dynamic_loss_scale(master_weights(adamw(3e-4)))`.
+
+    Args:
+      inner: any optax transformation. It sees float32 gradients and parameters.
+
+    Returns:
+      A transformation whose updates are float32, `half(master) - params`: added by
+      `optax.apply_updates` they give `half(master)` exactly, unless a parameter shrinks by more
+      than 2**12 in one step, and then the next step makes up for the rounding. To start from
+      float32 weights call `init` with them before casting the model: what is lost in half then
+      lives on here. Checkpoint this state: it holds the float32 weights.
+
+    Raises:
+      ValueError: if `update` is called without parameters.
+
+    References:
+      Micikevicius et al., Mixed Precision Training, section 3.1.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.master_weights(optax.sgd(2.0**-12))
+      >>> params = jnp.ones(1, jnp.float16)
+      >>> state = tx.init(params)
+      >>> for _ in range(4):  # each step is too small for float16; four are not
+      ...     updates, state = tx.update(jnp.ones(1, jnp.float16), state, params)
+      ...     params = ampx.apply_updates(params, updates)
+      >>> params, state.master_params
+      (Array([0.999], dtype=float16), Array([0.99902344], dtype=float32))
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> MasterWeightsState:
+        # A copy even of float32 leaves: state and parameters may both be donated.
+        master = jax.tree.map(jnp.array, cast_floating(params, jnp.float32))
+        return MasterWeightsState(master, inner.init(master))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MasterWeightsState]:
+        if params is None:
+            raise ValueError("master_weights needs params: call update(grads, state, params)")
+        grads = cast_floating(updates, jnp.float32)
+        updates, inner_state = inner.update(
+            grads, state.inner_state, state.master_params, **extra_args
+        )
+        master = optax.apply_updates(state.master_params, updates)
+        followed = jax.tree.map(lambda new, p: new.astype(p.dtype), master, params)
+        steps = jax.tree.map(
+            jnp.subtract, cast_floating(followed, jnp.float32), cast_floating(params, jnp.float32)
+        )
+        return steps, MasterWeightsState(master, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+    """The float32 parameters: the masters, or `params` where the state has none.
+
+    Args:
+      opt_state: an optimizer state, however nested.
+      params: the model's parameters.
+
+    Returns:
+      Parameters for evaluation in float32 and for checkpoints.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> params = jnp.ones(2, jnp.bfloat16)
+      >>> tx = ampx.dynamic_loss_scale(ampx.master_weights(optax.adam(1e-3)))
+      >>> ampx.master_params(tx.init(params), params).dtype.name
+      'float32'
+    """
+
+    def is_masters(node: Any) -> bool:
+        return isinstance(node, MasterWeightsState)
+
+    found = [n for n in jax.tree.leaves(opt_state, is_leaf=is_masters) if is_masters(n)]
+    if len(found) > 1:
+        raise ValueError(f"found {len(found)} master copies in the state: pass the one meant")
+    return found[0].master_params if found else params
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """`optax.apply_updates`, also for float32 updates of half parameters under strict promotion.
+
+    Args:
+      params: the parameters.
+      updates: what an optimizer returned for them.
+
+    Returns:
+      The sum, computed in the wider of the two dtypes, in the dtypes of `params`.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> ampx.apply_updates(jnp.ones(1, jnp.bfloat16), jnp.array([0.5]))
+      Array([1.5], dtype=bfloat16)
+    """
+
+    def widen(param: Any, update: Any) -> Any:
+        return param.astype(wider_dtype(param.dtype, update.dtype))
+
+    def widest_sum(param: Any, update: Any) -> Any:
+        return optax.apply_updates(widen(param, update), widen(update, param))
+
+    return optax.tree.cast_like(jax.tree.map(widest_sum, params, updates), params)

@@ -1,0 +1,251 @@
+"""Apex's opt levels made concrete: a policy, what stays float32, and the loss scale to use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ampx import flax_modules
+from ampx.precision import (
+    PathRule,
+    Policy,
+    cast_by_path,
+    castable_dtype,
+    get_policy,
+    is_norm_path,
+)
+
+LossScaleChoice = float | Literal["dynamic", "none"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """An opt level made concrete: a policy, what stays float32, and the loss scale to use with it.
+
+    Attributes:
+      policy: the three dtypes. O2 stores float32 (the master weights) and casts in each step.
+      stays_float32: rule from a parameter's path to bool, or None; replace it with
+        `dataclasses.replace(recipe, stays_float32=...)`.
+      loss_scale: what `ampx.loss_scale` takes: None, `"dynamic"` or a number.
+      master_weights: whether the level keeps float32 weights beside half ones.
+      level: the name it came from, or None.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16)
+      >>> params = {"dense": {"kernel": jnp.ones((2, 2))}, "ln_f": {"scale": jnp.ones(2)}}
+      >>> half = recipe.half_params(params)
+      >>> half["dense"]["kernel"].dtype.name, half["ln_f"]["scale"].dtype.name
+      ('float16', 'float32')
+    """
+
+    policy: Policy
+    stays_float32: PathRule | None = None
+    loss_scale: LossScaleChoice = None
+    master_weights: bool = False
+    level: str | None = None
+
+    def cast_params(self, params: Any) -> Any:
+        """Parameters as they are stored, norms in float32 if the level says so."""
+        return cast_by_path(params, self.policy.param_dtype, self.stays_float32)
+
+    def half_params(self, params: Any) -> Any:
+        """Parameters as they compute: half, norms in float32.
+
+        For models that store half weights, with `ampx.master_weights` in the optimizer.
+        """
+        return cast_by_path(params, self.policy.compute_dtype, self.stays_float32)
+
+    def wrap(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a model function `fun(params, *args, **kwargs)` compute at this precision.
+
+        Parameters and floating inputs are cast to the computing dtype, results to the output
+        dtype, so that a loss computed from them is in float32, as in Apex.
+
+        Args:
+          fun: a function whose first argument is a pytree of parameters or an nnx module.
+
+        Returns:
+          A function with the same signature. What a call changes in an nnx module (batch
+          statistics, random counters) is written back to it; its parameters are not touched.
+
+        Examples:
+          >>> import ampx, jax.numpy as jnp
+          >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16)
+          >>> def model(w, x):
+          ...     print("computes in", (w * x).dtype)
+          ...     return w * x
+          >>> recipe.wrap(model)(jnp.ones(2), jnp.ones(2)).dtype.name
+          computes in float16
+          'float32'
+        """
+
+        @functools.wraps(fun)
+        def at_precision(params: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.policy.cast_to_compute((args, kwargs))
+            return self.policy.cast_to_output(self.call(fun, params, *args, **kwargs))
+
+        return at_precision
+
+    def call(self, fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls `fun` with parameters cast for computing, its other arguments and results as is.
+
+        For loss functions: casting a batch would round targets and token weights. Flax models
+        called inside cast their own inputs and outputs; in plain JAX code cast the inputs with
+        `policy.cast_to_compute` or wrap the model function with `wrap`. Norm layers that stay
+        float32 compute in float32 and give back the dtype that they were given.
+
+        Args:
+          fun: a function whose first argument is a pytree of parameters or an nnx module.
+          params: the parameters.
+          *args: passed on.
+          **kwargs: passed on.
+
+        Returns:
+          What `fun` returns.
+
+        Examples:
+          >>> import ampx, jax.numpy as jnp
+          >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16)
+          >>> recipe.call(lambda w, x: (w.dtype.name, x.dtype.name), jnp.ones(2), jnp.ones(2))
+          ('float16', 'float32')
+        """
+        casts = dict(
+            norms_in_float32=self.stays_float32 is not None,
+            cast_input=self.policy.cast_to_compute,
+            cast_output=self.policy.cast_to_output,
+        )
+        with flax_modules.linen_casts(**casts):
+            if not flax_modules.is_nnx_module(params):
+                return fun(self.half_params(params), *args, **kwargs)
+            model = flax_modules.nnx_with_casts(params, self.half_params, **casts)
+            result = fun(model, *args, **kwargs)
+            flax_modules.write_back(params, model)
+            return result
+
+
+_LEVEL_DEFAULT: Any = type("LevelDefault", (), {"__repr__": lambda self: "<level's default>"})()
+
+
+def opt_level(
+    level: str,
+    *,
+    half_dtype: DTypeLike = jnp.bfloat16,
+    loss_scale: LossScaleChoice = _LEVEL_DEFAULT,
+    keep_norm_float32: bool | PathRule = _LEVEL_DEFAULT,
+    master_weights: bool = _LEVEL_DEFAULT,
+) -> Recipe:
+    """Apex's opt levels as a recipe.
+
+    ======================  =======  ============  =========  =======
+    .                       O0       O1            O2         O3
+    ======================  =======  ============  =========  =======
+    parameters compute in   float32  float32       half       half
+    casts per operation     no       yes           no         no
+    norm layers in float32  yes      by the rules  yes        no
+    float32 master weights  no       no            yes        no
+    loss scale              1.0      "dynamic"     "dynamic"  1.0
+    ======================  =======  ============  =========  =======
+
+    Args:
+      level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
+      half_dtype: float16 or bfloat16. bfloat16 has float32's range and needs no loss scale:
+        `loss_scale=None` saves the check of the gradients, at the price of not skipping bad steps.
+      loss_scale: overrides the level's loss scale; takes what `ampx.loss_scale` takes.
+      keep_norm_float32: overrides whether norm layers stay float32; a function from a parameter's
+        path to bool replaces the rule that finds them (`ampx.is_norm_path`).
+      master_weights: overrides whether weights are kept in float32.
+
+    Returns:
+      A `Recipe`.
+
+    Raises:
+      ValueError: for an unknown level or dtype, or an override that contradicts the level.
+      NotImplementedError: for O1, which arrives with autocast.
+
+    References:
+      `apex/amp/frontend.py` in NVIDIA/apex.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16, loss_scale=128.0)
+      >>> print(recipe.policy, recipe.loss_scale, recipe.master_weights)
+      p=f32,c=f16,o=f32 128.0 True
+    """
+    if level not in ("O0", "O1", "O2", "O3"):
+        raise ValueError(
+            f"level must be 'O0', 'O1', 'O2' or 'O3' (letter O, not zero), got {level!r}"
+        )
+    half = castable_dtype(half_dtype, "half_dtype")
+    if half == jnp.float32:
+        raise ValueError("half_dtype must be float16 or bfloat16, got float32: use level 'O0'")
+    _refuse_contradictions(level, keep_norm_float32, master_weights)
+    if level == "O1":
+        raise NotImplementedError(
+            "O1 casts per operation and arrives with autocast; 'O2' is the nearest level today"
+        )
+    masters = level == "O2" if master_weights is _LEVEL_DEFAULT else master_weights
+    keep = level == "O2" if keep_norm_float32 is _LEVEL_DEFAULT else keep_norm_float32
+    compute = jnp.float32 if level == "O0" else half
+    if loss_scale is _LEVEL_DEFAULT:
+        loss_scale = "dynamic" if level == "O2" else 1.0
+    return Recipe(
+        Policy(jnp.float32 if masters or level == "O0" else half, compute, jnp.float32),
+        stays_float32=None
+        if level == "O0"
+        else keep
+        if callable(keep)
+        else (is_norm_path if keep else None),
+        loss_scale=loss_scale,
+        master_weights=masters,
+        level=level,
+    )
+
+
+def _refuse_contradictions(level: str, keep_norm: Any, masters: Any) -> None:
+    reason = None
+    if level == "O0":
+        if keep_norm is not _LEVEL_DEFAULT and keep_norm is not True:
+            reason = "keep_norm_float32 asks for norms in half, but O0 is float32 throughout"
+        elif masters is True:
+            reason = "master_weights asks for float32 copies of weights that O0 keeps in float32"
+    elif level == "O1":
+        if keep_norm is not _LEVEL_DEFAULT:
+            reason = "keep_norm_float32 is decided by the rules of autocast, operation by operation"
+        elif masters is True:
+            reason = "master_weights asks for copies of weights that O1 keeps in float32"
+    elif level == "O3" and masters is True:
+        reason = (
+            "master_weights makes this level O2; for its norms in half add keep_norm_float32=False"
+        )
+    if reason:
+        raise ValueError(f"{level} contradicts an override: {reason}")
+
+
+def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
+    """Whatever names a precision, as a recipe: `"O2"`, `"p=f32,c=bf16"`, a policy, a recipe, None.
+
+    Raises:
+      TypeError: for anything else.
+
+    Examples:
+      >>> import ampx
+      >>> print(ampx.as_recipe("c=bf16,o=f32").policy)
+      p=f32,c=bf16,o=f32
+    """
+    if isinstance(policy, str):
+        return opt_level(policy) if re.fullmatch(r"O\d", policy) else Recipe(get_policy(policy))
+    if isinstance(policy, Policy):
+        return Recipe(policy)
+    if policy is None or isinstance(policy, Recipe):
+        return policy
+    raise TypeError(
+        f"policy must be a Policy, a Recipe, a string such as 'O2' or 'c=bf16', or None, got "
+        f"{policy!r}"
+    )

@@ -1,0 +1,109 @@
+"""The train states that `ampx.train_step` takes: ampx's own, flax linen's and flax nnx's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx import flax_modules
+from ampx.loss_scale_state import is_skipped, select_if_finite
+
+
+class TrainState(NamedTuple):
+    """All that changes in training, as one pytree to donate and to checkpoint.
+
+    Attributes:
+      step: int32, updates applied; a skipped one does not count.
+      params: the parameters.
+      opt_state: the optimizer state, with the loss scale in it.
+      key: a random key that advances on every call, or None.
+      model_state: what the model changes by itself, such as batch statistics, or None.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> step = ampx.train_step(lambda w, x: jnp.mean(w * x), optax.sgd(0.1))
+      >>> int(step.init(jnp.ones(())).step)
+      0
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: optax.OptState
+    key: jax.Array | None = None
+    model_state: Any = None
+
+
+def is_nnx_pair(state: Any) -> bool:
+    """Whether a state is the pair (nnx model, nnx optimizer)."""
+    return (
+        isinstance(state, tuple)
+        and len(state) == 2
+        and flax_modules.is_nnx_module(state[0])
+        and hasattr(state[1], "opt_state")
+    )
+
+
+def read(state: Any, tx: optax.GradientTransformation) -> TrainState:
+    """Any supported state as a `TrainState`; an nnx model is its own `params`."""
+    if isinstance(state, TrainState):
+        return state
+    if is_nnx_pair(state):
+        model, optimizer = state
+        _check_same_tx(optimizer.tx, tx, "nnx.Optimizer(model, step.tx, wrt=nnx.Param)")
+        nnx = sys.modules["flax.nnx"]
+        return TrainState(optimizer.step[...], model, nnx.as_pure(optimizer.opt_state))
+    if all(hasattr(state, name) for name in ("params", "opt_state", "step", "replace")):
+        _check_same_tx(state.tx, tx, "TrainState.create(..., tx=step.tx)")
+        model_state = getattr(state, "batch_stats", None)
+        return TrainState(jnp.asarray(state.step), state.params, state.opt_state, None, model_state)
+    raise TypeError(
+        f"state must be an ampx.TrainState (from step.init), a flax TrainState or a pair (nnx "
+        f"model, nnx.Optimizer), got {type(state).__name__}"
+    )
+
+
+def write(state: Any, new: TrainState) -> Any:
+    """`new` in the shape of the caller's `state`."""
+    if isinstance(state, TrainState):
+        return new
+    changes = {"batch_stats": new.model_state} if hasattr(state, "batch_stats") else {}
+    return state.replace(step=new.step, params=new.params, opt_state=new.opt_state, **changes)
+
+
+def apply_to_nnx(state: Any, grads: Any, new_rest: Any) -> tuple[Any, Any]:
+    """One update of copies of an nnx model and optimizer; a skip holds statistics and step.
+
+    Random counters go on: only what the model learnt from the bad batch is undone.
+    """
+    nnx = sys.modules["flax.nnx"]
+    model, optimizer = nnx.clone(state[0]), nnx.clone(state[1])
+    optimizer.update(model, grads)
+    opt_state = nnx.as_pure(optimizer.opt_state)
+    optimizer.step[...] = select_if_finite(opt_state, optimizer.step[...], state[1].step[...])
+    random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)
+    _, old_learnt = nnx.split_state(flax_modules.nnx_rest(state[0]), nnx.RngState, ...)
+    nnx.update(model, random, select_if_finite(opt_state, learnt, old_learnt))
+    return model, optimizer
+
+
+def advance(
+    state: TrainState, params: Any, opt_state: optax.OptState, key: Any, new_model_state: Any
+) -> TrainState:
+    """The next state: on a skip the step count and the model's state stand still."""
+    # A weakly typed increment keeps the type of flax's step, a Python int: one trace, not two.
+    step = state.step + jnp.where(is_skipped(opt_state), 0, 1)
+    if state.model_state is not None:
+        new_model_state = select_if_finite(opt_state, new_model_state, state.model_state)
+    return TrainState(step, params, opt_state, key, new_model_state)
+
+
+def _check_same_tx(found: Any, expected: Any, fix: str) -> None:
+    if found is not expected:
+        raise ValueError(
+            "the state holds another optimizer than this train step, so their states differ: make "
+            f"it with {fix}"
+        )

@@ -1,0 +1,56 @@
+"""Test set-up: eight virtual CPU devices, strict dtype promotion, repeatable Hypothesis runs.
+
+The CPU is used unless ``JAX_PLATFORMS`` names something else (``cuda,cpu`` for the GPU tests).
+Environment variables reach the notebook kernels too.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+
+import hypothesis
+import jax
+import optax
+import pytest
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+hypothesis.settings.register_profile("ampx", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("ampx")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU: set JAX_PLATFORMS=cuda,cpu")
+
+
+# optax mixes int32 step counts with floats in Adam's bias correction, its schedules and MultiSteps.
+# Those parts alone get JAX's standard promotion, so that ampx can be held to the strict one.
+
+
+def _standard_promotion(fun: Callable) -> Callable:
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"):
+            return fun(*args, **kwargs)
+
+    return wrapped
+
+
+def _schedule_factory(factory: Callable) -> Callable:
+    @functools.wraps(factory)
+    def wrapped(*args, **kwargs):
+        return _standard_promotion(factory(*args, **kwargs))
+
+    return wrapped
+
+
+optax.tree.bias_correction = _standard_promotion(optax.tree.bias_correction)
+optax.MultiSteps.update = _standard_promotion(optax.MultiSteps.update)
+_schedules = [name for name in dir(optax) if name.endswith("_schedule")]
+_schedules.remove("scale_by_schedule")
+for _name in (*_schedules, "exponential_decay", "join_schedules"):
+    setattr(optax, _name, _schedule_factory(getattr(optax, _name)))
