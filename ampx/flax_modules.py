@@ -59,6 +59,13 @@ def norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
     return frozenset(path for path, m in modules.items() if isinstance(m, linen_norm_types()))
 
 
+def _holds_half(tree: Any) -> bool:
+    return any(
+        getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16)
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
 def _to_float32(tree: Any) -> Any:
     def cast(leaf: Any) -> Any:
         narrow = getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16)
@@ -79,6 +86,7 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
 
     A norm layer hands back the dtype it was given, so one float32 scale does not turn the rest of
     the network into float32. A layer with a `dtype` of its own is left alone: its owner decided.
+    So is one with half parameters: the rule decided that it does not stay float32.
     """
     linen = _loaded("flax.linen")
     if linen is None:
@@ -91,8 +99,11 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
         nonlocal inside_model
         module = context.module
         is_norm = isinstance(module, norms) and context.method_name == "__call__"
+        if module.scope is None:  # a method of an unbound module, which may call apply() itself
+            return next_call(*args, **kwargs)
         if norms_in_float32 and is_norm and module.dtype is None:
-            next_call = functools.partial(_call_in_float32, next_call)
+            if not _holds_half(module.variables.get("params")):
+                next_call = functools.partial(_call_in_float32, next_call)
         if inside_model or module.scope.path:
             return next_call(*args, **kwargs)
         inside_model = True
@@ -140,7 +151,8 @@ def nnx_with_casts(
     graphdef, params, rest = split_nnx(model)
     copy = merge_nnx(graphdef, cast_params(params), rest)
     for path, module in list(nnx.iter_modules(copy)):
-        if norms_in_float32 and isinstance(module, nnx_norm_types()) and module.dtype is None:
+        is_norm = isinstance(module, nnx_norm_types()) and module.dtype is None
+        if norms_in_float32 and is_norm and not _holds_half(nnx.state(module, nnx.Param)):
             _set_class(module, _norm_in_float32(type(module)))
         if not path and callable(module):
             _set_class(module, _with_casts(type(module), cast_input, cast_output))

@@ -90,9 +90,10 @@ def _scaled(
         grads = _unscaled_sum(per_loss, state.loss_scale.reshape(num_losses))
 
         new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
+        new_updates = verdicts.landing(new_updates, params)
         overflow = jnp.any(bad)
         bad_update = jnp.sum(verdicts.count_nonfinite(new_updates, axis_names=axis_names)) > 0
-        zero_updates = jax.tree.map(jnp.zeros_like, new_updates)
+        zero_updates = verdicts.zeros_like(new_updates)
         if nonfinite_updates == "skip":
             skip = overflow | bad_update
         else:
@@ -375,13 +376,16 @@ def no_loss_scale(inner: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def loss_scale(
-    choice: float | str | None, inner: optax.GradientTransformation, **options: Any
+    choice: float | str | Callable[..., Any] | None,
+    inner: optax.GradientTransformation,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Picks a loss scale by one word or number, as a command line gives it.
 
     Args:
       choice: None, -1 or `"none"`: no scaling. 0 or `"dynamic"`: `dynamic_loss_scale`. A number
-        >= 1, also as a string: `static_loss_scale`.
+        >= 1, also as a string: `static_loss_scale`. A function that wraps a transformation, such
+        as `functools.partial(dynamic_loss_scale, init_scale=2.0**10)`, is called.
       inner: any optax transformation.
       **options: passed to the chosen transformation.
 
@@ -399,6 +403,8 @@ def loss_scale(
       >>> float(ampx.current_loss_scale(tx.init(jnp.ones(2))))
       128.0
     """
+    if callable(choice):
+        return choice(inner, **options)
     number = _choice_as_number(choice)
     if number == -1:
         if options:
@@ -424,7 +430,8 @@ def _choice_as_number(choice: Any) -> float:
             return float(choice)
         except ValueError:
             return math.nan
-    if isinstance(choice, bool) or not hasattr(choice, "__float__"):
+    is_bool = isinstance(choice, bool) or getattr(choice, "dtype", None) == bool
+    if is_bool or not hasattr(choice, "__float__"):
         raise TypeError(
             f"loss scale must be None, a string or a number, got {choice!r} of type "
             f"{type(choice).__name__}: write 'dynamic' or the number"

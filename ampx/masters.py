@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.precision import cast_floating, wider_dtype
+from ampx.verdicts import is_float0
 
 
 class MasterWeightsState(NamedTuple):
@@ -80,7 +81,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         updates, inner_state = inner.update(
             grads, state.inner_state, state.master_params, **extra_args
         )
-        master = optax.apply_updates(state.master_params, updates)
+        master = apply_updates(state.master_params, updates)
         followed = jax.tree.map(lambda new, p: new.astype(p.dtype), master, params)
         steps = jax.tree.map(
             jnp.subtract, cast_floating(followed, jnp.float32), cast_floating(params, jnp.float32)
@@ -137,6 +138,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         return param.astype(wider_dtype(param.dtype, update.dtype))
 
     def widest_sum(param: Any, update: Any) -> Any:
+        if is_float0(update):  # the gradient of an integer parameter
+            return param
         return optax.apply_updates(widen(param, update), widen(update, param))
 
     return optax.tree.cast_like(jax.tree.map(widest_sum, params, updates), params)

@@ -209,6 +209,10 @@ def opt_level(
 
 
 def _refuse_contradictions(level: str, keep_norm: Any, masters: Any) -> None:
+    for name, value in (("keep_norm_float32", keep_norm), ("master_weights", masters)):
+        is_rule = name == "keep_norm_float32" and callable(value)
+        if not (value is _LEVEL_DEFAULT or isinstance(value, bool) or is_rule):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
     reason = None
     if level == "O0":
         if keep_norm is not _LEVEL_DEFAULT and keep_norm is not True:

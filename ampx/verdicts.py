@@ -15,22 +15,27 @@ from jax.typing import DTypeLike
 
 from ampx.precision import wider_dtype
 
-_INF, _NAN = 1, 2
+
+def is_float0(leaf: Any) -> bool:
+    """Whether a leaf is the empty gradient that JAX gives integer parameters."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
 def is_floating(leaf: Any) -> bool:
     """Whether a leaf holds real or complex floating numbers."""
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return not is_float0(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def _leaf_verdict(leaf: jax.Array, saturation_dtype: DTypeLike | None) -> jax.Array:
-    """A bit mask: has an infinity (1), has a NaN (2). One pass over the leaf."""
+    """Two bools: has an infinity, has a NaN."""
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
     inf = jnp.isinf(leaf)
     if saturation_dtype is not None:
         inf |= jnp.abs(leaf) >= jnp.asarray(jnp.finfo(saturation_dtype).max).astype(leaf.dtype)
-    code = inf.astype(jnp.uint8) * jnp.uint8(_INF)
-    code |= jnp.isnan(leaf).astype(jnp.uint8) * jnp.uint8(_NAN)
-    return jnp.bitwise_or.reduce(code, axis=None)
+    # Extremes, not a bitwise "or": sharded over CPU devices, that one does not compile.
+    code = jnp.where(inf, 1, jnp.where(jnp.isnan(leaf), -1, 0)).astype(jnp.int8)
+    return jnp.stack([jnp.max(code) > 0, jnp.min(code) < 0])
 
 
 def count_nonfinite(
@@ -56,13 +61,33 @@ def count_nonfinite(
       Array([1, 1], dtype=int32)
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf) and leaf.size]
-    codes = [_leaf_verdict(leaf, saturation_dtype).astype(jnp.int32) for leaf in leaves]
-    if not codes:
+    if not leaves:
         return jnp.zeros(2, jnp.int32)
-    packed = jnp.stack(codes)
-    counts = jnp.stack([jnp.sum(packed & _INF), jnp.sum((packed & _NAN) // _NAN)])
-    counts = counts.astype(jnp.int32)
-    return jax.lax.psum(counts, tuple(axis_names)) if axis_names else counts
+    found = jnp.stack([_leaf_verdict(leaf, saturation_dtype) for leaf in leaves])
+    counts = jnp.sum(found, axis=0, dtype=jnp.int32)
+    return _total(counts, tuple(axis_names)) if axis_names else counts
+
+
+def _total(counts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over all axes, also where the counts are known to be equal along some of them."""
+    equal = tuple(axis for axis in axes if axis not in jax.typeof(counts).manual_axis_type.varying)
+    return jax.lax.psum(jax.lax.pcast(counts, equal, to="varying") if equal else counts, axes)
+
+
+def landing(updates: Any, params: Any) -> Any:
+    """Updates, infinite where a half parameter would become so by adding a finite one."""
+
+    def land(param: Any, update: Any) -> Any:
+        if param is None or not is_floating(update) or param.dtype.itemsize > 2:
+            return update
+        wide = wider_dtype(param.dtype, update.dtype)
+        total = (param.astype(wide) + update.astype(wide)).astype(param.dtype)
+        fits = jnp.isfinite(total) | ~jnp.isfinite(param)
+        return jnp.where(fits, update, jnp.full_like(update, jnp.inf))
+
+    if params is None:
+        return updates
+    return jax.tree.map(land, params, updates, is_leaf=lambda leaf: leaf is None)
 
 
 def unscale(tree: Any, loss_scale: jax.Array) -> Any:
@@ -73,7 +98,7 @@ def unscale(tree: Any, loss_scale: jax.Array) -> Any:
             return leaf
         wide = wider_dtype(leaf.dtype, jnp.float32)
         # A product, not a quotient: the compiler may recompute it instead of storing it.
-        return leaf.astype(wide) * (1 / loss_scale).astype(jnp.finfo(wide).dtype)
+        return leaf.astype(wide) * (1 / loss_scale).astype(wide)
 
     return jax.tree.map(divide, tree)
 
@@ -82,6 +107,8 @@ def cast_like(tree: Any, like: Any) -> Any:
     """`tree` as arrays in the dtypes of `like`."""
 
     def cast(leaf: Any, like_leaf: Any) -> Any:
+        if is_float0(leaf):
+            return leaf
         leaf, dtype = jnp.asarray(leaf), jnp.asarray(like_leaf).dtype
         return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
@@ -90,9 +117,16 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 def hold(skip: jax.Array, new: Any, old: Any) -> Any:
     """`old` where `skip`, else `new`, leaf by leaf, in the dtypes of `old`."""
-    return jax.tree.map(
-        lambda new_leaf, old_leaf: jnp.where(skip, old_leaf, new_leaf), cast_like(new, old), old
-    )
+
+    def choose(new_leaf: Any, old_leaf: Any) -> Any:
+        return new_leaf if is_float0(new_leaf) else jnp.where(skip, old_leaf, new_leaf)
+
+    return jax.tree.map(choose, cast_like(new, old), old)
+
+
+def zeros_like(tree: Any) -> Any:
+    """Zeros in the shapes and dtypes of `tree`."""
+    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.zeros_like(leaf), tree)
 
 
 def finite_or(new: Any, old: Any) -> Any:

@@ -1,0 +1,69 @@
+"""What several test files need."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ampx
+
+MESHES = {"1 axis": ((4,), ("data",)), "2 axes": ((2, 2), ("data", "model"))}
+
+
+def make_mesh(shape, names, kind="Auto"):
+    devices = np.prod(shape, dtype=int)
+    types = (getattr(jax.sharding.AxisType, kind),) * len(names)
+    return jax.make_mesh(shape, names, axis_types=types, devices=jax.devices()[:devices])
+
+
+def assert_bit_equal(left, right):
+    """Same structure, dtypes and bits; NaN equals NaN, and 0.0 differs from -0.0."""
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True
+    ):
+        a, b = (jax.random.key_data(x) if _is_key(x) else x for x in (a, b))
+        a, b = np.asarray(a), np.asarray(b)
+        name = jax.tree_util.keystr(path)
+        assert a.dtype == b.dtype, f"{name}: {a.dtype} != {b.dtype}"
+        assert a.shape == b.shape and a.tobytes() == b.tobytes(), f"{name}: {a} != {b}"
+
+
+def _is_key(x):
+    return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+
+
+def types_of(tree):
+    return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x), jax.typeof(x).weak_type), tree)
+
+
+def all_finite(tree):
+    return not np.any(np.asarray(ampx.count_nonfinite(tree)))
+
+
+def optimizer_step(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return ampx.apply_updates(params, updates), state
+
+
+def run_steps(tx, params, grads_sequence, step=None):
+    """Plain Python loop over gradients; the scale is applied as a training loop would."""
+    step = step or jax.jit(lambda p, s, g: optimizer_step(tx, p, s, g))
+    state = tx.init(params)
+    for grads in grads_sequence:
+        scale = ampx.current_loss_scale(state)
+        params, state = step(params, state, optax.tree.scale(scale, grads))
+    return params, state
+
+
+def scan_flags(tx, bads):
+    """The scaler's states after each of a sequence of good and bad steps."""
+
+    def body(state, bad):
+        _, state = tx.update(jnp.where(bad, jnp.inf, 1.0)[None], state)
+        own = state._replace(inner_state=())
+        return state, own
+
+    return jax.jit(lambda s, b: jax.lax.scan(body, s, b)[1])(
+        tx.init(jnp.zeros(1)), jnp.asarray(bads, bool)
+    )
