@@ -8,13 +8,13 @@ a batch that is sharded over devices stays so.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from ampx import flax_modules
@@ -80,7 +80,12 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
             f"a batch of {size} rows is not divisible into {num_microbatches} micro-batches: "
             "choose a divisor, or remainder='mask' with a loss that uses the mask"
         )
-    return optax.microbatching.reshape_batch_axis(batch, size // num_microbatches)
+    # Not optax.microbatching.reshape_batch_axis, which fails on Explicit meshes: it compares jax
+    # versions as strings and takes 0.10 for older than 0.7.
+    rows = size // num_microbatches
+    return jax.tree.map(
+        lambda x: jnp.swapaxes(jnp.reshape(x, (rows, num_microbatches, *x.shape[1:])), 0, 1), batch
+    )
 
 
 def _batch_size(batch: Any) -> int:
@@ -192,6 +197,7 @@ def value_and_grad(
             raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
         for axis in axes:
             key = key if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
+        params = jax.tree.map(lambda p: _varying(p, axes), params)
         has_state = model_state is not None
 
         def scaled_loss(params: Any, microbatch: Any, mask: Any, index: Any, state: Any) -> Any:
@@ -262,6 +268,18 @@ def _scan(
     return merge_stacked(sums, sparse), model_state, outputs
 
 
+def _varying(param: Any, axes: tuple[str, ...]) -> Any:
+    """A parameter that may differ between devices, so that its gradient stays local.
+
+    Under `check_vma=True` JAX sums the gradient of a replicated parameter over the devices by
+    itself, once a micro-batch; a sum by the caller would then count every device n times.
+    """
+    for axis in axes:
+        with contextlib.suppress(ValueError):  # it varies already
+            param = jax.lax.pcast(param, axis, to="varying")
+    return param
+
+
 def _widen(grad: jax.Array, accumulator_dtype: DTypeLike) -> jax.Array:
     return grad.astype(wider_dtype(grad.dtype, accumulator_dtype))
 
@@ -281,9 +299,9 @@ def _as_function(
 
     def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
         copy = flax_modules.merge_nnx(graphdef, params, model_state)
-        out = fun(copy, *args, **kwargs)
-        out = out if has_aux else (out,)
-        return (*out, flax_modules.nnx_rest(copy))
+        value, aux, _ = _unpack(fun(copy, *args, **kwargs), has_aux, has_state=False)
+        rest = flax_modules.nnx_rest(copy)
+        return (value, aux, rest) if has_aux else (value, rest)
 
     return pure, params, rest
 
@@ -314,6 +332,11 @@ def _loss_and_weight(value: Any, normalize: Normalize) -> tuple[jax.Array, jax.A
     else:
         loss, weight = value, jnp.ones((), jnp.float32)
     for name, number in (("loss", loss), ("weight", weight)):
+        if isinstance(number, tuple | list | dict):
+            raise TypeError(
+                f"the {name} must be a scalar, got {type(number).__name__}: pass has_aux=True, or "
+                "model_state, if loss_fn returns more than its loss"
+            )
         if jnp.shape(number):
             raise TypeError(f"the {name} must be a scalar, got shape {jnp.shape(number)}")
     if not is_floating(loss):
@@ -336,12 +359,18 @@ def _normalized(
     loss, weight = jnp.sum(losses), jnp.sum(weights)
     if axes:
         loss, weight = jax.lax.psum((loss, weight), axes)
-    divisor = jnp.where(weight == 0, 1.0, weight)
+    nothing = weight == 0
+    divisor = jnp.where(nothing, 1.0, weight)
+
+    def over_weight(total: jax.Array) -> jax.Array:
+        mean = total / divisor.astype(total.dtype)
+        return jnp.where(nothing, jnp.zeros_like(mean), mean) if normalize == "weights" else mean
+
     aux = reduce_aux(auxes, weights, divisor, aux_reduction, axes)
     nothing_to_divide = normalize == "mean" and losses.shape == (1,) and not axes
     if normalize != "sum" and not nothing_to_divide:
-        loss = loss / divisor.astype(loss.dtype)
-        grads = jax.tree.map(lambda g: g / divisor.astype(g.dtype) if is_floating(g) else g, grads)
+        loss = over_weight(loss)
+        grads = jax.tree.map(lambda g: over_weight(g) if is_floating(g) else g, grads)
     return GradResult(loss, grads, weight, aux, model_state)
 
 

@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx import flax_modules
-from ampx.loss_scale_state import is_skipped, select_if_finite
+from ampx import flax_modules, verdicts
+from ampx.loss_scale_state import find_states, is_skipped
+from ampx.windowing import find_windows
 
 
 class TrainState(NamedTuple):
     """All that changes in training, as one pytree to donate and to checkpoint.
 
     Attributes:
-      step: int32, updates applied; a skipped one does not count.
+      step: int32, updates applied; a skipped one does not count, nor a call inside a window of
+        `ampx.multi_steps`.
       params: the parameters.
       opt_state: the optimizer state, with the loss scale in it.
       key: a random key that advances on every call, or None.
@@ -74,6 +76,27 @@ def write(state: Any, new: TrainState) -> Any:
     return state.replace(step=new.step, params=new.params, opt_state=new.opt_state, **changes)
 
 
+class Outcome(NamedTuple):
+    """What became of a call: its work was undone, or an update was applied, or neither yet."""
+
+    skipped: jax.Array
+    applied: jax.Array
+
+
+def outcome(old_opt_state: optax.OptState, new_opt_state: optax.OptState) -> Outcome:
+    """Compares the optimizer states before and after an update."""
+    skipped = is_skipped(new_opt_state)
+    before, after = find_windows(old_opt_state), find_windows(new_opt_state)
+    if len(after) != 1:
+        return Outcome(skipped, ~skipped)
+    old, new = before[0], after[0]
+    completed = new.gradient_step > old.gradient_step
+    # A loss scale inside speaks of the last window, until the next one is completed.
+    skipped &= completed | (not find_states(new.inner_state))
+    skipped |= new.window_is_bad | (new.dropped_total > old.dropped_total)
+    return Outcome(skipped, completed & ~skipped)
+
+
 def apply_to_nnx(state: Any, grads: Any, new_rest: Any) -> tuple[Any, Any]:
     """One update of copies of an nnx model and optimizer; a skip holds statistics and step.
 
@@ -82,11 +105,12 @@ def apply_to_nnx(state: Any, grads: Any, new_rest: Any) -> tuple[Any, Any]:
     nnx = sys.modules["flax.nnx"]
     model, optimizer = nnx.clone(state[0]), nnx.clone(state[1])
     optimizer.update(model, grads)
-    opt_state = nnx.as_pure(optimizer.opt_state)
-    optimizer.step[...] = select_if_finite(opt_state, optimizer.step[...], state[1].step[...])
+    old_opt_state, opt_state = (nnx.as_pure(o.opt_state) for o in (state[1], optimizer))
+    skipped, applied = outcome(old_opt_state, opt_state)
+    optimizer.step[...] = verdicts.hold(~applied, optimizer.step[...], state[1].step[...])
     random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)
     _, old_learnt = nnx.split_state(flax_modules.nnx_rest(state[0]), nnx.RngState, ...)
-    nnx.update(model, random, select_if_finite(opt_state, learnt, old_learnt))
+    nnx.update(model, random, verdicts.hold(skipped, learnt, old_learnt))
     return model, optimizer
 
 
@@ -95,9 +119,10 @@ def advance(
 ) -> TrainState:
     """The next state: on a skip the step count and the model's state stand still."""
     # A weakly typed increment keeps the type of flax's step, a Python int: one trace, not two.
-    step = state.step + jnp.where(is_skipped(opt_state), 0, 1)
+    skipped, applied = outcome(state.opt_state, opt_state)
+    step = state.step + jnp.where(applied, 1, 0)
     if state.model_state is not None:
-        new_model_state = select_if_finite(opt_state, new_model_state, state.model_state)
+        new_model_state = verdicts.hold(skipped, new_model_state, state.model_state)
     return TrainState(step, params, opt_state, key, new_model_state)
 
 

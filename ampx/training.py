@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from ampx import flax_modules, train_states
 from ampx.accumulation import GradResult, Normalize, Remainder, value_and_grad
-from ampx.loss_scale_state import current_loss_scale, is_skipped
+from ampx.loss_scale_state import current_loss_scale, find_states
 from ampx.loss_scaling import loss_scale as choose_loss_scale
 from ampx.masters import apply_updates
 from ampx.opt_levels import Recipe, as_recipe
@@ -28,9 +28,11 @@ class StepReport(NamedTuple):
 
     Attributes:
       loss: float32, unscaled.
-      overflow: bool, whether the step was skipped.
+      overflow: bool, whether the step was skipped. Inside a window of `ampx.multi_steps`: whether
+        the window, or the micro-step, is dropped.
       loss_scale: float32, the scale that this step used.
-      learning_rate: float32, the rate that this step used; None where it is not known.
+      learning_rate: float32, the rate that this step used; None where it is not known. A skipped
+        step moves no schedule.
       global_norm: float32, norm of the unscaled gradients before any clipping.
       local_norm: dict from parameter group to float32 norm; None unless asked for.
       size: dict from parameter group to int32 number of elements; None unless asked for.
@@ -145,19 +147,22 @@ class TrainStep:
             local_norm, size = _local_norms(grads, self.group_of)
         return StepReport(
             loss=result.loss,
-            overflow=is_skipped(new_opt_state),
+            overflow=train_states.outcome(now.opt_state, new_opt_state).skipped,
             loss_scale=scale,
-            learning_rate=self._current_learning_rate(now),
+            learning_rate=self._learning_rate(now, new_opt_state),
             global_norm=optax.tree.norm(grads),
             local_norm=local_norm,
             size=size,
             aux=result.aux,
         )
 
-    def _current_learning_rate(self, now: TrainState) -> jax.Array | None:
+    def _learning_rate(self, now: TrainState, new_opt_state: Any) -> jax.Array | None:
         rate = self.learning_rate
         if rate is None:
-            found = optax.tree.get_all_with_path(now.opt_state, "learning_rate")
+            # inject_hyperparams stores the rate it has just used, beside the schedule's own state.
+            found = optax.tree.get_all_with_path(
+                new_opt_state, "learning_rate", lambda _, value: isinstance(value, jax.Array)
+            )
             return found[0][1] if len(found) == 1 else None
         return jnp.asarray(rate(now.step) if callable(rate) else rate, jnp.float32)
 
@@ -208,7 +213,8 @@ def train_step(
 
     Raises:
       TypeError: if `loss_fn`, `tx`, `policy` or `loss_scale` is of the wrong kind.
-      ValueError: for a number outside its range, or two loss scales (at `init`).
+      ValueError: for a number outside its range; at `init` for two loss scales, or for
+        `max_grad_norm` around a loss scale.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp, optax
@@ -223,6 +229,13 @@ def train_step(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            f"tx must be an optax gradient transformation, got {type(tx).__name__}: give the "
+            "optimizer, such as optax.adamw(3e-4)"
+        )
+    if not isinstance(local_norm, bool) and not callable(local_norm):
+        raise TypeError(f"local_norm must be a bool or a function, got {local_norm!r}")
     recipe = as_recipe(policy)
     if isinstance(loss_scale, str) and loss_scale == "policy":
         loss_scale = None if recipe is None else recipe.loss_scale
@@ -231,7 +244,7 @@ def train_step(
             raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
         if not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}: None is off")
-        tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
+        tx = _clipped(tx, max_grad_norm)
     grads_of = value_and_grad(
         loss_fn,
         num_microbatches=num_microbatches,
@@ -246,6 +259,24 @@ def train_step(
     group_of = _first_component if local_norm is True else (local_norm or None)
     tx = choose_loss_scale(loss_scale, tx)
     return TrainStep(tx, grads_of, recipe, learning_rate, group_of)
+
+
+def _clipped(
+    tx: optax.GradientTransformation, max_grad_norm: float
+) -> optax.GradientTransformationExtraArgs:
+    chain = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
+
+    def init(params: optax.Params) -> optax.OptState:
+        state = chain.init(params)
+        if find_states(state):
+            raise ValueError(
+                f"max_grad_norm={max_grad_norm} around a loss scale would clip scaled gradients: "
+                "leave the loss scale to train_step(loss_scale=...), or clip inside it, as in "
+                "dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optimizer))"
+            )
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, chain.update)
 
 
 def _first_component(path: str) -> str:

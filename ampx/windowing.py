@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -45,6 +45,15 @@ class MultiStepsState(NamedTuple):
     inner_state: optax.OptState
 
 
+def find_windows(opt_state: Any) -> list[MultiStepsState]:
+    """All windows of an optimizer state, outermost first; not the ones inside them."""
+
+    def is_window(node: Any) -> bool:
+        return isinstance(node, MultiStepsState)
+
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_window) if is_window(node)]
+
+
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k: int | Callable[[jax.Array], jax.Array],
@@ -52,6 +61,7 @@ def multi_steps(
     normalize: Normalize = "mean",
     on_nonfinite: OnNonfinite = "drop_window",
     drop_if: Callable[[Any], jax.Array] | None = None,
+    axis_names: Sequence[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """Sums the gradients of k calls in float32 and runs `inner` on the k-th, and only then.
 
@@ -72,6 +82,8 @@ def multi_steps(
         which is then not counted.
       drop_if: a function from a call's gradients to a bool, for micro-steps to leave out, such as
         those with a norm beyond a bound.
+      axis_names: every mapped axis over which devices must agree on what to drop, inside
+        `shard_map`, so that they run `inner`, and any reduction in it, on the same calls.
 
     Returns:
       A transformation. Between windows its updates are zero and the inner state stands still.
@@ -100,6 +112,7 @@ def multi_steps(
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
     inner = optax.with_extra_args_support(inner)
+    axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     window_length = every_k if callable(every_k) else lambda _: every_k
 
     def init(params: optax.Params) -> MultiStepsState:
@@ -130,8 +143,10 @@ def multi_steps(
         if normalize == "weights" and weight is None:
             raise ValueError("normalize='weights' needs update(..., weight=<float scalar>)")
         weight = jnp.asarray(weight if normalize == "weights" else 1.0, jnp.float32)
-        bad = jnp.sum(verdicts.count_nonfinite(updates)) > 0
-        left_out = jnp.zeros((), bool) if drop_if is None else drop_if(updates)
+        bad = jnp.sum(verdicts.count_nonfinite(updates, axis_names=axis_names)) > 0
+        left_out = jnp.asarray(False if drop_if is None else drop_if(updates), bool)
+        if axis_names and drop_if is not None:
+            left_out = jax.lax.psum(left_out.astype(jnp.int32), axis_names) > 0
         if on_nonfinite == "drop_micro_step":
             left_out |= bad
             bad = jnp.zeros((), bool)
