@@ -1,0 +1,1 @@
+"""Speed and memory of ampx beside the same work done with optax, in one run."""

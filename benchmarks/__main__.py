@@ -1,0 +1,225 @@
+"""`python -m benchmarks [scaling|accumulation|tail|compile ...]`: all of them without a name."""
+
+import argparse
+import os
+import platform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ampx
+from benchmarks import model
+from benchmarks.measuring import Candidate, print_table, ratio, take_turns
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def _plain_step(tx):
+    def step(state, batch):
+        params, opt_state = state
+        _, grads = jax.value_and_grad(model.loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def _ampx_step(tx, num_microbatches=1):
+    grads_of = ampx.value_and_grad(model.loss_fn, num_microbatches=num_microbatches)
+
+    def step(state, batch):
+        params, opt_state = state
+        scale = ampx.current_loss_scale(opt_state)
+        grads = grads_of(params, batch, loss_scale=scale).grads
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def _train_step(step):
+    return lambda state, batch: step(state, batch)[0]
+
+
+def _start(tx):
+    params = model.init_params(jax.random.key(0))
+    return params, tx.init(params)
+
+
+def scaling(rounds: int) -> None:
+    """A training step with a loss scale beside the same step without."""
+    batch = model.tokens(32)
+    variants = {
+        "optax": (OPTIMIZER, _plain_step),
+        "dynamic_loss_scale": (ampx.dynamic_loss_scale(OPTIMIZER), _ampx_step),
+        "static_loss_scale": (ampx.static_loss_scale(OPTIMIZER, 128.0), _ampx_step),
+        "apply_if_finite": (optax.apply_if_finite(OPTIMIZER, 5), _plain_step),
+    }
+    candidates = [
+        Candidate.compiled(name, make(tx), _start(tx), batch)
+        for name, (tx, make) in variants.items()
+    ]
+    for name, loss_scale in (("train_step, no scale", None), ("train_step, dynamic", "dynamic")):
+        step = ampx.train_step(model.loss_fn, OPTIMIZER, loss_scale=loss_scale)
+        state = step.init(model.init_params(jax.random.key(0)))
+        candidates.append(Candidate.compiled(name, _train_step(step), state, batch))
+    take_turns(candidates, rounds)
+    _print_steps("Loss-scaled step, 7.3 M parameters, 32 x 64 tokens, AdamW with clip", candidates)
+
+
+def tail(rounds: int) -> None:
+    """The optimizer alone, where the wrapper cannot hide behind a model."""
+    params = {f"w{i}": jnp.ones((1024, 1024)) for i in range(8)}
+    grads = jax.tree.map(lambda p: 1e-3 * p, params)
+
+    def update_only(tx):
+        def step(state, grads):
+            params, opt_state = state
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        return step
+
+    variants = {
+        "optax": OPTIMIZER,
+        "dynamic_loss_scale": ampx.dynamic_loss_scale(OPTIMIZER),
+        "dynamic_loss_scale, skip": ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="skip"),
+        "apply_if_finite": optax.apply_if_finite(OPTIMIZER, 5),
+    }
+    candidates = [
+        Candidate.compiled(name, update_only(tx), (params, tx.init(params)), grads)
+        for name, tx in variants.items()
+    ]
+    take_turns(candidates, 2 * rounds)
+    _print_steps("Optimizer tail alone, 8.4 M parameters, no model", candidates)
+
+
+def accumulation(rounds: int) -> None:
+    """k micro-batches by ampx, optax.microbatch and optax.MultiSteps: one effective step each."""
+    rows = []
+    batch = model.tokens(16)
+    for k in (1, 4, 16):
+        size = batch.shape[0] // k
+
+        def with_microbatch(state, batch, size=size, k=k):
+            params, opt_state = state
+            mean = optax.microbatching.AccumulationType.MEAN
+            grads_of = optax.microbatch(jax.grad(model.loss_fn), 1, size, mean)
+            updates, opt_state = OPTIMIZER.update(grads_of(params, batch), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        multi = optax.MultiSteps(OPTIMIZER, k).gradient_transformation()
+
+        def with_multi_steps(state, batch, multi=multi, k=k):
+            one = _plain_step(multi)
+            return jax.lax.scan(
+                lambda carry, mb: (one(carry, mb), None), state, ampx.split_microbatches(batch, k)
+            )[0]
+
+        windowed = ampx.multi_steps(OPTIMIZER, k)
+
+        def with_ampx_multi_steps(state, batch, windowed=windowed, k=k):
+            one = _plain_step(windowed)
+            return jax.lax.scan(
+                lambda carry, mb: (one(carry, mb), None), state, ampx.split_microbatches(batch, k)
+            )[0]
+
+        candidates = [
+            Candidate.compiled("ampx", _ampx_step(OPTIMIZER, k), _start(OPTIMIZER), batch),
+            Candidate.compiled("optax.microbatch", with_microbatch, _start(OPTIMIZER), batch),
+            Candidate.compiled("optax.MultiSteps", with_multi_steps, _start(multi), batch),
+            Candidate.compiled("ampx.multi_steps", with_ampx_multi_steps, _start(windowed), batch),
+        ]
+        take_turns(candidates, rounds)
+        ours, microbatch, multi_steps, our_multi_steps = candidates
+        rows.append(
+            [
+                str(k),
+                f"{ours.median_ms:.0f}",
+                ratio(ours, microbatch),
+                ratio(ours, multi_steps),
+                ratio(our_multi_steps, multi_steps),
+                " / ".join(f"{c.temp_bytes / 2**20:.0f}" for c in candidates),
+            ]
+        )
+    header = [
+        "k",
+        "ampx, ms",
+        "ampx / optax.microbatch",
+        "ampx / optax.MultiSteps",
+        "ampx.multi_steps / optax.MultiSteps",
+        "temporary MiB: ampx / microbatch / MultiSteps / ampx.multi_steps",
+    ]
+    print_table("Accumulation, one effective step of 16 x 64 tokens", header, rows)
+
+
+def compiling(rounds: int) -> None:
+    """Trace and compile time of the step, beside plain optax, each time from nothing."""
+    batch = model.tokens(8)
+    scaled = ampx.dynamic_loss_scale(OPTIMIZER)
+    train = ampx.train_step(model.loss_fn, OPTIMIZER, loss_scale="dynamic", num_microbatches=4)
+    state = train.init(model.init_params(jax.random.key(0)))
+
+    def with_microbatch(state, batch):
+        params, opt_state = state
+        mean = optax.microbatching.AccumulationType.MEAN
+        grads = optax.microbatch(jax.grad(model.loss_fn), 1, 2, mean)(params, batch)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    variants = {
+        "optax": (lambda: _plain_step(OPTIMIZER), _start(OPTIMIZER)),
+        "ampx, dynamic": (lambda: _ampx_step(scaled), _start(scaled)),
+        "optax.microbatch, k = 4": (lambda: lambda s, b: with_microbatch(s, b), _start(OPTIMIZER)),
+        "ampx, k = 4": (lambda: _ampx_step(OPTIMIZER, 4), _start(OPTIMIZER)),
+        "train_step, dynamic, k = 4": (lambda: _train_step(train), state),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(max(3, rounds // 3)):
+        for name, (make, start) in variants.items():
+            jax.clear_caches()
+            seconds[name].append(Candidate.compiled(name, make(), start, batch).compile_seconds)
+    base = np.array(seconds["optax"])
+    rows = [
+        [name, f"{np.median(times):.2f}", f"{np.median(np.array(times) / base):.2f}"]
+        for name, times in seconds.items()
+    ]
+    print_table("Trace and compile", ["step", "seconds", "ratio to optax"], rows)
+
+
+def _print_steps(title: str, candidates: list[Candidate]) -> None:
+    baseline = candidates[0]
+    rows = [
+        [c.name, f"{c.median_ms:.1f}", ratio(c, baseline), f"{c.temp_bytes / 2**20:.0f}"]
+        for c in candidates
+    ]
+    print_table(title, ["step", "ms", f"ratio to {baseline.name}", "temporary MiB"], rows)
+
+
+BENCHMARKS = {
+    "scaling": scaling,
+    "tail": tail,
+    "accumulation": accumulation,
+    "compile": compiling,
+}
+
+
+def main() -> None:
+    """Runs the chosen benchmarks and prints Markdown tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], default=list(BENCHMARKS))
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of side-by-side timing")
+    arguments = parser.parse_args()
+    print(
+        f"jax {jax.__version__}, optax {optax.__version__}, Python {platform.python_version()}, "
+        f"{jax.devices()[0].device_kind} with {os.cpu_count()} cores; ratios are medians over "
+        "rounds in which all candidates take turns, with the middle half in brackets"
+    )
+    for name in arguments.names:
+        BENCHMARKS[name](arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

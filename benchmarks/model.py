@@ -1,0 +1,48 @@
+"""A decoder in plain JAX, large enough that its optimizer is a small part of a step."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH = 384, 4, 6, 512, 64
+
+
+def init_params(key: jax.Array) -> dict:
+    """About 7.5 million float32 parameters."""
+    shapes = {
+        "embed": (VOCABULARY, WIDTH),
+        "qkv": (LAYERS, WIDTH, 3 * WIDTH),
+        "out": (LAYERS, WIDTH, WIDTH),
+        "up": (LAYERS, WIDTH, 4 * WIDTH),
+        "down": (LAYERS, 4 * WIDTH, WIDTH),
+    }
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: 0.02 * jax.random.normal(k, shape)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def loss_fn(params: dict, tokens: jax.Array) -> jax.Array:
+    """Mean next-token loss of int32 tokens of shape (batch, LENGTH + 1)."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    x = params["embed"][inputs]
+    rows, length, width = x.shape
+    for layer in range(LAYERS):
+        qkv = (_norm(x) @ params["qkv"][layer]).reshape(rows, length, 3, HEADS, width // HEADS)
+        heads = jax.nn.dot_product_attention(
+            qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True
+        )
+        x = x + heads.reshape(rows, length, width) @ params["out"][layer]
+        x = x + jax.nn.gelu(_norm(x) @ params["up"][layer]) @ params["down"][layer]
+    logits = _norm(x) @ params["embed"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def tokens(batch_size: int) -> jax.Array:
+    """Random int32 tokens of shape (batch_size, LENGTH + 1)."""
+    return jax.random.randint(jax.random.key(1), (batch_size, LENGTH + 1), 0, VOCABULARY)

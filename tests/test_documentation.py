@@ -1,0 +1,82 @@
+"""What the README and the guides show must run as it stands there."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import nbclient
+import nbformat
+import numpy as np
+import optax
+import pytest
+
+import ampx
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def blocks(file: str, language: str) -> list[str]:
+    text = (ROOT / file).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def side_of_diff(diff: str, sign: str) -> str:
+    kept = [line[1:] for line in diff.splitlines() if line[:1] in (sign, " ", "")]
+    return "\n".join(kept)
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch["x"].astype(params["w"].dtype) @ params["w"])
+    return jnp.mean((hidden.astype(jnp.float32) - batch["y"]) ** 2)
+
+
+def run(source: str, steps: int = 5) -> tuple[dict, list[float]]:
+    names = {"ampx": ampx, "jax": jax, "optax": optax, "loss_fn": loss_fn, "schedule": 1e-2}
+    exec(source, names)
+    params = {"w": jnp.ones((3, 2))}
+    batch = {"x": jnp.linspace(-1, 1, 24).reshape(8, 3), "y": jnp.zeros((8, 2))}
+    opt_state = names["tx"].init(params)
+    losses = []
+    for _ in range(steps):
+        params, opt_state, loss = names["step"](params, opt_state, batch)
+        losses.append(float(loss))
+    return params, losses
+
+
+def test_readme_diff_runs_and_trains_alike() -> None:
+    (diff,) = blocks("README.md", "diff")
+    assert len([line for line in diff.splitlines() if line[:1] in "+-"]) <= 12
+    before, after = (run(side_of_diff(diff, sign)) for sign in "-+")
+    np.testing.assert_allclose(after[1], before[1], rtol=5e-3)
+    assert after[1] != before[1], "the second should have computed in float16"
+    assert after[0]["w"].dtype == jnp.float32
+
+
+def test_getting_started_step_runs() -> None:
+    (source,) = (b for b in blocks("docs/getting_started.md", "python") if "def step" in b)
+    params, losses = run(source)
+    assert losses[-1] < losses[0]
+
+
+def test_readme_links_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    "notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
+)
+def test_notebook_runs(notebook: pathlib.Path) -> None:
+    content = nbformat.read(notebook, as_version=4)
+    client = nbclient.NotebookClient(
+        content, timeout=300, resources={"metadata": {"path": str(notebook.parent)}}
+    )
+    client.execute()
+    size = notebook.stat().st_size
+    assert size < 300_000, f"{notebook.name} holds {size} bytes: keep outputs small"
+
+
+def test_there_are_notebooks() -> None:
+    assert list((ROOT / "notebooks").glob("*.ipynb"))
