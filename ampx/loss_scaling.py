@@ -91,13 +91,14 @@ def _scaled(
 
         new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
         new_updates = verdicts.landing(new_updates, params)
-        overflow = jnp.any(bad)
-        bad_update = jnp.sum(verdicts.count_nonfinite(new_updates, axis_names=axis_names)) > 0
-        zero_updates = verdicts.zeros_like(new_updates)
-        if nonfinite_updates == "skip":
-            skip = overflow | bad_update
-        else:
-            skip = overflow
+        overflow, zero_updates = jnp.any(bad), verdicts.zeros_like(new_updates)
+        whole_step = nonfinite_updates == "skip"
+        # "hold" mends the state element by element, so only "skip" need judge it.
+        judged = verdicts.finite_before(new_inner, state.inner_state) if whole_step else ()
+        outcome = verdicts.count_nonfinite((new_updates, judged), axis_names=axis_names)
+        bad_update = jnp.any(outcome > 0)
+        skip = overflow | bad_update if whole_step else overflow
+        if not whole_step:
             new_updates = verdicts.finite_or(new_updates, zero_updates)
             new_inner = verdicts.finite_or(new_inner, state.inner_state)
 
@@ -430,7 +431,7 @@ def _choice_as_number(choice: Any) -> float:
             return float(choice)
         except ValueError:
             return math.nan
-    is_bool = isinstance(choice, bool) or getattr(choice, "dtype", None) == bool
+    is_bool = isinstance(choice, bool) or str(getattr(choice, "dtype", "")) == "bool"
     if is_bool or not hasattr(choice, "__float__"):
         raise TypeError(
             f"loss scale must be None, a string or a number, got {choice!r} of type "

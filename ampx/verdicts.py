@@ -129,6 +129,17 @@ def zeros_like(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.zeros_like(leaf), tree)
 
 
+def finite_before(new: Any, old: Any) -> Any:
+    """`new`, with zeros where `old` was non-finite already: some optimizers start from infinity."""
+
+    def choose(new_leaf: Any, old_leaf: Any) -> Any:
+        if not is_floating(new_leaf):
+            return new_leaf
+        return jnp.where(jnp.isfinite(old_leaf), new_leaf, jnp.zeros_like(new_leaf))
+
+    return jax.tree.map(choose, cast_like(new, old), old)
+
+
 def finite_or(new: Any, old: Any) -> Any:
     """`new`, element by element, except where a finite number of `old` would turn non-finite."""
 
