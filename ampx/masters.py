@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.precision import cast_floating, wider_dtype
-from ampx.verdicts import is_float0
+from ampx.verdicts import cast_like, is_float0, is_floating
 
 
 class MasterWeightsState(NamedTuple):
@@ -82,9 +82,13 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
             grads, state.inner_state, state.master_params, **extra_args
         )
         master = apply_updates(state.master_params, updates)
-        followed = jax.tree.map(lambda new, p: new.astype(p.dtype), master, params)
+        followed = cast_like(master, params)
+        wide, wide_followed = cast_floating((params, followed), jnp.float32)
         steps = jax.tree.map(
-            jnp.subtract, cast_floating(followed, jnp.float32), cast_floating(params, jnp.float32)
+            lambda new, old, step: new - old if is_floating(old) else step,
+            wide_followed,
+            wide,
+            updates,
         )
         return steps, MasterWeightsState(master, inner_state)
 
@@ -142,4 +146,4 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
             return param
         return optax.apply_updates(widen(param, update), widen(update, param))
 
-    return optax.tree.cast_like(jax.tree.map(widest_sum, params, updates), params)
+    return cast_like(jax.tree.map(widest_sum, params, updates), params)
