@@ -422,13 +422,12 @@ def loss_scale(
 
 
 def _choice_as_number(choice: Any) -> float:
-    if choice is None or choice == "none":
+    if choice is None:
         return -1.0
-    if choice == "dynamic":
-        return 0.0
     if isinstance(choice, str):
+        named = {"none": -1.0, "dynamic": 0.0}
         try:
-            return float(choice)
+            return named[choice] if choice in named else float(choice)
         except ValueError:
             return math.nan
     is_bool = isinstance(choice, bool) or str(getattr(choice, "dtype", "")) == "bool"
