@@ -1,0 +1,107 @@
+import ast
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import jax
+import pytest
+
+import ampx
+
+SOURCES = sorted(Path(ampx.__file__).parent.rglob("*.py"))
+MODULES = sorted(info.name for info in pkgutil.walk_packages(ampx.__path__, "ampx."))
+DOCTEST_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.mark.parametrize("name", ampx.__all__)
+def test_every_public_name_has_a_docstring_with_an_example(name):
+    value = getattr(ampx, name)
+    assert inspect.getdoc(value), f"{name} has no docstring"
+    found = doctest.DocTestFinder(recurse=False).find(value, name)
+    assert found and found[0].examples, f"{name} has no example"
+    # The test below runs the examples of modules: this one must be among them.
+    assert value.__module__ in MODULES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_run_under_strict_promotion(module):
+    assert jax.config.jax_numpy_dtype_promotion == "strict"
+    result = doctest.testmod(importlib.import_module(module), optionflags=DOCTEST_FLAGS)
+    assert not result.failed
+
+
+def public_objects(module):
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    }
+
+
+def test_all_is_sorted_and_complete():
+    assert list(ampx.__all__) == sorted(set(ampx.__all__))
+    imported = {
+        alias.asname or alias.name
+        for node in ast.parse(Path(ampx.__file__).read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(ampx.__all__) == imported, "what is imported into ampx is what it offers"
+
+
+def test_no_module_and_public_function_share_a_name():
+    parts = {part for module in MODULES for part in module.split(".")[1:]}
+    assert not parts & set(ampx.__all__)
+    for module in MODULES:
+        own = module.rpartition(".")[2]
+        assert own not in public_objects(importlib.import_module(module)), module
+
+
+def imports_at_module_level(path):
+    """Modules that a file imports when it is loaded."""
+    nodes = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name}: relative import"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & set(MODULES)
+            yield from submodules
+            if len(submodules) < len(node.names):
+                yield node.module
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            nodes.extend(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            nodes.extend(ast.iter_child_nodes(node))
+
+
+def test_imports_point_one_way():
+    graph = {
+        name: set(imports_at_module_level(Path(importlib.import_module(name).__file__)))
+        & {"ampx", *MODULES}
+        for name in ("ampx", *MODULES)
+    }
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError, naming the cycle
+    assert order.index("ampx.precision") < order.index("ampx.loss_scaling") < order.index("ampx")
+    assert not graph["ampx.flax_modules"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_source_files_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 460, "one file, one idea: split it"
+
+
+def test_ampx_needs_neither_flax_nor_plotting():
+    """A program without them never pays for them."""
+    code = "import sys, ampx; print({'flax', 'matplotlib', 'tqdm', 'orbax'} & set(sys.modules))"
+    environment = os.environ | {"PYTHONPATH": str(Path(ampx.__file__).parent.parent)}
+    run = [sys.executable, "-c", code]
+    out = subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout
+    assert out.strip() == "set()"
