@@ -1,0 +1,1 @@
+"""Complete programs, small enough to read and to copy from; `python -m ampx.examples.<name>`."""

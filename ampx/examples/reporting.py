@@ -1,0 +1,165 @@
+"""How a run is shown: a progress bar while it trains, a row of a table when it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import ampx
+
+if TYPE_CHECKING:
+    from ampx.examples.language_model import Run
+
+_REFRESH_EVERY = 10
+
+
+@contextlib.contextmanager
+def progress_bar(
+    label: str, steps: int, tokens_per_step: int, *, disable: bool = False
+) -> Iterator[Callable[[ampx.StepReport], None]]:
+    """A bar with loss, scale, skips and tokens per second.
+
+    Args:
+      label: what to write before the bar.
+      steps: number of steps to come.
+      tokens_per_step: for the speed.
+      disable: show nothing.
+
+    Yields:
+      A function to call with each step's report. It reads them from the device ten at a time:
+      reading waits for the step, and a wait at every step would hold the device up.
+
+    Examples:
+      >>> from ampx.examples import reporting
+      >>> with reporting.progress_bar(
+      ...     "O2", steps=100, tokens_per_step=1024, disable=True
+      ... ) as on_step:
+      ...     pass  # on_step(report)
+    """
+    layout = "{desc:<26}{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
+    bar = tqdm(desc=label, total=steps, bar_format=layout, disable=disable)
+    unread: list[ampx.StepReport] = []
+    skipped = 0
+    started = None
+
+    def on_step(report: ampx.StepReport) -> None:
+        nonlocal skipped, started
+        started = time.perf_counter() if started is None else started
+        unread.append(report)
+        if len(unread) < _REFRESH_EVERY and bar.n + len(unread) < steps:
+            return
+        skipped += sum(bool(report.overflow) for report in unread)
+        bar.update(len(unread))
+        unread.clear()
+        speed = bar.n * tokens_per_step / (time.perf_counter() - started)
+        bar.set_postfix_str(
+            f"loss {float(report.loss):.3f}, scale {format_scale(float(report.loss_scale))}, "
+            f"{skipped} skipped, {speed:,.0f} tokens/s"
+        )
+
+    with bar:
+        yield on_step
+
+
+def format_scale(scale: float) -> str:
+    """A loss scale as people say it.
+
+    Args:
+      scale: a positive number.
+
+    Returns:
+      A power of two as such, anything else as a number.
+
+    Examples:
+      >>> from ampx.examples import reporting
+      >>> [reporting.format_scale(scale) for scale in (1.0, 65536.0, 1000.0)]
+      ['1', '2^16', '1000']
+    """
+    exponent = np.log2(scale)
+    return f"2^{exponent:.0f}" if exponent == round(exponent) and exponent else f"{scale:g}"
+
+
+def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
+    """What each run cost and reached, as plain text.
+
+    Args:
+      runs: the first is the one that the others are compared with.
+      unigram_entropy: the loss that a model of mere letter frequencies has on the same text.
+
+    Returns:
+      Lines to print.
+
+    Examples:
+      >>> from ampx.examples import reporting
+      >>> print(reporting.format_table([], 3.25).splitlines()[0])
+      run  held-out loss  difference  ms/step  temp MiB  skipped  final scale
+    """
+    header = ("run", "held-out loss", "difference", "ms/step", "temp MiB", "skipped", "final scale")
+    rows, notes = [header], []
+    for run in runs:
+        mark = ""
+        if note := _note(run):
+            notes.append(note)
+            mark = f" [{len(notes)}]"
+        difference = run.held_out_loss / runs[0].held_out_loss - 1
+        rows.append(
+            (
+                run.label,
+                f"{run.held_out_loss:.4f}{mark}",
+                f"{difference:+.2%}" if np.isfinite(difference) and run is not runs[0] else "-",
+                f"{run.milliseconds:.1f}",
+                f"{run.temporary_bytes / 2**20:.1f}",
+                str(run.skipped),
+                format_scale(run.final_scale),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    for number, note in enumerate(notes, 1):
+        lines += textwrap.wrap(f"[{number}] {note}", 100, subsequent_indent="    ")
+    lines += [
+        "",
+        "held-out loss: nats per character, computed at the run's own precision; letter "
+        f"frequencies alone give {unigram_entropy:.2f}.",
+        f"ms/step: without compilation. jax {jax.__version__}, {os.cpu_count()} CPUs, "
+        f"backend {jax.default_backend()}.",
+    ]
+    if jax.default_backend() == "cpu":
+        lines.append("Most CPUs have no half arithmetic: its speed shows on accelerators only.")
+    return "\n".join(lines)
+
+
+def _note(run: Run) -> str:
+    """What a loss alone does not tell about a run; empty for one without surprises."""
+    parts = []
+    finite = np.flatnonzero(np.isfinite(run.history.loss))
+    if finite.size < run.history.loss.size:
+        parts.append(f"the loss is finite in {finite.size} of {run.history.loss.size} steps")
+    scaled = ampx.find_loss_scale_state(run.state.opt_state)
+    if scaled is not None and int(scaled.bad_update_total):
+        parts.append(f"{int(scaled.bad_update_total)} updates held back because not finite")
+    lost = _share_of_lost_moments(run.state.opt_state)
+    if lost > 0.01:
+        parts.append(
+            f"{lost:.0%} of Adam's second moments have rounded to zero, so that updates are "
+            "divided by its epsilon alone"
+        )
+    return f"{run.label}: {'; '.join(parts)}." if parts else ""
+
+
+def _share_of_lost_moments(opt_state: optax.OptState) -> float:
+    """Share of Adam's second moments that are zero where the first moment is not."""
+    first, second = optax.tree.get(opt_state, "mu"), optax.tree.get(opt_state, "nu")
+    pairs = list(zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
+    lost = sum(int(np.sum((np.asarray(nu) == 0) & (np.asarray(mu) != 0))) for mu, nu in pairs)
+    return lost / sum(mu.size for mu, _ in pairs)

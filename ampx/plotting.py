@@ -1,0 +1,193 @@
+"""Pictures of training: losses side by side, and the loss scale with the steps it cost.
+
+matplotlib is imported when a picture is drawn, so that ampx itself does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which people of any colour vision can tell apart.
+_COLORS = ("#000000", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#0072B2")
+
+
+def plot_training(
+    histories: Mapping[str, Any],
+    *,
+    smoothing: int | None = None,
+    axes: Sequence[Axes] | None = None,
+) -> tuple[Axes, Axes]:
+    """Draws loss curves and, below them, the loss scale with every skipped step marked.
+
+    The curves are drawn from wide to narrow, so that runs which agree show as one striped line. A
+    run whose loss stops being finite ends in a cross.
+
+    Args:
+      histories: from a run's name to what it reported: a list of `StepReport`, one report whose
+        fields are arrays (as `lax.scan` returns it), or a mapping with the keys `"loss"` and, if
+        there was a loss scale, `"loss_scale"` and `"overflow"`. Lists and arrays are welcome.
+      smoothing: number of steps to average over; 1 shows the raw losses alone. The default is a
+        twenty-fifth of the longest run.
+      axes: two axes to draw on; a new figure by default.
+
+    Returns:
+      The axes of the losses and of the scales. Their `figure` has `savefig`.
+
+    Raises:
+      ImportError: if matplotlib is missing.
+      ValueError: if there is no history, or one whose arrays do not fit together.
+
+    Examples:
+      >>> import ampx.plotting
+      >>> skips = {
+      ...     "loss": [3.0, 3.0, 2.5],
+      ...     "loss_scale": [4, 2, 2],
+      ...     "overflow": [True, False, False],
+      ... }
+      >>> losses, scales = ampx.plotting.plot_training(
+      ...     {"O2": skips, "O0": {"loss": [3.0, 2.7, 2.5]}}
+      ... )
+      >>> losses.get_legend_handles_labels()[1]
+      ['O2', 'O0']
+      >>> losses.figure.savefig("training.png")  # doctest: +SKIP
+    """
+    runs = {name: _as_arrays(name, history) for name, history in histories.items()}
+    if not runs:
+        raise ValueError("histories is empty: give at least one run, as in {'O2': reports}")
+    longest = max(len(loss) for loss, _, _ in runs.values())
+    width = max(1, longest // 25) if smoothing is None else smoothing
+    if width < 1:
+        raise ValueError(f"smoothing must be a positive number of steps, got {smoothing}")
+    loss_axes, scale_axes = _new_axes() if axes is None else axes
+
+    for index, (name, (loss, scale, skipped)) in enumerate(runs.items()):
+        style = dict(
+            color=_COLORS[index % len(_COLORS)],
+            linewidth=1.0 + 3.2 * (1 - (index + 1) / len(runs)),
+            zorder=2 + index,
+        )
+        _draw_loss(loss_axes, name, loss, width, style)
+        if np.any(scale != 1) or np.any(skipped):
+            _draw_scale(scale_axes, name, scale, skipped, style)
+
+    bottom, top = _limits([loss for loss, _, _ in runs.values()])
+    loss_axes.set_ylim(bottom, top)
+    for index, (loss, _, _) in enumerate(runs.values()):
+        _mark_end(loss_axes, loss, top, _COLORS[index % len(_COLORS)])
+    loss_axes.set_ylabel("training loss")
+    scale_axes.set_yscale("log", base=2)
+    scale_axes.set_ylabel("loss scale")
+    scale_axes.set_xlabel("step")
+    for panel in (loss_axes, scale_axes):
+        if panel.get_legend_handles_labels()[1]:
+            panel.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
+    return loss_axes, scale_axes
+
+
+def _new_axes() -> tuple[Axes, Axes]:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            "plotting needs matplotlib, which comes with the extra ampx-jax[examples]"
+        ) from error
+    _, (loss_axes, scale_axes) = plt.subplots(
+        2, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
+    )
+    for axes in (loss_axes, scale_axes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.9")
+        axes.set_axisbelow(True)
+    return loss_axes, scale_axes
+
+
+def _as_arrays(name: str, history: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Loss, scale and skips of one run; without a loss scale it is 1 and nothing is skipped."""
+    loss = _field(history, "loss")
+    if loss is None or loss.ndim != 1 or not loss.size:
+        raise ValueError(f"run {name!r} must have a loss for each of its steps")
+    scale, skipped = _field(history, "loss_scale"), _field(history, "overflow")
+    scale = np.ones(loss.shape) if scale is None else scale
+    skipped = np.zeros(loss.shape) if skipped is None else skipped
+    if not loss.shape == scale.shape == skipped.shape:
+        raise ValueError(
+            f"run {name!r} must have as many losses as scales and overflows, got {loss.size}, "
+            f"{scale.size} and {skipped.size}"
+        )
+    return loss.astype(float), scale.astype(float), skipped.astype(bool)
+
+
+def _field(history: Any, field: str) -> np.ndarray | None:
+    if isinstance(history, Mapping):
+        values = history.get(field)
+    elif isinstance(history, list):
+        values = [getattr(report, field) for report in history]
+    else:
+        values = getattr(history, field, None)
+    return None if values is None else np.asarray(values)
+
+
+def _draw_loss(axes: Axes, name: str, loss: np.ndarray, width: int, style: dict[str, Any]) -> None:
+    steps = np.arange(1, len(loss) + 1)
+    if not np.isfinite(loss[-1]):
+        name += f" (not finite after step {_last_finite(loss)})"
+    axes.plot(steps, _moving_average(loss, width), label=name, **style)
+    if width > 1:
+        axes.plot(steps, loss, color=style["color"], linewidth=0.5, alpha=0.2, zorder=1)
+
+
+def _limits(losses: list[np.ndarray]) -> tuple[float, float]:
+    """Where the runs begin and nearly all points lie: a loss that blows up must not flatten all."""
+    values = np.concatenate(losses)
+    values = values[np.isfinite(values)]
+    first = [loss[0] for loss in losses if np.isfinite(loss[0])]
+    if not values.size:
+        return 0.0, 1.0
+    bottom, top = values.min(), max([np.quantile(values, 0.98), *first])
+    margin = 0.05 * (top - bottom) or 0.05
+    return float(bottom - margin), float(top + margin)
+
+
+def _mark_end(axes: Axes, loss: np.ndarray, top: float, color: str) -> None:
+    end = _last_finite(loss)
+    if 0 < end < len(loss):
+        height = min(loss[end - 1], top)
+        axes.plot(end, height, "X", color=color, markersize=9, clip_on=False, zorder=20)
+
+
+def _last_finite(loss: np.ndarray) -> int:
+    """The last step, counted from 1, whose loss is finite; 0 if none is."""
+    return int(np.max(np.flatnonzero(np.isfinite(loss)) + 1, initial=0))
+
+
+def _draw_scale(
+    axes: Axes, name: str, scale: np.ndarray, skipped: np.ndarray, style: dict[str, Any]
+) -> None:
+    steps = np.arange(1, len(scale) + 1)
+    axes.plot(steps, scale, drawstyle="steps-post", color=style["color"], linewidth=1.5)
+    if np.any(skipped):
+        label = f"{name}: {np.sum(skipped)} skipped"
+        axes.plot(
+            steps[skipped],
+            scale[skipped],
+            linestyle="none",
+            marker="x",
+            markersize=6,
+            color=style["color"],
+            label=label,
+        )
+
+
+def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean of the finite values within `width` steps; NaN where the value itself is none."""
+    finite = np.isfinite(values)
+    kernel = np.ones(min(width, len(values)))
+    sums = np.convolve(np.where(finite, values, 0.0), kernel, "same")
+    counts = np.convolve(finite, kernel, "same")
+    return np.where(finite, sums / np.maximum(counts, 1), np.nan)
