@@ -347,8 +347,9 @@ def test_traced_loss_scale_does_not_retrace():
 
 @pytest.mark.parametrize("params_are", ["replicated", "varying", "unchecked"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("normalize", ["weights", "mean"])
-@pytest.mark.parametrize("devices, num_microbatches", [(4, 1), (4, 4), (8, 2)])
+@pytest.mark.parametrize(
+    "devices, num_microbatches, normalize", [(4, 1, "weights"), (4, 4, "mean"), (8, 2, "weights")]
+)
 def test_plain_sum_over_devices_is_exact(
     devices, num_microbatches, normalize, axis_type, params_are
 ):

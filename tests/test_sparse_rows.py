@@ -40,10 +40,11 @@ def sparse_loss(params, batch):
     return loss_of(params["embed"]["table"], params, batch)
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 2.0**12])
-@pytest.mark.parametrize("policy, rtol", [(None, 1e-5), ("c=f16,o=f32", 2e-3)])
+@pytest.mark.parametrize(
+    "policy, loss_scale, rtol", [(None, 1.0, 1e-5), ("c=f16,o=f32", 2.0**12, 2e-3)]
+)
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
-def test_equals_dense(num_microbatches, policy, rtol, loss_scale):
+def test_equals_dense(num_microbatches, policy, loss_scale, rtol):
     params, batch = data()
     options = dict(num_microbatches=num_microbatches, policy=policy)
     dense = ampx.value_and_grad(dense_loss, **options)(params, batch, loss_scale=loss_scale)
