@@ -21,7 +21,7 @@ from ampx import flax_modules
 from ampx.aux_outputs import AUX_REDUCTIONS, reduce_aux
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.precision import Policy, wider_dtype
-from ampx.sparse_rows import map_by_path, merge_stacked, partition, read_tables
+from ampx.sparse_rows import densify, map_by_path, merge_stacked, partition, read_tables
 from ampx.verdicts import cast_like, is_floating
 
 Normalize = Literal["mean", "sum", "weights"]
@@ -150,7 +150,8 @@ def value_and_grad(
         repeated and `loss_fn` gets `mask=`, bool of shape (rows,), False on the repeats.
       sparse_rows: for lookup tables: the parameter's path (names joined by "/") and a function
         from the batch to the indices it reads. `loss_fn` then finds in that parameter's place the
-        rows already read, `table[indices]`, and the gradient is a `SparseRows`.
+        rows already read, `table[indices]`, and the gradient is a `SparseRows`; with `axis_name`
+        it is dense, because a sum over devices would add up the indices.
 
     Returns:
       `g(params, batch, *, loss_scale=1.0, key=None, model_state=None) -> GradResult`. Each
@@ -231,6 +232,8 @@ def value_and_grad(
             grads, model_state, per_microbatch = _scan(
                 one, params, tables, split, num_microbatches, model_state, accumulator_dtype
             )
+        if axes:
+            grads = densify(grads)
         losses, weights, auxes = per_microbatch
         return _normalized(
             grads, losses, weights, auxes, model_state, normalize, aux_reduction, axes

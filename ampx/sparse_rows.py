@@ -125,7 +125,8 @@ def read_tables(
         if name not in tables:
             return leaf
         indices[name], num_rows[name] = tables[name](microbatch), leaf.shape[0]
-        return leaf[indices[name]]
+        # Out of range this reads NaN, where plain indexing would take the last row silently.
+        return jnp.take(leaf, indices[name], axis=0)
 
     rows = map_by_path(params, read)
     if missing := set(tables) - set(indices):

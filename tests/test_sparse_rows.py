@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import make_mesh
 
 import ampx
 
@@ -161,3 +162,30 @@ def test_errors():
     grads_of = ampx.value_and_grad(sparse_loss, sparse_rows={"embed/tabel": lambda b: b["ids"]})
     with pytest.raises(ValueError, match=r"\['embed/tabel'\], which are not among the parameters"):
         grads_of(*data())
+
+
+def test_over_devices_a_plain_sum_is_right():
+    params, batch = data()
+    expected = jax.grad(dense_loss)(params, batch)
+    grads_of = ampx.value_and_grad(sparse_loss, sparse_rows=SPARSE, axis_name="data")
+
+    def per_device(params, batch):
+        return jax.lax.psum(grads_of(params, batch).grads, "data")
+
+    spec = jax.sharding.PartitionSpec
+    grads = jax.jit(
+        jax.shard_map(
+            per_device,
+            mesh=make_mesh((4,), ("data",)),
+            in_specs=(spec(), spec("data")),
+            out_specs=spec(),
+        )
+    )(params, batch)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-5)
+
+
+def test_index_out_of_range_is_not_silent():
+    params, batch = data()
+    ids = batch["ids"].at[0, 0].set(NUM_ROWS)
+    result = ampx.value_and_grad(sparse_loss, sparse_rows=SPARSE)(params, batch | {"ids": ids})
+    assert jnp.isnan(result.loss)
