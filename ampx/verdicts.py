@@ -107,8 +107,6 @@ def cast_like(tree: Any, like: Any) -> Any:
     """`tree` as arrays in the dtypes of `like`."""
 
     def cast(leaf: Any, like_leaf: Any) -> Any:
-        if is_float0(leaf):
-            return leaf
         leaf, dtype = jnp.asarray(leaf), jnp.asarray(like_leaf).dtype
         return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
