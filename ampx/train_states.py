@@ -106,6 +106,8 @@ def apply_to_nnx(state: Any, grads: Any, new_rest: Any) -> tuple[Any, Any]:
     model, optimizer = nnx.clone(state[0]), nnx.clone(state[1])
     optimizer.update(model, grads)
     old_opt_state, opt_state = (nnx.as_pure(o.opt_state) for o in (state[1], optimizer))
+    opt_state = verdicts.cast_like(opt_state, old_opt_state)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
     skipped, applied = outcome(old_opt_state, opt_state)
     optimizer.step[...] = verdicts.hold(~applied, optimizer.step[...], state[1].step[...])
     random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)

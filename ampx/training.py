@@ -20,7 +20,7 @@ from ampx.opt_levels import Recipe, as_recipe
 from ampx.precision import Policy
 from ampx.sparse_rows import densify
 from ampx.train_states import TrainState
-from ampx.verdicts import unscale
+from ampx.verdicts import cast_like, unscale
 
 
 class StepReport(NamedTuple):
@@ -131,6 +131,8 @@ class TrainStep:
             new_opt_state = train_states.read(new_state, self.tx).opt_state
         else:
             updates, new_opt_state = self.tx.update(result.grads, now.opt_state, now.params)
+            # float32 gradients must not widen the half moments that half parameters came with.
+            new_opt_state = cast_like(new_opt_state, now.opt_state)
             params = apply_updates(now.params, updates)
             following = train_states.advance(
                 now, params, new_opt_state, next_key, result.model_state

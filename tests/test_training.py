@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
+from helpers import types_of
 
 import ampx
 
@@ -474,6 +475,26 @@ def test_every_level_trains(level, half):
         losses.append(float(report.loss))
     assert {p.dtype for p in jax.tree.leaves(state.params)} == stored
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_half_moments_stay_half_without_a_loss_scale():
+    policy = ampx.opt_level("O3", half_dtype=jnp.float16, loss_scale=None)
+    tree = ampx.train_step(lambda w, x: jnp.mean((w * x) ** 2), optax.adam(1e-3), policy=policy)
+    module = ampx.train_step(lambda m, x: jnp.mean(m(x) ** 2), optax.adam(1e-3))
+    linear = nnx.Linear(3, 1, rngs=nnx.Rngs(0), param_dtype=jnp.float16)
+    states = {
+        tree: tree.init(jnp.ones(3)),
+        module: (linear, nnx.Optimizer(linear, module.tx, wrt=nnx.Param)),
+    }
+    for step, state in states.items():
+        jitted = jax.jit(step)
+        # optax itself mixes float32 gradients and half moments.
+        with jax.numpy_dtype_promotion("standard"):
+            for _ in range(2):
+                before = jax.tree.leaves(types_of(state))
+                state, _ = jitted(state, jnp.ones((2, 3), jnp.float16))
+                assert jax.tree.leaves(types_of(state)) == before
+        assert jitted._cache_size() == 1
 
 
 def test_float16_recovers_from_a_scale_that_starts_too_high():
