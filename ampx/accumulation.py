@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -359,21 +360,26 @@ def _normalized(
     aux_reduction: Any,
     axes: tuple[str, ...],
 ) -> GradResult:
-    loss, weight = jnp.sum(losses), jnp.sum(weights)
-    if axes:
-        loss, weight = jax.lax.psum((loss, weight), axes)
-    nothing = weight == 0
-    divisor = jnp.where(nothing, 1.0, weight)
+    number = losses.size * math.prod(jax.lax.axis_size(axis) for axis in axes)
+    totals = (jnp.sum(losses), jnp.sum(weights) if normalize == "weights" else None)
+    loss, weight = jax.lax.psum(totals, axes) if axes else totals
+    if weight is None:
+        # Known while tracing, so that the compiler may turn the division into a product.
+        weight = divisor = jnp.float32(number)
+    else:
+        divisor = jnp.where(weight == 0, 1.0, weight)
 
-    def over_weight(total: jax.Array) -> jax.Array:
+    def divide(total: jax.Array) -> jax.Array:
+        if not is_floating(total):
+            return total
+        if normalize == "mean":
+            return total / number if number > 1 else total
         mean = total / divisor.astype(total.dtype)
-        return jnp.where(nothing, jnp.zeros_like(mean), mean) if normalize == "weights" else mean
+        return jnp.where(weight == 0, jnp.zeros_like(mean), mean)
 
     aux = reduce_aux(auxes, weights, divisor, aux_reduction, axes)
-    nothing_to_divide = normalize == "mean" and losses.shape == (1,) and not axes
-    if normalize != "sum" and not nothing_to_divide:
-        loss = over_weight(loss)
-        grads = jax.tree.map(lambda g: over_weight(g) if is_floating(g) else g, grads)
+    if normalize != "sum":
+        loss, grads = jax.tree.map(divide, (loss, grads))
     return GradResult(loss, grads, weight, aux, model_state)
 
 

@@ -8,8 +8,6 @@ verdict was bad, and only then move the scale.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -20,13 +18,16 @@ from jax.typing import DTypeLike
 
 from ampx import verdicts
 from ampx.loss_scale_state import LossScaleState, find_states
+from ampx.scale_dynamics import (
+    OnFloor,
+    Refill,
+    ScaleDynamics,
+    check_choice,
+    check_scale,
+    choice_as_number,
+)
 
-Refill = Literal["growth", "finite", "change"]
-OnFloor = Literal["hold", "raise-flag"]
 NonfiniteUpdates = Literal["hold", "skip"]
-
-# Outside this range 1/scale is infinite or subnormal, which accelerators flush to zero.
-_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 
 # --- the wrapper that all loss scales share ------------------------------------------------------
 
@@ -51,7 +52,7 @@ def _scaled(
         )
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses must be a positive int, got {num_losses!r}")
-    _one_of("nonfinite_updates", nonfinite_updates, ("hold", "skip"))
+    check_choice("nonfinite_updates", nonfinite_updates, ("hold", "skip"))
     axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     inner = optax.with_extra_args_support(inner)
     shape = () if num_losses == 1 else (num_losses,)
@@ -91,7 +92,7 @@ def _scaled(
 
         new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
         new_updates = verdicts.landing(new_updates, params)
-        overflow, zero_updates = jnp.any(bad), verdicts.zeros_like(new_updates)
+        overflow, no_updates = jnp.any(bad), verdicts.null_updates(new_updates)
         whole_step = nonfinite_updates == "skip"
         # "hold" mends the state element by element, so only "skip" need judge it.
         judged = verdicts.finite_before(new_inner, state.inner_state) if whole_step else ()
@@ -99,7 +100,7 @@ def _scaled(
         bad_update = jnp.any(outcome > 0)
         skip = overflow | bad_update if whole_step else overflow
         if not whole_step:
-            new_updates = verdicts.finite_or(new_updates, zero_updates)
+            new_updates = verdicts.finite_or(new_updates, no_updates)
             new_inner = verdicts.finite_or(new_inner, state.inner_state)
 
         def total(column: int) -> jax.Array:
@@ -118,7 +119,7 @@ def _scaled(
             bad_update_total=state.bad_update_total + (bad_update & ~overflow).astype(jnp.int32),
             inner_state=verdicts.hold(skip, new_inner, state.inner_state),
         )
-        return verdicts.hold(skip, new_updates, zero_updates), moved
+        return verdicts.hold(skip, new_updates, no_updates), moved
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -146,43 +147,6 @@ def _unscaled_sum(per_loss: list[Any], scales: jax.Array) -> Any:
 
 
 # --- the public loss scales ----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dynamics:
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    hysteresis: int
-    refill: Refill
-    min_scale: float
-    max_scale: float
-    on_floor: OnFloor
-
-    def advance(self, state: LossScaleState, bad: jax.Array) -> LossScaleState:
-        """The state machine: where the scale goes after a good or a bad step."""
-        finite_steps = state.growth_tracker + 1
-        grow = ~bad & (finite_steps == self.growth_interval)
-        tolerance = state.hysteresis_tracker - bad.astype(jnp.int32)
-        back_off = bad & (tolerance <= 0)
-
-        scale = state.loss_scale
-        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
-        reduced = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        at_floor = back_off & (scale <= self.min_scale)
-
-        # Apex's kernel and Megatron go on backing off once the tolerance is used up.
-        refilled = {"finite": ~bad, "growth": grow, "change": grow | back_off}[self.refill]
-        floor_flag = state.floor_flag
-        if self.on_floor == "raise-flag":
-            floor_flag |= jnp.any(at_floor)
-        return state._replace(
-            loss_scale=jnp.where(grow, grown, jnp.where(back_off, reduced, scale)),
-            growth_tracker=jnp.where(bad | grow, 0, finite_steps),
-            hysteresis_tracker=jnp.where(refilled, self.hysteresis, jnp.maximum(tolerance, 0)),
-            floor_hits=state.floor_hits + at_floor.astype(jnp.int32),
-            floor_flag=floor_flag,
-        )
 
 
 def dynamic_loss_scale(
@@ -239,7 +203,8 @@ def dynamic_loss_scale(
       nonfinite_updates: what to do when finite gradients give a non-finite update (a second
         moment that overflows, 0/0 in a half Adam). `"hold"` keeps the old value of exactly the
         elements concerned, in params and state; `"skip"` undoes the whole step, for which every
-        parameter must wait for every update. Both are counted in `bad_update_total`.
+        parameter must wait for every update. Non-finite updates are counted in `bad_update_total`
+        either way.
       powers_of_two: refuse factors and scales that are not powers of two, because unscaling is
         exact only for those. Turn it off to reproduce systems that use others (0.8, say).
 
@@ -264,39 +229,19 @@ def dynamic_loss_scale(
       Array([-1. , -0.5], dtype=float32)
       >>> updates, state = tx.update(jnp.array([8.0, jnp.inf]), state, params)
       >>> updates, float(state.loss_scale), bool(state.overflow)
-      (Array([0., 0.], dtype=float32), 4.0, True)
+      (Array([-0., -0.], dtype=float32), 4.0, True)
     """
-    for name, value in dict(growth_interval=growth_interval, hysteresis=hysteresis).items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}")
-    _one_of("refill", refill, ("growth", "finite", "change"))
-    _one_of("on_floor", on_floor, ("hold", "raise-flag"))
-    for name, value in dict(
+    dynamics = ScaleDynamics(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        refill=refill,
         min_scale=min_scale,
         max_scale=max_scale,
-    ).items():
-        _check_scale(name, value, powers_of_two)
-    if growth_factor < 1 or backoff_factor >= 1:
-        raise ValueError(
-            f"growth_factor must be >= 1 and backoff_factor < 1, got {growth_factor} and "
-            f"{backoff_factor}"
-        )
-    if not min_scale <= init_scale <= max_scale:
-        raise ValueError(
-            f"init_scale={init_scale} is outside [min_scale={min_scale}, max_scale={max_scale}]"
-        )
-    dynamics = _Dynamics(
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
-        refill,
-        min_scale,
-        max_scale,
-        on_floor,
+        on_floor=on_floor,
+        powers_of_two=powers_of_two,
     )
     return _scaled(
         inner,
@@ -343,7 +288,7 @@ def static_loss_scale(
       >>> updates
       Array([-1.], dtype=float32)
     """
-    _check_scale("scale", scale, powers_of_two=False)
+    check_scale("scale", scale, powers_of_two=False)
     return _scaled(
         inner,
         scale,
@@ -406,7 +351,7 @@ def loss_scale(
     """
     if callable(choice):
         return choice(inner, **options)
-    number = _choice_as_number(choice)
+    number = choice_as_number(choice)
     if number == -1:
         if options:
             raise TypeError(f"no loss scale was chosen, so {sorted(options)} have no meaning")
@@ -419,41 +364,3 @@ def loss_scale(
         f"loss scale must be None, -1 or 'none' (off), 0 or 'dynamic', or a number >= 1, got "
         f"{choice!r}"
     )
-
-
-def _choice_as_number(choice: Any) -> float:
-    if choice is None:
-        return -1.0
-    if isinstance(choice, str):
-        named = {"none": -1.0, "dynamic": 0.0}
-        try:
-            return named[choice] if choice in named else float(choice)
-        except ValueError:
-            return math.nan
-    is_bool = isinstance(choice, bool) or str(getattr(choice, "dtype", "")) == "bool"
-    if is_bool or not hasattr(choice, "__float__"):
-        raise TypeError(
-            f"loss scale must be None, a string or a number, got {choice!r} of type "
-            f"{type(choice).__name__}: write 'dynamic' or the number"
-        )
-    if getattr(choice, "shape", ()) not in ((), (1,)):
-        raise ValueError(f"loss scale must have shape () or (1,), got {choice.shape}")
-    return float(choice if getattr(choice, "shape", ()) == () else choice[0])
-
-
-def _check_scale(name: str, value: Any, powers_of_two: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not _SMALLEST_SCALE <= value <= _LARGEST_SCALE:
-        raise ValueError(f"{name} must be between 2**-126 and 2**126, got {value!r}")
-    if powers_of_two and math.frexp(value)[0] != 0.5:
-        below = 2.0 ** math.floor(math.log2(value))
-        raise ValueError(
-            f"{name}={value!r} is not a power of two, so unscaling would round every gradient: use "
-            f"{below:g} or {2 * below:g}, or pass powers_of_two=False"
-        )
-
-
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")

@@ -83,7 +83,7 @@ def densify(tree: Any) -> Any:
     return jax.tree.map(dense, tree, is_leaf=is_sparse_rows)
 
 
-def densify_rows() -> optax.GradientTransformation:
+def densify_rows() -> optax.GradientTransformationExtraArgs:
     """An optax transformation that makes sparse gradients dense, once, before an optimizer.
 
     Inside a loss scale, so that verdict and unscaling touch the rows only:
@@ -100,7 +100,8 @@ def densify_rows() -> optax.GradientTransformation:
       >>> tx.update(rows, tx.init(table), table)[0].ravel()
       Array([-0., -2., -0.], dtype=float32)
     """
-    return optax.stateless(lambda updates, params: densify(updates))
+    transformation = optax.stateless(lambda updates, params: densify(updates))
+    return optax.with_extra_args_support(transformation)
 
 
 def map_by_path(tree: Any, fun: Callable[[str, Any], Any]) -> Any:

@@ -122,9 +122,18 @@ def hold(skip: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(choose, cast_like(new, old), old)
 
 
-def zeros_like(tree: Any) -> Any:
-    """Zeros in the shapes and dtypes of `tree`."""
-    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.zeros_like(leaf), tree)
+def null_updates(tree: Any) -> Any:
+    """Updates in the shapes and dtypes of `tree` that change nothing when they are added.
+
+    Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
+    """
+
+    def null(leaf: Any) -> Any:
+        if is_float0(leaf):
+            return leaf
+        return jnp.full(leaf.shape, -0.0 if is_floating(leaf) else 0, leaf.dtype)
+
+    return jax.tree.map(null, tree)
 
 
 def finite_before(new: Any, old: Any) -> Any:

@@ -99,7 +99,7 @@ def multi_steps(
       >>> for grad in (1.0, 2.0):
       ...     updates, state = tx.update(jnp.array([grad]), state)
       ...     print(updates)
-      [0.]
+      [-0.]
       [-1.5]
     """
     if not callable(every_k):
@@ -175,8 +175,7 @@ def multi_steps(
         update_shapes, _ = jax.eval_shape(run, None)
 
         def wait(_: None) -> tuple[Any, Any]:
-            zeros = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), update_shapes)
-            return zeros, state.inner_state
+            return verdicts.null_updates(update_shapes), state.inner_state
 
         new_updates, inner_state = jax.lax.cond(due & ~drop, run, wait, None)
         # Cleared by choosing zeros: infinity times zero is not zero.

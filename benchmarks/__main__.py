@@ -50,7 +50,7 @@ def _start(tx):
 
 def scaling(rounds: int) -> None:
     """A training step with a loss scale beside the same step without."""
-    batch = model.tokens(32)
+    batch = model.tokens(64)
     variants = {
         "optax": (OPTIMIZER, _plain_step),
         "dynamic_loss_scale": (ampx.dynamic_loss_scale(OPTIMIZER), _ampx_step),
@@ -66,7 +66,7 @@ def scaling(rounds: int) -> None:
         state = step.init(model.init_params(jax.random.key(0)))
         candidates.append(Candidate.compiled(name, _train_step(step), state, batch))
     take_turns(candidates, rounds)
-    _print_steps("Loss-scaled step, 7.3 M parameters, 32 x 64 tokens, AdamW with clip", candidates)
+    _print_steps("Loss-scaled step, 7.3 M parameters, 64 x 64 tokens, AdamW with clip", candidates)
 
 
 def tail(rounds: int) -> None:
@@ -209,15 +209,17 @@ BENCHMARKS = {
 def main() -> None:
     """Runs the chosen benchmarks and prints Markdown tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], default=list(BENCHMARKS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--rounds", type=int, default=12, help="rounds of side-by-side timing")
     arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(BENCHMARKS):
+        parser.error(f"unknown benchmarks {sorted(unknown)}: choose from {list(BENCHMARKS)}")
     print(
         f"jax {jax.__version__}, optax {optax.__version__}, Python {platform.python_version()}, "
         f"{jax.devices()[0].device_kind} with {os.cpu_count()} cores; ratios are medians over "
         "rounds in which all candidates take turns, with the middle half in brackets"
     )
-    for name in arguments.names:
+    for name in arguments.names or BENCHMARKS:
         BENCHMARKS[name](arguments.rounds)
 
 
