@@ -8,7 +8,6 @@ a batch that is sharded over devices stays so.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +19,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ampx import flax_modules
 from ampx.aux_outputs import AUX_REDUCTIONS, reduce_aux
+from ampx.checking import check_choice, check_positive_int
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.precision import Policy, wider_dtype
-from ampx.sparse_rows import densify, map_by_path, merge_stacked, partition, read_tables
-from ampx.verdicts import cast_like, is_floating
+from ampx.sparse_rows import densify, merge_stacked, partition, read_tables
+from ampx.trees import map_by_path
+from ampx.verdicts import cast_like, is_floating, varying
 
 Normalize = Literal["mean", "sum", "weights"]
 Remainder = Literal["error", "mask"]
@@ -33,7 +34,7 @@ class GradResult(NamedTuple):
     """What `ampx.value_and_grad` returns.
 
     Attributes:
-      loss: float32 scalar, never scaled.
+      loss: float32 scalar (float64 for a float64 loss), never scaled.
       grads: like the parameters, float32, divided by the total weight, still times the loss scale.
       weight: float32 scalar, the total weight: over micro-batches and, with `axis_name`, devices.
       aux: auxiliary output, reduced over micro-batches; None without `has_aux`.
@@ -67,6 +68,7 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
       The same tree with leaves of shape (k, B/k, ...).
 
     Raises:
+      TypeError: if `num_microbatches` is not an int.
       ValueError: if a leaf has no leading axis, or leading axes differ or are not divisible.
 
     Examples:
@@ -75,6 +77,7 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
       Array([[0, 2, 4],
              [1, 3, 5]], dtype=int32)
     """
+    check_positive_int("num_microbatches", num_microbatches)
     size = _batch_size(batch)
     if size % num_microbatches:
         raise ValueError(
@@ -156,7 +159,9 @@ def value_and_grad(
 
     Returns:
       `g(params, batch, *, loss_scale=1.0, key=None, model_state=None) -> GradResult`. Each
-      micro-batch gets `fold_in(key, i)`; the state is threaded through them in order.
+      micro-batch gets `fold_in(key, i)`; the state is threaded through them in order. For an nnx
+      module, `wrt=` takes the filter of what to differentiate, `nnx.Param` by default; the rest
+      comes back as `model_state`.
 
     Raises:
       TypeError: for a policy, or an auxiliary leaf, of the wrong kind.
@@ -173,7 +178,7 @@ def value_and_grad(
       >>> print(result.loss, result.grads / 8.0, result.weight)
       1.6666666 5.3333335 3.0
     """
-    _check_arguments(num_microbatches, normalize, remainder, has_aux, aux_reduction)
+    _check_arguments(num_microbatches, normalize, remainder, aux_reduction)
     recipe = as_recipe(policy) or Recipe(Policy())
     call = recipe.call if policy is not None else lambda fun, *args, **kwargs: fun(*args, **kwargs)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
@@ -186,6 +191,7 @@ def value_and_grad(
         loss_scale: ArrayLike = 1.0,
         key: jax.Array | None = None,
         model_state: Any = None,
+        wrt: Any = None,
     ) -> GradResult:
         fun = functools.partial(call, loss_fn)
         if flax_modules.is_nnx_module(params):
@@ -193,13 +199,15 @@ def value_and_grad(
                 raise ValueError("an nnx module brings its own state: leave model_state out")
             if tables:
                 raise ValueError("sparse_rows needs a tree of parameters, not an nnx module")
-            fun, params, model_state = _as_function(fun, params, has_aux)
+            fun, params, model_state = _as_function(fun, params, has_aux, wrt)
         scale = jnp.asarray(loss_scale, jnp.float32)
         if scale.shape:
             raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
         for axis in axes:
             key = key if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
-        params = jax.tree.map(lambda p: _varying(p, axes), params)
+        # Under check_vma=True JAX sums the gradient of a replicated parameter over the devices by
+        # itself, once a micro-batch; a sum by the caller would count every device n times.
+        params = varying(params, axes)
         has_state = model_state is not None
 
         def scaled_loss(params: Any, microbatch: Any, mask: Any, index: Any, state: Any) -> Any:
@@ -220,10 +228,12 @@ def value_and_grad(
                 read, microbatch, mask, index, state
             )
             grads = collect(jax.tree.map(lambda g: _widen(g, accumulator_dtype), grads))
+            _check_same_structure(new_state, state)
             return grads, cast_like(new_state, state), (loss, weight, aux)
 
-        mask = None
+        mask = num_rows = None
         if remainder == "mask":
+            num_rows = _batch_size(batch)
             batch, mask = _pad_and_mask(batch, num_microbatches)
         if num_microbatches == 1:
             grads, model_state, (loss, weight, aux) = one(batch, mask, 0, model_state)
@@ -237,7 +247,7 @@ def value_and_grad(
             grads = densify(grads)
         losses, weights, auxes = per_microbatch
         return _normalized(
-            grads, losses, weights, auxes, model_state, normalize, aux_reduction, axes
+            grads, losses, weights, auxes, model_state, normalize, aux_reduction, axes, num_rows
         )
 
     return grads_of
@@ -272,18 +282,6 @@ def _scan(
     return merge_stacked(sums, sparse), model_state, outputs
 
 
-def _varying(param: Any, axes: tuple[str, ...]) -> Any:
-    """A parameter that may differ between devices, so that its gradient stays local.
-
-    Under `check_vma=True` JAX sums the gradient of a replicated parameter over the devices by
-    itself, once a micro-batch; a sum by the caller would then count every device n times.
-    """
-    for axis in axes:
-        with contextlib.suppress(ValueError):  # it varies already
-            param = jax.lax.pcast(param, axis, to="varying")
-    return param
-
-
 def _widen(grad: jax.Array, accumulator_dtype: DTypeLike) -> jax.Array:
     return grad.astype(wider_dtype(grad.dtype, accumulator_dtype))
 
@@ -296,18 +294,27 @@ def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
 
 
 def _as_function(
-    fun: Callable[..., Any], model: Any, has_aux: bool
+    fun: Callable[..., Any], model: Any, has_aux: bool, wrt: Any
 ) -> tuple[Callable[..., Any], Any, Any]:
     """An nnx loss as a pure function of (parameters, ..., model_state)."""
-    graphdef, params, rest = flax_modules.split_nnx(model)
+    graphdef, params, rest = flax_modules.split_nnx(model, wrt)
 
     def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
         copy = flax_modules.merge_nnx(graphdef, params, model_state)
         value, aux, _ = _unpack(fun(copy, *args, **kwargs), has_aux, has_state=False)
-        rest = flax_modules.nnx_rest(copy)
+        rest = flax_modules.nnx_rest(copy, wrt)
         return (value, aux, rest) if has_aux else (value, rest)
 
     return pure, params, rest
+
+
+def _check_same_structure(new_state: Any, state: Any) -> None:
+    new, old = jax.tree.structure(new_state), jax.tree.structure(state)
+    if new != old:
+        raise ValueError(
+            f"loss_fn returned a model_state of structure {new}, but was given {old}: return all "
+            "of what came in, and nothing more"
+        )
 
 
 def _unpack(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
@@ -359,6 +366,7 @@ def _normalized(
     normalize: Normalize,
     aux_reduction: Any,
     axes: tuple[str, ...],
+    num_rows: int | None,
 ) -> GradResult:
     number = losses.size * math.prod(jax.lax.axis_size(axis) for axis in axes)
     totals = (jnp.sum(losses), jnp.sum(weights) if normalize == "weights" else None)
@@ -377,28 +385,20 @@ def _normalized(
         mean = total / divisor.astype(total.dtype)
         return jnp.where(weight == 0, jnp.zeros_like(mean), mean)
 
-    aux = reduce_aux(auxes, weights, divisor, aux_reduction, axes)
+    aux = reduce_aux(auxes, weights, divisor, aux_reduction, axes, num_rows)
     if normalize != "sum":
         loss, grads = jax.tree.map(divide, (loss, grads))
     return GradResult(loss, grads, weight, aux, model_state)
 
 
 def _check_arguments(
-    num_microbatches: Any, normalize: Any, remainder: Any, has_aux: bool, aux_reduction: Any
+    num_microbatches: Any, normalize: Any, remainder: Any, aux_reduction: Any
 ) -> None:
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
-        raise TypeError(f"num_microbatches must be an int, got {num_microbatches!r}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    choices: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "normalize": (normalize, ("mean", "sum", "weights")),
-        "remainder": (remainder, ("error", "mask")),
-    }
+    check_positive_int("num_microbatches", num_microbatches)
+    check_choice("normalize", normalize, ("mean", "sum", "weights"))
+    check_choice("remainder", remainder, ("error", "mask"))
     for kind in jax.tree.leaves(aux_reduction):
-        choices[f"aux_reduction {kind!r}"] = (kind, AUX_REDUCTIONS)
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+        check_choice("aux_reduction", kind, AUX_REDUCTIONS)
     if remainder == "mask" and normalize == "mean":
         raise ValueError(
             "remainder='mask' needs normalize='weights' or 'sum': a mean over micro-batches of "

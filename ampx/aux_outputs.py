@@ -15,7 +15,12 @@ AUX_REDUCTIONS = ("mean", "sum", "stack", "concat", "last")
 
 
 def reduce_aux(
-    auxes: Any, weights: jax.Array, divisor: jax.Array, reduction: Any, axes: tuple[str, ...]
+    auxes: Any,
+    weights: jax.Array,
+    divisor: jax.Array,
+    reduction: Any,
+    axes: tuple[str, ...],
+    num_rows: int | None,
 ) -> Any:
     """Reduces leaves with a leading axis of k.
 
@@ -25,6 +30,7 @@ def reduce_aux(
       divisor: float32 scalar, the total weight over micro-batches and devices, never zero.
       reduction: one of `AUX_REDUCTIONS`, or a tree prefix of them.
       axes: mapped axes that means and sums also reduce over.
+      num_rows: rows of the batch, if repeats were added at its end; else None.
     """
 
     def over_devices(leaf: jax.Array) -> jax.Array:
@@ -39,9 +45,11 @@ def reduce_aux(
             if stacked.ndim < 2:
                 raise TypeError("aux_reduction='concat' needs leaves with a leading batch axis")
             rows = jnp.swapaxes(stacked, 0, 1)
-            return rows.reshape(-1, *rows.shape[2:])
+            return rows.reshape(-1, *rows.shape[2:])[:num_rows]
         if kind == "sum":
-            return over_devices(jnp.sum(stacked, axis=0, dtype=stacked.dtype))
+            least = jnp.float32 if is_floating(stacked) else jnp.int32
+            dtype = wider_dtype(stacked.dtype, least)
+            return over_devices(jnp.sum(stacked, axis=0, dtype=dtype))
         if not is_floating(stacked):
             raise TypeError(
                 f"aux_reduction='mean' needs floating leaves, got {stacked.dtype}: give 'sum' or "

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-_NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm")
+_NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "InstanceNorm")
+_HALF = (jnp.float16, jnp.bfloat16)
 
 Cast = Callable[[Any], Any]
 
@@ -23,16 +24,20 @@ def _loaded(module: str) -> Any:
     return sys.modules.get(module)
 
 
+def _norm_types(package: Any) -> tuple[type, ...]:
+    return tuple(getattr(package, name) for name in _NORM_NAMES if hasattr(package, name))
+
+
 def linen_norm_types() -> tuple[type, ...]:
     """The linen layers that normalise, or nothing where linen was never imported."""
     linen = _loaded("flax.linen")
-    return tuple(getattr(linen, name) for name in _NORM_NAMES) if linen else ()
+    return _norm_types(linen)
 
 
 def nnx_norm_types() -> tuple[type, ...]:
     """The nnx layers that normalise, or nothing where nnx was never imported."""
     nnx = _loaded("flax.nnx")
-    return tuple(getattr(nnx, name) for name in _NORM_NAMES) if nnx else ()
+    return _norm_types(nnx)
 
 
 def is_nnx_module(value: Any) -> bool:
@@ -59,25 +64,32 @@ def norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
     return frozenset(path for path, m in modules.items() if isinstance(m, linen_norm_types()))
 
 
-def _holds_half(tree: Any) -> bool:
-    return any(
-        getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16)
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
-def _to_float32(tree: Any) -> Any:
-    def cast(leaf: Any) -> Any:
-        narrow = getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16)
-        return leaf.astype(jnp.float32) if narrow else leaf
-
-    return jax.tree.map(cast, tree)
+def _is_half(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) in _HALF
 
 
 def _call_in_float32(call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    out = call(*_to_float32((x, *args)), **_to_float32(kwargs))
-    dtype = getattr(x, "dtype", None)
-    return out.astype(dtype) if dtype in (jnp.float16, jnp.bfloat16) else out
+    def widen(leaf: Any) -> Any:
+        return leaf.astype(jnp.float32) if _is_half(leaf) else leaf
+
+    out = call(*jax.tree.map(widen, (x, *args)), **jax.tree.map(widen, kwargs))
+    return out.astype(x.dtype) if _is_half(x) and hasattr(out, "astype") else out
+
+
+def _computes_in_float32(module: Any, norms: tuple[type, ...], params: Any) -> bool:
+    """Whether a layer is one that the rule keeps in float32, told by the parameters it got.
+
+    A norm layer without half parameters, or any other layer whose own parameters all stayed
+    float32: a norm that somebody wrote themselves. A layer with a `dtype` of its own is left alone,
+    because its owner has decided; so is one that holds other layers.
+    """
+    if getattr(module, "dtype", None) is not None:
+        return False
+    leaves = jax.tree.leaves(params)
+    if isinstance(module, norms):
+        return not any(_is_half(leaf) for leaf in leaves)
+    holds_layers = any(isinstance(value, Mapping) for value in dict(params or {}).values())
+    return bool(leaves) and not holds_layers and all(leaf.dtype == jnp.float32 for leaf in leaves)
 
 
 @contextlib.contextmanager
@@ -85,8 +97,7 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
     """While active, linen models cast what they take and give, and their norms compute in float32.
 
     A norm layer hands back the dtype it was given, so one float32 scale does not turn the rest of
-    the network into float32. A layer with a `dtype` of its own is left alone: its owner decided.
-    So is one with half parameters: the rule decided that it does not stay float32.
+    the network into float32. The model is the outermost module that is called.
     """
     linen = _loaded("flax.linen")
     if linen is None:
@@ -98,13 +109,12 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
     def interceptor(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         nonlocal inside_model
         module = context.module
-        is_norm = isinstance(module, norms) and context.method_name == "__call__"
         if module.scope is None:  # a method of an unbound module, which may call apply() itself
             return next_call(*args, **kwargs)
-        if norms_in_float32 and is_norm and module.dtype is None:
-            if not _holds_half(module.variables.get("params")):
+        if norms_in_float32 and args and context.method_name == "__call__":
+            if _computes_in_float32(module, norms, module.variables.get("params")):
                 next_call = functools.partial(_call_in_float32, next_call)
-        if inside_model or module.scope.path:
+        if inside_model:
             return next_call(*args, **kwargs)
         inside_model = True
         try:
@@ -151,18 +161,24 @@ def nnx_with_casts(
     graphdef, params, rest = split_nnx(model)
     copy = merge_nnx(graphdef, cast_params(params), rest)
     for path, module in list(nnx.iter_modules(copy)):
-        is_norm = isinstance(module, nnx_norm_types()) and module.dtype is None
-        if norms_in_float32 and is_norm and not _holds_half(nnx.state(module, nnx.Param)):
+        own = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        if isinstance(module, nnx.Embed) and module.dtype == module.param_dtype:
+            # An embedding has no "same as my table": its dtype was resolved when it was made.
+            module.dtype = module.embedding.dtype
+        elif norms_in_float32 and _computes_in_float32(module, nnx_norm_types(), own):
             _set_class(module, _norm_in_float32(type(module)))
         if not path and callable(module):
             _set_class(module, _with_casts(type(module), cast_input, cast_output))
     return copy
 
 
-def split_nnx(model: Any) -> tuple[Any, Any, Any]:
-    """An nnx model as (graph definition, parameters, everything else)."""
+def split_nnx(model: Any, wrt: Any = None) -> tuple[Any, Any, Any]:
+    """An nnx model as (graph definition, what `wrt` picks, everything else).
+
+    `wrt` is an nnx filter; None picks the parameters.
+    """
     nnx = _loaded("flax.nnx")
-    return nnx.split(model, nnx.Param, ...)
+    return nnx.split(model, nnx.Param if wrt is None else wrt, ...)
 
 
 def merge_nnx(graphdef: Any, params: Any, rest: Any) -> Any:
@@ -170,10 +186,11 @@ def merge_nnx(graphdef: Any, params: Any, rest: Any) -> Any:
     return _loaded("flax.nnx").merge(graphdef, params, rest, copy=True)
 
 
-def nnx_rest(model: Any) -> Any:
-    """The state of an nnx model that is not a parameter: statistics, random counters, caches."""
+def nnx_rest(model: Any, wrt: Any = None) -> Any:
+    """What `wrt` does not pick: statistics, random counters, caches. Sown values are dropped."""
     nnx = _loaded("flax.nnx")
-    return nnx.state(model, nnx.Not(nnx.Param))
+    nnx.pop(model, nnx.Intermediate)
+    return nnx.state(model, nnx.Not(nnx.Param if wrt is None else wrt))
 
 
 def write_back(model: Any, changed: Any) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx import verdicts
+from ampx.trees import find_nodes
 
 
 class LossScaleState(NamedTuple):
@@ -47,15 +48,6 @@ class LossScaleState(NamedTuple):
     inner_state: optax.OptState
 
 
-def find_states(opt_state: Any) -> list[LossScaleState]:
-    """All loss-scale states of an optimizer state, outermost first; not the ones inside them."""
-
-    def is_scale(node: Any) -> bool:
-        return isinstance(node, LossScaleState)
-
-    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_scale) if is_scale(node)]
-
-
 def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
     """The loss-scale state inside any optimizer state, or None.
 
@@ -74,7 +66,7 @@ def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
       >>> float(ampx.find_loss_scale_state(tx.init(jnp.ones(2))).loss_scale)
       8.0
     """
-    states = find_states(opt_state)
+    states = find_nodes(opt_state, LossScaleState)
     if len(states) > 1:
         raise ValueError(f"found {len(states)} loss scales in the state: pass the one meant")
     return _as_arrays(states[0]) if states else None

@@ -17,15 +17,16 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx import verdicts
-from ampx.loss_scale_state import LossScaleState, find_states
+from ampx.checking import check_choice, check_positive_int, check_transformation
+from ampx.loss_scale_state import LossScaleState
 from ampx.scale_dynamics import (
     OnFloor,
     Refill,
     ScaleDynamics,
-    check_choice,
     check_scale,
     choice_as_number,
 )
+from ampx.trees import find_nodes
 
 NonfiniteUpdates = Literal["hold", "skip"]
 
@@ -45,13 +46,8 @@ def _scaled(
     saturation_dtype: DTypeLike | None,
     nonfinite_updates: NonfiniteUpdates,
 ) -> optax.GradientTransformationExtraArgs:
-    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
-        raise TypeError(
-            f"inner must be an optax gradient transformation, got {type(inner).__name__}: wrap the "
-            "optimizer, as in dynamic_loss_scale(optax.adamw(3e-4))"
-        )
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        raise ValueError(f"num_losses must be a positive int, got {num_losses!r}")
+    check_transformation("inner", inner)
+    check_positive_int("num_losses", num_losses)
     check_choice("nonfinite_updates", nonfinite_updates, ("hold", "skip"))
     axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     inner = optax.with_extra_args_support(inner)
@@ -59,7 +55,7 @@ def _scaled(
 
     def init(params: optax.Params) -> LossScaleState:
         inner_state = inner.init(params)
-        if find_states(inner_state):
+        if find_nodes(inner_state, LossScaleState):
             raise ValueError(
                 "inner already has a loss scale: gradients would be unscaled twice; wrap once"
             )
@@ -212,7 +208,7 @@ def dynamic_loss_scale(
       A transformation whose state is a `LossScaleState`. Extra arguments reach `inner`.
 
     Raises:
-      TypeError: if `inner` is not a gradient transformation.
+      TypeError: if `inner` is not a gradient transformation, or a setting is not a number.
       ValueError: for a factor, interval or bound outside its range, or a loss scale inside `inner`.
 
     References:

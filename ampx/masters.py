@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ampx.checking import check_transformation
 from ampx.precision import cast_floating, wider_dtype
+from ampx.trees import find_nodes
 from ampx.verdicts import cast_like, is_float0, is_floating
 
 
@@ -65,6 +67,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
       >>> params, state.master_params
       (Array([0.999], dtype=float16), Array([0.99902344], dtype=float32))
     """
+    check_transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> MasterWeightsState:
@@ -103,7 +106,8 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
       params: the model's parameters.
 
     Returns:
-      Parameters for evaluation in float32 and for checkpoints.
+      Parameters for evaluation in float32 and for checkpoints; where the masters are those of a
+      part (`optax.partition`, `optax.masked`), the other parameters as they are.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -112,14 +116,20 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
       >>> ampx.master_params(tx.init(params), params).dtype.name
       'float32'
     """
-
-    def is_masters(node: Any) -> bool:
-        return isinstance(node, MasterWeightsState)
-
-    found = [n for n in jax.tree.leaves(opt_state, is_leaf=is_masters) if is_masters(n)]
+    found = find_nodes(opt_state, MasterWeightsState)
     if len(found) > 1:
         raise ValueError(f"found {len(found)} master copies in the state: pass the one meant")
-    return found[0].master_params if found else params
+    if not found:
+        return params
+
+    def choose(master: Any, param: Any) -> Any:
+        return param if _is_masked(master) else master
+
+    return jax.tree.map(choose, found[0].master_params, params, is_leaf=_is_masked)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
@@ -139,6 +149,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """
 
     def widen(param: Any, update: Any) -> Any:
+        param, update = jnp.asarray(param), jnp.asarray(update)
         return param.astype(wider_dtype(param.dtype, update.dtype))
 
     def widest_sum(param: Any, update: Any) -> Any:

@@ -244,7 +244,7 @@ def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
       p=f32,c=bf16,o=f32
     """
     if isinstance(policy, str):
-        return opt_level(policy) if re.fullmatch(r"O\d", policy) else Recipe(get_policy(policy))
+        return opt_level(policy) if re.fullmatch(r"[oO0]\d", policy) else Recipe(get_policy(policy))
     if isinstance(policy, Policy):
         return Recipe(policy)
     if policy is None or isinstance(policy, Recipe):

@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
+from ampx.trees import map_by_path
 
 PathRule = Callable[[str], bool]
 
@@ -55,11 +56,9 @@ def cast_by_path(tree: Any, dtype: DTypeLike, stays_float32: PathRule | None) ->
     if stays_float32 is None:
         return cast_floating(tree, dtype)
 
-    def cast(path: Any, leaf: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return _cast_leaf(leaf, jnp.float32 if stays_float32(name) else dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, tree)
+    return map_by_path(
+        tree, lambda name, leaf: _cast_leaf(leaf, jnp.float32 if stays_float32(name) else dtype)
+    )
 
 
 def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:
@@ -85,7 +84,8 @@ def is_norm_path(path: str) -> bool:
     """Whether a parameter's path looks like a normalisation layer: the default rule of O2.
 
     Args:
-      path: names joined by "/", as in `"block_0/LayerNorm_1/scale"`.
+      path: names joined by "/", as in `"block_0/LayerNorm_1/scale"`. The last two count, the layer
+        and the parameter; kernels and embeddings never do.
 
     Returns:
       True for components such as `LayerNorm_0`, `final_norm`, `input_layernorm`, `ln_f`, `bn1`.
@@ -95,7 +95,11 @@ def is_norm_path(path: str) -> bool:
       >>> ampx.is_norm_path("block_0/ln_1/scale"), ampx.is_norm_path("normal_dense/kernel")
       (True, False)
     """
-    return any(_NORM_COMPONENT.search(name) for name in path.split("/"))
+    # nnx paths end in "value", the content of a variable.
+    *_, owner, leaf = ("", *path.removesuffix("/value").split("/"))
+    if leaf in ("kernel", "embedding"):
+        return False
+    return any(_NORM_COMPONENT.search(name) for name in (owner, leaf))
 
 
 def norm_rule(model: Any, *args: Any, **kwargs: Any) -> PathRule:

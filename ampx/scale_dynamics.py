@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from ampx.checking import check_choice, check_positive_int
 from ampx.loss_scale_state import LossScaleState
 
 Refill = Literal["growth", "finite", "change"]
@@ -36,10 +37,8 @@ class ScaleDynamics:
 
     def __post_init__(self) -> None:
         """Refuses settings that contradict each other or cannot be exact."""
-        for name in ("growth_interval", "hysteresis"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        check_positive_int("growth_interval", self.growth_interval)
+        check_positive_int("hysteresis", self.hysteresis)
         check_choice("refill", self.refill, ("growth", "finite", "change"))
         check_choice("on_floor", self.on_floor, ("hold", "raise-flag"))
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
@@ -58,7 +57,8 @@ class ScaleDynamics:
     def advance(self, state: LossScaleState, bad: jax.Array) -> LossScaleState:
         """The state machine: where the scale goes after a good or a bad step."""
         finite_steps = state.growth_tracker + 1
-        grow = ~bad & (finite_steps == self.growth_interval)
+        # Not "equal": a resumed run may have counted beyond a shorter interval already.
+        grow = ~bad & (finite_steps >= self.growth_interval)
         tolerance = state.hysteresis_tracker - bad.astype(jnp.int32)
         back_off = bad & (tolerance <= 0)
 
@@ -115,9 +115,3 @@ def check_scale(name: str, value: Any, powers_of_two: bool) -> None:
             f"{name}={value!r} is not a power of two, so unscaling would round every gradient: use "
             f"{below:g} or {2 * below:g}, or pass powers_of_two=False"
         )
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses a word that is not among the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ampx.precision import wider_dtype
+from ampx.trees import map_by_path
+
 
 class SparseRows(NamedTuple):
     """Some rows of a table; a row index may occur several times, and then its rows add up.
@@ -38,6 +41,8 @@ class SparseRows(NamedTuple):
                 f"rows of shape {rows.shape} do not begin with the shape of the indices, "
                 f"{indices.shape}"
             )
+        # Bytes could not hold an index plus the number of rows.
+        indices = indices.astype(wider_dtype(indices.dtype, jnp.int32))
         # A negative index counts from the end when a table is read, so it must here too.
         positive = jnp.where(indices < 0, indices + num_rows, indices)
         return cls(
@@ -102,15 +107,6 @@ def densify_rows() -> optax.GradientTransformationExtraArgs:
     """
     transformation = optax.stateless(lambda updates, params: densify(updates))
     return optax.with_extra_args_support(transformation)
-
-
-def map_by_path(tree: Any, fun: Callable[[str, Any], Any]) -> Any:
-    """`jax.tree.map` of a function of (path joined by "/", leaf)."""
-
-    def with_name(path: Any, leaf: Any) -> Any:
-        return fun(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-
-    return jax.tree_util.tree_map_with_path(with_name, tree)
 
 
 def read_tables(

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from ampx import flax_modules, verdicts
-from ampx.loss_scale_state import find_states, is_skipped
-from ampx.windowing import find_windows
+from ampx.loss_scale_state import LossScaleState, find_loss_scale_state, is_skipped
+from ampx.trees import find_nodes
+from ampx.windowing import MultiStepsState
 
 
 class TrainState(NamedTuple):
@@ -86,32 +87,53 @@ class Outcome(NamedTuple):
 def outcome(old_opt_state: optax.OptState, new_opt_state: optax.OptState) -> Outcome:
     """Compares the optimizer states before and after an update."""
     skipped = is_skipped(new_opt_state)
-    before, after = find_windows(old_opt_state), find_windows(new_opt_state)
-    if len(after) != 1:
+    before, after = (find_nodes(s, MultiStepsState) for s in (old_opt_state, new_opt_state))
+    if not after:
         return Outcome(skipped, ~skipped)
-    old, new = before[0], after[0]
-    completed = new.gradient_step > old.gradient_step
+    pairs = list(zip(before, after, strict=True))
+    completed = jnp.any(jnp.stack([new.gradient_step > old.gradient_step for old, new in pairs]))
     # A loss scale inside speaks of the last window, until the next one is completed.
-    skipped &= completed | (not find_states(new.inner_state))
-    skipped |= new.window_is_bad | (new.dropped_total > old.dropped_total)
+    judged_inside = any(find_nodes(new.inner_state, LossScaleState) for new in after)
+    skipped &= completed | (not judged_inside)
+    for old, new in pairs:
+        skipped |= new.window_is_bad | (new.dropped_total > old.dropped_total)
     return Outcome(skipped, completed & ~skipped)
 
 
-def apply_to_nnx(state: Any, grads: Any, new_rest: Any) -> tuple[Any, Any]:
+def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
+    """Refuses a loss scale that only a part of the gradients would pass through."""
+    scale = find_loss_scale_state(opt_state)
+    node: Any = opt_state
+    while scale is not None and not isinstance(node, LossScaleState):
+        if isinstance(node, MultiStepsState):
+            node = node.inner_state
+        elif isinstance(node, tuple) and len(node) == 1:
+            node = node[0]
+        else:
+            raise ValueError(
+                f"the loss scale is inside {type(node).__name__}, where other transformations see "
+                "gradients that are still scaled: put it around the whole optimizer, as in "
+                "dynamic_loss_scale(optax.chain(...))"
+            )
+
+
+def apply_to_nnx(state: Any, grads: Any, new_rest: Any, weight: Any) -> tuple[Any, Any]:
     """One update of copies of an nnx model and optimizer; a skip holds statistics and step.
 
     Random counters go on: only what the model learnt from the bad batch is undone.
     """
     nnx = sys.modules["flax.nnx"]
     model, optimizer = nnx.clone(state[0]), nnx.clone(state[1])
-    optimizer.update(model, grads)
+    optimizer.update(model, grads, weight=weight)
     old_opt_state, opt_state = (nnx.as_pure(o.opt_state) for o in (state[1], optimizer))
     opt_state = verdicts.cast_like(opt_state, old_opt_state)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
     skipped, applied = outcome(old_opt_state, opt_state)
     optimizer.step[...] = verdicts.hold(~applied, optimizer.step[...], state[1].step[...])
     random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)
-    _, old_learnt = nnx.split_state(flax_modules.nnx_rest(state[0]), nnx.RngState, ...)
+    _, old_learnt = nnx.split_state(
+        flax_modules.nnx_rest(nnx.clone(state[0]), optimizer.wrt), nnx.RngState, ...
+    )
     nnx.update(model, random, verdicts.hold(skipped, learnt, old_learnt))
     return model, optimizer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +13,15 @@ from jax.typing import DTypeLike
 
 from ampx import flax_modules, train_states
 from ampx.accumulation import GradResult, Normalize, Remainder, value_and_grad
-from ampx.loss_scale_state import current_loss_scale, find_states
+from ampx.checking import check_transformation
+from ampx.loss_scale_state import LossScaleState, current_loss_scale
 from ampx.loss_scaling import loss_scale as choose_loss_scale
 from ampx.masters import apply_updates
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.precision import Policy
 from ampx.sparse_rows import densify
 from ampx.train_states import TrainState
+from ampx.trees import find_nodes, path_name
 from ampx.verdicts import cast_like, unscale
 
 
@@ -27,7 +29,7 @@ class StepReport(NamedTuple):
     """What one step tells. All on the device; reading a field waits for it.
 
     Attributes:
-      loss: float32, unscaled.
+      loss: float32 (float64 for a float64 loss), unscaled.
       overflow: bool, whether the step was skipped. Inside a window of `ampx.multi_steps`: whether
         the window, or the micro-step, is dropped.
       loss_scale: float32, the scale that this step used.
@@ -60,6 +62,8 @@ class StepReport(NamedTuple):
 class TrainStep:
     """A pure function `step(state, batch, *, key=None) -> (state, StepReport)`, to be jitted.
 
+    With `jax.jit`, or `nnx.jit` for an nnx model, which keeps shared parameters shared.
+
     Attributes:
       tx: the whole optax transformation, loss scale and clipping included. Give this one to
         flax's `TrainState.create` or `nnx.Optimizer`.
@@ -78,6 +82,7 @@ class TrainStep:
     recipe: Recipe | None
     learning_rate: optax.ScalarOrSchedule | None
     group_of: Callable[[str], str] | None
+    axes: tuple[str, ...] = ()
 
     def init(
         self, params: Any, *, key: jax.Array | None = None, model_state: Any = None
@@ -121,16 +126,24 @@ class TrainStep:
         next_key = now.key
         if key is None and now.key is not None:
             next_key, key = jax.random.split(now.key)
+        train_states.check_loss_scale_is_outermost(now.opt_state)
         scale = current_loss_scale(now.opt_state)
+        is_nnx = train_states.is_nnx_pair(state)
+        wrt = state[1].wrt if is_nnx else None
         result = self.grads_of(
-            now.params, batch, loss_scale=scale, key=key, model_state=now.model_state
+            now.params, batch, loss_scale=scale, key=key, model_state=now.model_state, wrt=wrt
         )
-        result = result._replace(grads=densify(result.grads))
-        if train_states.is_nnx_pair(state):
-            new_state = train_states.apply_to_nnx(state, result.grads, result.model_state)
+        grads = densify(result.grads)
+        # Reduced in float32 and before the verdict, so that all devices see and decide the same.
+        grads = jax.lax.psum(grads, self.axes) if self.axes else grads
+        result = result._replace(grads=grads)
+        if is_nnx:
+            new_state = train_states.apply_to_nnx(state, grads, result.model_state, result.weight)
             new_opt_state = train_states.read(new_state, self.tx).opt_state
         else:
-            updates, new_opt_state = self.tx.update(result.grads, now.opt_state, now.params)
+            updates, new_opt_state = self.tx.update(
+                grads, now.opt_state, now.params, weight=result.weight
+            )
             # float32 gradients must not widen the half moments that half parameters came with.
             new_opt_state = cast_like(new_opt_state, now.opt_state)
             params = apply_updates(now.params, updates)
@@ -185,6 +198,7 @@ def train_step(
     sparse_rows: Mapping[str, Callable[[Any], jax.Array]] | None = None,
     learning_rate: optax.ScalarOrSchedule | None = None,
     local_norm: bool | Callable[[str], str] = False,
+    axis_name: str | Sequence[str] | None = None,
 ) -> TrainStep:
     """Builds a training step from a loss and an optimizer.
 
@@ -209,6 +223,10 @@ def train_step(
         read at the number of applied steps. Not needed with `optax.inject_hyperparams`.
       local_norm: report norm and size of every parameter group. True groups by the first component
         of a parameter's path; a function maps the path, joined by "/", to a group.
+      axis_name: mapped axes that the batch is split over, inside `shard_map`. Gradients are then
+        summed over them, once a step, so `tx` must not do it too. Under plain `jit` leave it out:
+        arrays are global there. Statistics in a model's state stay each device's own, unless
+        `loss_fn` averages them.
 
     Returns:
       A `TrainStep`.
@@ -231,11 +249,7 @@ def train_step(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise TypeError(
-            f"tx must be an optax gradient transformation, got {type(tx).__name__}: give the "
-            "optimizer, such as optax.adamw(3e-4)"
-        )
+    check_transformation("tx", tx)
     if not isinstance(local_norm, bool) and not callable(local_norm):
         raise TypeError(f"local_norm must be a bool or a function, got {local_norm!r}")
     recipe = as_recipe(policy)
@@ -255,12 +269,14 @@ def train_step(
         has_aux=has_aux,
         aux_reduction=aux_reduction,
         accumulator_dtype=accumulator_dtype,
+        axis_name=axis_name,
         remainder=remainder,
         sparse_rows=sparse_rows,
     )
     group_of = _first_component if local_norm is True else (local_norm or None)
-    tx = choose_loss_scale(loss_scale, tx)
-    return TrainStep(tx, grads_of, recipe, learning_rate, group_of)
+    tx = optax.with_extra_args_support(choose_loss_scale(loss_scale, tx))
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    return TrainStep(tx, grads_of, recipe, learning_rate, group_of, axes)
 
 
 def _clipped(
@@ -270,7 +286,7 @@ def _clipped(
 
     def init(params: optax.Params) -> optax.OptState:
         state = chain.init(params)
-        if find_states(state):
+        if find_nodes(state, LossScaleState):
             raise ValueError(
                 f"max_grad_norm={max_grad_norm} around a loss scale would clip scaled gradients: "
                 "leave the loss scale to train_step(loss_scale=...), or clip inside it, as in "
@@ -290,7 +306,7 @@ def _local_norms(
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     groups: dict[str, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        name = group_of(jax.tree_util.keystr(path, simple=True, separator="/"))
+        name = group_of(path_name(path))
         groups.setdefault(name, []).append(leaf)
     norms = {name: optax.tree.norm(leaves) for name, leaves in groups.items()}
     sizes = {

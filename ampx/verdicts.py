@@ -6,6 +6,7 @@ neither loses a NaN nor waits for the gradients themselves.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,20 +66,30 @@ def count_nonfinite(
         return jnp.zeros(2, jnp.int32)
     found = jnp.stack([_leaf_verdict(leaf, saturation_dtype) for leaf in leaves])
     counts = jnp.sum(found, axis=0, dtype=jnp.int32)
-    return _total(counts, tuple(axis_names)) if axis_names else counts
+    axes = tuple(axis_names)
+    return jax.lax.psum(varying(counts, axes), axes) if axes else counts
 
 
-def _total(counts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The sum over all axes, also where the counts are known to be equal along some of them."""
-    equal = tuple(axis for axis in axes if axis not in jax.typeof(counts).manual_axis_type.varying)
-    return jax.lax.psum(jax.lax.pcast(counts, equal, to="varying") if equal else counts, axes)
+def varying(tree: Any, axes: Sequence[str]) -> Any:
+    """The same values, marked as possibly different on devices along `axes`; no marks in `vmap`."""
+
+    def mark(leaf: Any) -> Any:
+        for axis in axes:
+            with contextlib.suppress(ValueError):  # marked already, or not under shard_map
+                leaf = jax.lax.pcast(leaf, axis, to="varying")
+        return leaf
+
+    return jax.tree.map(mark, tree) if axes else tree
 
 
 def landing(updates: Any, params: Any) -> Any:
     """Updates, infinite where a half parameter would become so by adding a finite one."""
 
     def land(param: Any, update: Any) -> Any:
-        if param is None or not is_floating(update) or param.dtype.itemsize > 2:
+        if param is None or not is_floating(update):
+            return update
+        param = jnp.asarray(param)
+        if param.dtype.itemsize > 2:
             return update
         wide = wider_dtype(param.dtype, update.dtype)
         total = (param.astype(wide) + update.astype(wide)).astype(param.dtype)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from ampx import verdicts
-from ampx.loss_scale_state import find_states
+from ampx.checking import check_choice, check_positive_int, check_transformation
+from ampx.loss_scale_state import LossScaleState
 from ampx.precision import wider_dtype
+from ampx.trees import find_nodes
 
 Normalize = Literal["mean", "sum", "weights"]
 OnNonfinite = Literal["drop_window", "drop_micro_step"]
@@ -45,15 +47,6 @@ class MultiStepsState(NamedTuple):
     inner_state: optax.OptState
 
 
-def find_windows(opt_state: Any) -> list[MultiStepsState]:
-    """All windows of an optimizer state, outermost first; not the ones inside them."""
-
-    def is_window(node: Any) -> bool:
-        return isinstance(node, MultiStepsState)
-
-    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_window) if is_window(node)]
-
-
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k: int | Callable[[jax.Array], jax.Array],
@@ -77,7 +70,8 @@ def multi_steps(
       inner: any optax transformation. It sees float32 gradients.
       every_k: window length, or a function from `gradient_step` to it.
       normalize: `"mean"` divides the sum by the number of calls, `"sum"` by nothing; `"weights"`
-        takes `update(..., weight=w)` and gives the mean weighted by w.
+        takes `update(..., weight=w)` and gives the mean weighted by w. The others ignore `weight`,
+        which `ampx.train_step` always passes.
       on_nonfinite: what a non-finite gradient drops: the whole window, or just its own micro-step,
         which is then not counted.
       drop_if: a function from a call's gradients to a bool, for micro-steps to leave out, such as
@@ -89,6 +83,7 @@ def multi_steps(
       A transformation. Between windows its updates are zero and the inner state stands still.
 
     Raises:
+      TypeError: if `inner` is not a gradient transformation or `every_k` neither int nor function.
       ValueError: for `every_k` < 1, an unknown choice, a missing weight, or dropping micro-steps
         around a loss scale, which would then never see an overflow.
 
@@ -102,22 +97,18 @@ def multi_steps(
       [-0.]
       [-1.5]
     """
+    check_transformation("inner", inner)
     if not callable(every_k):
-        if isinstance(every_k, bool) or not isinstance(every_k, int) or every_k < 1:
-            raise ValueError(f"every_k must be a positive int or a function, got {every_k!r}")
-    for name, value, allowed in (
-        ("normalize", normalize, ("mean", "sum", "weights")),
-        ("on_nonfinite", on_nonfinite, ("drop_window", "drop_micro_step")),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+        check_positive_int("every_k", every_k)
+    check_choice("normalize", normalize, ("mean", "sum", "weights"))
+    check_choice("on_nonfinite", on_nonfinite, ("drop_window", "drop_micro_step"))
     inner = optax.with_extra_args_support(inner)
     axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     window_length = every_k if callable(every_k) else lambda _: every_k
 
     def init(params: optax.Params) -> MultiStepsState:
         inner_state = inner.init(params)
-        if on_nonfinite == "drop_micro_step" and find_states(inner_state):
+        if on_nonfinite == "drop_micro_step" and find_nodes(inner_state, LossScaleState):
             raise ValueError(
                 "on_nonfinite='drop_micro_step' around a loss scale would hide every overflow from "
                 "it: write dynamic_loss_scale(multi_steps(optimizer, k)) instead"
@@ -143,7 +134,7 @@ def multi_steps(
         if normalize == "weights" and weight is None:
             raise ValueError("normalize='weights' needs update(..., weight=<float scalar>)")
         weight = jnp.asarray(weight if normalize == "weights" else 1.0, jnp.float32)
-        bad = jnp.sum(verdicts.count_nonfinite(updates, axis_names=axis_names)) > 0
+        bad = jnp.sum(verdicts.count_nonfinite((updates, weight), axis_names=axis_names)) > 0
         left_out = jnp.asarray(False if drop_if is None else drop_if(updates), bool)
         if axis_names and drop_if is not None:
             left_out = jax.lax.psum(left_out.astype(jnp.int32), axis_names) > 0
@@ -161,8 +152,15 @@ def multi_steps(
         window_is_bad = state.window_is_bad | (bad & ~left_out)
         micro_step = state.micro_step + counted
         due = (counted > 0) & (micro_step >= window_length(state.gradient_step))
+
+        def sum_overflows() -> jax.Array:
+            sums = (grad_sum, weight_sum)
+            return jnp.sum(verdicts.count_nonfinite(sums, axis_names=axis_names)) > 0
+
+        # Finite gradients may add up to infinity. Looked at only when the sum is used.
+        window_is_bad |= jax.lax.cond(due, sum_overflows, lambda: jnp.zeros_like(due))
         # A loss scale inside must see the overflow; a plain optimizer must not.
-        inner_judges = bool(find_states(state.inner_state))
+        inner_judges = bool(find_nodes(state.inner_state, LossScaleState))
         drop = window_is_bad & due & (not inner_judges)
 
         def run(_: None) -> tuple[Any, Any]:

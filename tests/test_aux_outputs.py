@@ -87,11 +87,45 @@ def test_rules_that_do_not_fit(reduction, aux_fn, message, num_microbatches):
         aux_of(aux_fn, reduction, num_microbatches)
 
 
-def test_integers_keep_their_dtype_through_a_sum():
+def test_integers_are_summed_as_integers():
     aux = aux_of(lambda b: (b["x"] > 3).sum(dtype=jnp.int8), "sum")
-    assert (aux, aux.dtype) == (4, jnp.int8)
+    assert (aux, aux.dtype) == (4, jnp.int32)
 
 
 def test_no_auxiliary_output():
     result = ampx.value_and_grad(lambda w, x: jnp.sum(w * x), num_microbatches=2)(jnp.array(1.0), X)
     assert result.aux is None and jax.tree.leaves(result.aux) == []
+
+
+@pytest.mark.parametrize(
+    "values, total",
+    [
+        (jnp.ones(4, bool), jnp.int32(4)),
+        (jnp.full(4, 100, jnp.uint8), jnp.int32(400)),
+        (jnp.full(4, 256, jnp.bfloat16), jnp.float32(1024)),
+        (jnp.array([256, 1, 1, 1], jnp.bfloat16), jnp.float32(259)),
+    ],
+)
+def test_sums_do_not_wrap_or_round(values, total):
+    def loss_fn(w, rows):
+        return w, rows[0]
+
+    grads_of = ampx.value_and_grad(loss_fn, num_microbatches=4, has_aux=True, aux_reduction="sum")
+    aux = grads_of(jnp.ones(()), values).aux
+    assert aux.dtype == total.dtype and aux == total
+
+
+def test_concat_leaves_out_the_repeats():
+    def loss_fn(w, rows, *, mask):
+        mask = mask.astype(jnp.float32)
+        return (jnp.sum(w * mask), jnp.sum(mask)), rows
+
+    grads_of = ampx.value_and_grad(
+        loss_fn,
+        num_microbatches=4,
+        normalize="weights",
+        remainder="mask",
+        has_aux=True,
+        aux_reduction="concat",
+    )
+    assert grads_of(jnp.ones(()), jnp.arange(5)).aux.tolist() == [0, 1, 2, 3, 4]

@@ -398,3 +398,90 @@ def test_nnx_modules_shared_in_two_places_stay_shared():
     assert_bit_equal(out, expected.astype(jnp.float32))
     assert_bit_equal(nnx.state(model), nnx.state(reference))
     assert model.a is model.b
+
+
+# --- what stays half when something else stays float32 -------------------------------------------
+
+
+class OwnNorm(nn.Module):
+    """A norm that somebody wrote: no flax type, only a name."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.InstanceNorm, OwnNorm])
+def test_linen_layers_after_any_norm_compute_in_half(norm):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = norm(name="first_norm")(nn.Dense(4)(x))
+            seen.append(h.dtype.name)
+            return nn.Dense(2)(h)
+
+    seen, net = [], Net()
+    params = net.init(jax.random.key(0), jnp.ones((2, 5, 3)))
+    seen.clear()
+    recipe = ampx.opt_level("O2")
+    jaxpr = jax.make_jaxpr(lambda p, x: recipe.call(net.apply, p, x))(params, jnp.ones((2, 5, 3)))
+    assert seen == ["bfloat16"]
+    assert dot_dtypes(jaxpr) == {"bfloat16"}
+
+
+class TokenModel(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, 8, rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.out = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.out(self.norm(self.embed(tokens)))
+
+
+def dot_dtypes(jaxpr):
+    dots = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert dots
+    return {v.aval.dtype.name for e in dots for v in e.invars}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_nnx_embedding_does_not_widen_the_model(level):
+    model, tokens = TokenModel(nnx.Rngs(0)), jnp.arange(6).reshape(2, 3)
+    recipe = ampx.opt_level(level)
+
+    def logits(model):
+        return recipe.call(lambda m, t: m(t), model, tokens)
+
+    graphdef, state = nnx.split(model)
+    # flax's norms in half mix dtypes themselves.
+    with jax.numpy_dtype_promotion("standard" if level == "O3" else "strict"):
+        jaxpr = jax.make_jaxpr(lambda s: logits(nnx.merge(graphdef, s)))(state)
+    assert dot_dtypes(jaxpr) == {"bfloat16"}
+    assert model.embed.dtype == jnp.float32, "the caller's model was changed"
+
+
+@pytest.mark.parametrize("how", ["call", "lambda", "bind"])
+def test_the_outermost_linen_module_is_the_model(how):
+    class Net(nn.Module):
+        def setup(self):
+            self.embed, self.out = nn.Embed(7, 4), nn.Dense(3)
+
+        def __call__(self, tokens):
+            return self.out(self.embed(tokens))
+
+    net, tokens = Net(), jnp.arange(4)
+    params = net.init(jax.random.key(0), tokens)
+
+    def logits(params):
+        if how == "call":
+            return net.apply(params, tokens)
+        if how == "lambda":
+            return net.apply(params, tokens, method=lambda m, t: m.out(m.embed(t)))
+        bound = net.bind(params)
+        return bound.out(bound.embed(tokens))
+
+    out = ampx.opt_level("O2").call(logits, params)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, logits(params), atol=2e-2)

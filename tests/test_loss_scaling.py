@@ -949,9 +949,9 @@ def test_loss_scale_passes_options_to_what_was_chosen():
         (dict(init_scale="4"), TypeError, "'4' of type str"),
         (dict(init_scale=True), TypeError, "True"),
         (dict(growth_interval=0), ValueError, "positive int, got 0"),
-        (dict(growth_interval=2.0), ValueError, "positive int, got 2.0"),
+        (dict(growth_interval=2.0), TypeError, "positive int, got 2.0"),
         (dict(hysteresis=0), ValueError, "positive int, got 0"),
-        (dict(hysteresis=True), ValueError, "got True"),
+        (dict(hysteresis=True), TypeError, "got True"),
         (dict(refill="never"), ValueError, "'growth', 'finite', 'change'.*'never'"),
         (dict(on_floor="flag"), ValueError, "'hold', 'raise-flag'.*'flag'"),
         (dict(nonfinite_updates="accept"), ValueError, "'hold', 'skip'.*'accept'"),
@@ -972,7 +972,7 @@ def test_static_loss_scale_refuses(scale):
 @pytest.mark.parametrize("inner", [None, 0.1, optax.sgd, jnp.ones(1)])
 def test_ascend_manager_without_an_optimizer_is_an_error_at_construction(inner):
     """Rows A4 and D6: the wrong kind of argument is refused before training starts."""
-    with pytest.raises(TypeError, match="gradient transformation.*wrap the optimizer"):
+    with pytest.raises(TypeError, match="gradient transformation.*give the optimizer"):
         dynamic(inner)
 
 
@@ -989,3 +989,18 @@ def test_nested_scales_are_refused(inside):
     nested = dynamic(inside(ampx.static_loss_scale(optax.sgd(1.0), 8.0)))
     with pytest.raises(ValueError, match="unscaled twice; wrap once"):
         nested.init(jnp.ones(1))
+
+
+def test_a_shorter_interval_after_a_resume_still_grows():
+    long, short = (ampx.dynamic_loss_scale(optax.sgd(0.1), growth_interval=n) for n in (10, 3))
+    params = jnp.zeros(1)
+    _, state = run_steps(long, params, [jnp.ones(1)] * 5)
+    _, state = short.update(state.loss_scale * jnp.ones(1), state)
+    assert float(state.loss_scale) == 2.0**17 and int(state.growth_tracker) == 0
+
+
+def test_agreement_under_vmap_with_an_axis_name():
+    tx = ampx.dynamic_loss_scale(optax.sgd(0.1), axis_names="replica")
+    grads = jnp.array([[1.0], [jnp.inf], [1.0]])
+    _, states = jax.vmap(lambda g: tx.update(g, tx.init(jnp.zeros(1))), axis_name="replica")(grads)
+    assert states.overflow.tolist() == [True] * 3

@@ -193,3 +193,13 @@ def test_apply_updates_is_optax_for_float32():
     params = {"w": jax.random.normal(jax.random.key(0), (5,)), "none": None}
     updates = {"w": jax.random.normal(jax.random.key(1), (5,)), "none": None}
     assert_bit_equal(ampx.apply_updates(params, updates), optax.apply_updates(params, updates))
+
+
+def test_masters_of_a_part_leave_the_other_parameters():
+    params = {"w": jnp.ones(2, jnp.float16), "v": jnp.full(2, 3.0, jnp.float16)}
+    tx = optax.partition(
+        {"m": ampx.master_weights(optax.sgd(0.1)), "p": optax.sgd(0.1)}, {"w": "m", "v": "p"}
+    )
+    whole = ampx.master_params(tx.init(params), params)
+    assert whole["w"].dtype == jnp.float32
+    assert_bit_equal(whole["v"], params["v"])

@@ -189,3 +189,8 @@ def test_index_out_of_range_is_not_silent():
     ids = batch["ids"].at[0, 0].set(NUM_ROWS)
     result = ampx.value_and_grad(sparse_loss, sparse_rows=SPARSE)(params, batch | {"ids": ids})
     assert jnp.isnan(result.loss)
+
+
+def test_small_index_types_hold_negative_indices():
+    rows = ampx.SparseRows.of(jnp.array([-1], jnp.int8), jnp.ones((1, 2)), num_rows=1000)
+    assert rows.indices.tolist() == [999]

@@ -306,3 +306,63 @@ def test_orbax_round_trip_resumes_bit_equal(kind, tmp_path: pathlib.Path):
         chex.assert_trees_all_equal(restored_report, report)
     chex.assert_trees_all_equal(parts(kind, restored), parts(kind, state))
     assert int(restored.step) == 4
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 3, rngs=rngs)
+        self.b.kernel = self.a.kernel
+
+    def __call__(self, x):
+        return self.b(jnp.tanh(self.a(x)))
+
+
+def test_tied_nnx_parameters_stay_tied_under_nnx_jit():
+    step = ampx.train_step(lambda m, x: jnp.mean((m(x) - x) ** 2), optax.adam(0.1))
+    pairs = []
+    for call in (step, nnx.jit(step)):
+        model = Tied(nnx.Rngs(0))
+        pair = (model, nnx.Optimizer(model, step.tx, wrt=nnx.Param))
+        for _ in range(3):
+            pair, _ = call(pair, jnp.eye(3))
+        pairs.append(pair[0])
+    eager, jitted = pairs
+    assert jitted.a.kernel is jitted.b.kernel
+    np.testing.assert_allclose(jitted.a.kernel[...], eager.a.kernel[...], rtol=1e-5)
+
+
+def test_nnx_differentiates_what_the_optimizer_trains():
+    class Lora(nnx.Module):
+        def __init__(self, rngs):
+            self.base = nnx.Linear(3, 2, rngs=rngs)
+            self.lora = nnx.LoRA(3, 1, 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.base(x) + self.lora(x)
+
+    def loss_fn(model, x):
+        return jnp.mean((model(x) - 1.0) ** 2)
+
+    model, x = Lora(nnx.Rngs(0)), jnp.ones((4, 3))
+    step = ampx.train_step(loss_fn, optax.sgd(0.1), loss_scale="dynamic")
+    pair = (model, nnx.Optimizer(model, step.tx, wrt=nnx.LoRAParam))
+    (trained, _), report = jax.jit(step)(pair, x)
+    grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
+    np.testing.assert_allclose(report.global_norm, optax.tree.norm(nnx.as_pure(grads)), rtol=1e-6)
+    np.testing.assert_array_equal(trained.base.kernel[...], model.base.kernel[...])
+    assert not np.array_equal(trained.lora.lora_b[...], model.lora.lora_b[...])
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_sown_values_do_not_disturb_a_step():
+    class Sows(NnxNet):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "input", x)
+            return super().__call__(x)
+
+    step = ampx.train_step(nnx_loss, optax.sgd(0.1), num_microbatches=2)
+    model = Sows(nnx.Rngs(0))
+    pair = (model, nnx.Optimizer(model, step.tx, wrt=nnx.Param))
+    for _ in range(2):
+        pair, report = jax.jit(step)(pair, GOOD)
+    assert np.isfinite(report.loss)

@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
-from helpers import types_of
+from helpers import make_mesh, types_of
 
 import ampx
 
@@ -539,3 +539,61 @@ def test_settings_are_readable():
     step = ampx.train_step(quadratic, tx, policy="O2", learning_rate=0.1)
     assert step.recipe.level == "O2" and step.learning_rate == 0.1
     assert hasattr(step.tx, "update") and "TrainStep" in repr(step)
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_shard_map_step_equals_one_device(num_microbatches, check_vma, loss_scale):
+    params, batches = data(rows=32)
+    batch = rows_of(batches, 0)
+    options = dict(loss_scale=loss_scale, max_grad_norm=0.5, num_microbatches=num_microbatches)
+    alone = ampx.train_step(loss_fn, optax.adamw(0.01), **options)
+    step = ampx.train_step(loss_fn, optax.adamw(0.01), axis_name="data", **options)
+    spec = jax.sharding.PartitionSpec
+    sharded = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=make_mesh((4,), ("data",)),
+            in_specs=(spec(), spec("data")),
+            out_specs=spec(),
+            check_vma=check_vma,
+        )
+    )
+    expected, state = alone.init(params), step.init(params)
+    for _ in range(3):
+        expected, expected_report = jax.jit(alone)(expected, batch)
+        state, report = sharded(state, batch)
+    chex.assert_trees_all_close(state, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(report, expected_report, rtol=1e-5)
+
+
+def test_one_device_with_an_overflow_skips_all():
+    step = ampx.train_step(
+        lambda w, x: jnp.mean(w * x), optax.sgd(0.1), loss_scale="dynamic", axis_name="data"
+    )
+    spec = jax.sharding.PartitionSpec
+    sharded = jax.shard_map(
+        step,
+        mesh=make_mesh((4,), ("data",)),
+        in_specs=(spec(), spec("data")),
+        out_specs=spec(),
+    )
+    state, report = jax.jit(sharded)(step.init(jnp.ones(())), jnp.ones(8).at[3].set(jnp.inf))
+    assert report.overflow and float(state.params) == 1.0
+    assert float(ampx.current_loss_scale(state.opt_state)) == 2.0**15
+
+
+def test_a_loss_scale_around_a_part_is_refused():
+    scaled = ampx.dynamic_loss_scale(optax.sgd(1.0))
+    for tx in (
+        optax.partition({"a": scaled, "b": optax.sgd(1.0)}, {"a": "a", "b": "b"}),
+        optax.chain(optax.clip_by_global_norm(1.0), scaled),
+    ):
+        step = ampx.train_step(lambda p, x: jnp.sum((p["a"] + p["b"]) * x), tx)
+        state = step.init({"a": jnp.zeros(()), "b": jnp.zeros(())})
+        with pytest.raises(ValueError, match="around the whole optimizer"):
+            step(state, jnp.ones(2))
