@@ -23,7 +23,11 @@ PathRule = Callable[[str], bool]
 
 _DTYPE_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 _CASTABLE = tuple(jnp.dtype(name) for name in _DTYPE_NAMES.values())
-_NORM_COMPONENT = re.compile(r"(?:^|_)(?:ln|bn|gn)(?:$|[_\d])|norm(?:$|[_\d])", re.IGNORECASE)
+# "norm_dense" is a dense layer: half kernel and float32 bias would widen all that follows.
+_NORM_COMPONENT = re.compile(
+    r"(?:^|_)(?:ln|bn|gn)(?:$|[_\d])|norm(?:$|[_\d])(?!.*(?:dense|linear|conv|proj|embed))",
+    re.IGNORECASE,
+)
 
 
 def cast_floating(tree: Any, dtype: DTypeLike) -> Any:

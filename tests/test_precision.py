@@ -143,6 +143,8 @@ def test_policy_is_frozen():
         "bn/mean",
         "bn_3/scale",
         "gn2/scale",
+        "proj_norm/scale",
+        "norm_attn/bias",
     ],
 )
 def test_norm_paths_are_found_by_name(path):
@@ -162,6 +164,8 @@ def test_norm_paths_are_found_by_name(path):
         "norm_mlp/Dense_0/kernel",
         "Norm_Block_3/attention/query/bias",
         "weight_norm_dense/kernel",
+        "norm_dense/bias",
+        "NormConv_0/bias",
         "ln_embed/embedding",
     ],
 )
@@ -212,8 +216,7 @@ def test_norm_rule_finds_all_four_kinds_by_type_whatever_their_names(made):
         assert leaf.dtype == expected, name
     by_path = ampx.opt_level("O2", half_dtype="float16").half_params(params)
     assert {leaf.dtype for leaf in jax.tree.leaves(by_path["whiten"])} == {jnp.dtype("float16")}
-    norm_dense = {leaf.dtype for leaf in jax.tree.leaves(by_path["norm_dense"])}
-    assert jnp.dtype("float32") in norm_dense, "the name alone misleads: its bias stays float32"
+    assert {leaf.dtype for leaf in jax.tree.leaves(by_path["norm_dense"])} == {jnp.dtype("float16")}
 
 
 def test_norm_rule_ignores_the_collection_name_and_does_not_match_prefixes():
