@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ampx import flax_modules
-from ampx.aux_outputs import AUX_REDUCTIONS, reduce_aux
+from ampx.aux_outputs import AuxReduction, reduce_aux
 from ampx.checking import check_choice, check_positive_int
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.precision import Policy, wider_dtype
@@ -179,8 +179,8 @@ def value_and_grad(
       1.6666666 5.3333335 3.0
     """
     _check_arguments(num_microbatches, normalize, remainder, aux_reduction)
-    recipe = as_recipe(policy) or Recipe(Policy())
-    call = recipe.call if policy is not None else lambda fun, *args, **kwargs: fun(*args, **kwargs)
+    recipe = as_recipe(policy)
+    loss_at_precision = functools.partial(recipe.call, loss_fn) if recipe else loss_fn
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     tables = dict(sparse_rows or {})
 
@@ -193,7 +193,7 @@ def value_and_grad(
         model_state: Any = None,
         wrt: Any = None,
     ) -> GradResult:
-        fun = functools.partial(call, loss_fn)
+        fun = loss_at_precision
         if flax_modules.is_nnx_module(params):
             if model_state is not None:
                 raise ValueError("an nnx module brings its own state: leave model_state out")
@@ -320,14 +320,11 @@ def _check_same_structure(new_state: Any, state: Any) -> None:
 def _unpack(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
     if not has_aux and not has_state:
         return out, None, None
-    expected = (
-        "(value, aux, new state)"
-        if has_aux and has_state
-        else ("(value, aux)" if has_aux else "(value, new state)")
-    )
-    length = 1 + has_aux + has_state
-    if not isinstance(out, tuple) or len(out) != length:
-        raise TypeError(f"loss_fn must return a tuple {expected}, got {type(out).__name__}")
+    expected = ["value", *["aux"] * has_aux, *["new state"] * has_state]
+    if not isinstance(out, tuple) or len(out) != len(expected):
+        raise TypeError(
+            f"loss_fn must return a tuple ({', '.join(expected)}), got {type(out).__name__}"
+        )
     return out[0], out[1] if has_aux else None, out[-1] if has_state else None
 
 
@@ -395,10 +392,10 @@ def _check_arguments(
     num_microbatches: Any, normalize: Any, remainder: Any, aux_reduction: Any
 ) -> None:
     check_positive_int("num_microbatches", num_microbatches)
-    check_choice("normalize", normalize, ("mean", "sum", "weights"))
-    check_choice("remainder", remainder, ("error", "mask"))
+    check_choice("normalize", normalize, get_args(Normalize))
+    check_choice("remainder", remainder, get_args(Remainder))
     for kind in jax.tree.leaves(aux_reduction):
-        check_choice("aux_reduction", kind, AUX_REDUCTIONS)
+        check_choice("aux_reduction", kind, get_args(AuxReduction))
     if remainder == "mask" and normalize == "mean":
         raise ValueError(
             "remainder='mask' needs normalize='weights' or 'sum': a mean over micro-batches of "

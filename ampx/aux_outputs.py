@@ -11,7 +11,6 @@ from ampx.precision import wider_dtype
 from ampx.verdicts import is_floating
 
 AuxReduction = Literal["mean", "sum", "stack", "concat", "last"]
-AUX_REDUCTIONS = ("mean", "sum", "stack", "concat", "last")
 
 
 def reduce_aux(
@@ -28,7 +27,7 @@ def reduce_aux(
       auxes: stacked auxiliary outputs.
       weights: float32 of shape (k,).
       divisor: float32 scalar, the total weight over micro-batches and devices, never zero.
-      reduction: one of `AUX_REDUCTIONS`, or a tree prefix of them.
+      reduction: an `AuxReduction`, or a tree prefix of them.
       axes: mapped axes that means and sums also reduce over.
       num_rows: rows of the batch, if repeats were added at its end; else None.
     """

@@ -9,7 +9,7 @@ verdict was bad, and only then move the scale.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def _scaled(
 ) -> optax.GradientTransformationExtraArgs:
     check_transformation("inner", inner)
     check_positive_int("num_losses", num_losses)
-    check_choice("nonfinite_updates", nonfinite_updates, ("hold", "skip"))
+    check_choice("nonfinite_updates", nonfinite_updates, get_args(NonfiniteUpdates))
     axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     inner = optax.with_extra_args_support(inner)
     shape = () if num_losses == 1 else (num_losses,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,8 @@ class ScaleDynamics:
         """Refuses settings that contradict each other or cannot be exact."""
         check_positive_int("growth_interval", self.growth_interval)
         check_positive_int("hysteresis", self.hysteresis)
-        check_choice("refill", self.refill, ("growth", "finite", "change"))
-        check_choice("on_floor", self.on_floor, ("hold", "raise-flag"))
+        check_choice("refill", self.refill, get_args(Refill))
+        check_choice("on_floor", self.on_floor, get_args(OnFloor))
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             check_scale(name, getattr(self, name), self.powers_of_two)
         if self.growth_factor < 1 or self.backoff_factor >= 1:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from ampx import verdicts
+from ampx.accumulation import Normalize
 from ampx.checking import check_choice, check_positive_int, check_transformation
 from ampx.loss_scale_state import LossScaleState
 from ampx.precision import wider_dtype
 from ampx.trees import find_nodes
 
-Normalize = Literal["mean", "sum", "weights"]
 OnNonfinite = Literal["drop_window", "drop_micro_step"]
 
 
@@ -100,8 +100,8 @@ def multi_steps(
     check_transformation("inner", inner)
     if not callable(every_k):
         check_positive_int("every_k", every_k)
-    check_choice("normalize", normalize, ("mean", "sum", "weights"))
-    check_choice("on_nonfinite", on_nonfinite, ("drop_window", "drop_micro_step"))
+    check_choice("normalize", normalize, get_args(Normalize))
+    check_choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
     inner = optax.with_extra_args_support(inner)
     axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     window_length = every_k if callable(every_k) else lambda _: every_k

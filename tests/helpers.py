@@ -1,5 +1,7 @@
 """What several test files need."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,18 @@ def all_finite(tree):
 def optimizer_step(tx, params, state, grads):
     updates, state = tx.update(grads, state, params)
     return ampx.apply_updates(params, updates), state
+
+
+def counted_step(tx):
+    """A jitted, donating step, and a list that grows by one with every trace of it."""
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        traces.append(1)
+        return optimizer_step(tx, params, state, grads)
+
+    return step, traces
 
 
 def run_steps(tx, params, grads_sequence, step=None):

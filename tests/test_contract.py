@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import all_finite, assert_bit_equal, optimizer_step, types_of
+from helpers import all_finite, assert_bit_equal, counted_step, optimizer_step, types_of
 
 import ampx
 
@@ -96,13 +96,7 @@ def test_state_keeps_structure_shapes_dtypes_and_weak_types(wrap, num_steps):
 
 def test_jit_equals_no_jit_with_one_trace_and_donation(wrap):
     tx = wrap(inner())
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        traces.append(1)
-        return optimizer_step(tx, params, state, grads)
-
+    step, traces = counted_step(tx)
     params = jax.tree.map(jnp.copy, PARAMS)
     state = tx.init(params)
     for seed in range(4):

@@ -12,6 +12,7 @@ from helpers import (
     MESHES,
     all_finite,
     assert_bit_equal,
+    counted_step,
     make_mesh,
     optimizer_step,
     run_steps,
@@ -313,16 +314,20 @@ def test_torch_pr_98876_huge_growth_never_gives_inf(growth_factor, powers_of_two
     assert np.isfinite(1 / scales).all() and (1 / scales > 0).all()
 
 
-@pytest.mark.parametrize("period, factor", [(20, 2), (30, 3)])
-def test_jmp_increases_on_counter(period, factor):
-    tx = dynamic(
+def jmp_scale(factor, **options):
+    return dynamic(
         optax.identity(),
         init_scale=10.0,
         growth_factor=factor,
         backoff_factor=1 / factor,
-        growth_interval=period,
         powers_of_two=False,
+        **options,
     )
+
+
+@pytest.mark.parametrize("period, factor", [(20, 2), (30, 3)])
+def test_jmp_increases_on_counter(period, factor):
+    tx = jmp_scale(factor, growth_interval=period)
     states = scan_flags(tx, [False] * period)
     np.testing.assert_array_equal(states.loss_scale, [10.0] * (period - 1) + [10.0 * factor])
     np.testing.assert_array_equal(states.growth_tracker, [*range(1, period), 0])
@@ -332,14 +337,7 @@ def test_jmp_increases_on_counter(period, factor):
     "factor, low", [(2, 1.0), (3, 1.0), (2, 0.3125), (2, 0.37), (2, 2.0**-126)]
 )
 def test_jmp_100_infs_end_at_the_minimum_through_jit(factor, low):
-    tx = dynamic(
-        optax.identity(),
-        init_scale=10.0,
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        min_scale=low,
-        powers_of_two=False,
-    )
+    tx = jmp_scale(factor, min_scale=low)
     scales = scan_flags(tx, [True] * 100).loss_scale
     expected = [max(low, 10.0 / factor ** (i + 1)) for i in range(100)]
     # Only 1/3 rounds: two float32 roundings a step until the minimum is reached.
@@ -772,13 +770,7 @@ def test_state_keeps_its_shardings_under_jit(kind):
 @pytest.mark.parametrize("make_init", [lambda init: init, jax.jit], ids=["eager", "jitted"])
 def test_one_trace_with_donation_and_stable_types(make_init):
     tx = dynamic(full_optimizer(), growth_interval=2)
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        traces.append(1)
-        return optimizer_step(tx, params, state, grads)
-
+    step, traces = counted_step(tx)
     params = jax.tree.map(jnp.copy, PARAMS)
     state = make_init(tx.init)(params)
     types = types_of((params, state))
