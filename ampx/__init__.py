@@ -1,6 +1,15 @@
 """ampx: functional training transforms for JAX and Flax."""
 
 from ampx.accumulation import GradResult, split_microbatches, value_and_grad
+from ampx.autocasting.marks import (
+    banned_function,
+    cast,
+    float_function,
+    half_function,
+    promote_function,
+)
+from ampx.autocasting.rules import DEFAULT_RULES, Rules
+from ampx.autocasting.transform import autocast
 from ampx.loss_scale_state import (
     LossScaleState,
     current_loss_scale,
@@ -27,18 +36,23 @@ from ampx.windowing import MultiStepsState, multi_steps
 __version__ = "0.1.0"
 
 __all__ = [
+    "DEFAULT_RULES",
     "GradResult",
     "LossScaleState",
     "MasterWeightsState",
     "MultiStepsState",
     "Policy",
     "Recipe",
+    "Rules",
     "SparseRows",
     "StepReport",
     "TrainState",
     "TrainStep",
     "apply_updates",
     "as_recipe",
+    "autocast",
+    "banned_function",
+    "cast",
     "cast_floating",
     "count_nonfinite",
     "current_loss_scale",
@@ -46,7 +60,9 @@ __all__ = [
     "densify_rows",
     "dynamic_loss_scale",
     "find_loss_scale_state",
+    "float_function",
     "get_policy",
+    "half_function",
     "is_norm_path",
     "is_skipped",
     "loss_scale",
@@ -56,6 +72,7 @@ __all__ = [
     "no_loss_scale",
     "norm_rule",
     "opt_level",
+    "promote_function",
     "raise_if_exhausted",
     "select_if_finite",
     "split_microbatches",

@@ -1,0 +1,1 @@
+"""Per-operation mixed precision: rules, planning, rewriting, and the report of it."""

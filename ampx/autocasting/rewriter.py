@@ -1,0 +1,281 @@
+"""Turns a planned jaxpr into one that computes as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ampx import jaxprs
+from ampx.autocasting import custom_rules, tables
+from ampx.autocasting.decisions import Decision, Plan, Settings
+from ampx.autocasting.marks import RELABEL_MARK
+from ampx.autocasting.planner import Planner
+from ampx.autocasting.values import (
+    IN_HALF,
+    Demand,
+    Value,
+    Vote,
+    actual_aval,
+    actual_dtype,
+    constant_value,
+    input_value,
+    is_float32,
+    literal_value,
+    outlives,
+    same_shape,
+    saturated,
+)
+
+
+class Rewriter:
+    """Plans and rewrites jaxprs for one `Settings`; the same jaxpr always gives the same object.
+
+    That a body is rewritten once is what keeps jit from compiling it anew at every call.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.planner = Planner(settings)
+
+    def rewritten(self, jaxpr: jaxprs.Jaxpr, plan: Plan) -> jaxprs.Jaxpr:
+        """The jaxpr as planned."""
+        if plan.changes_nothing:
+            return jaxpr
+        if plan.rewritten is None:
+            plan.rewritten = _Rewriting(self, jaxpr, plan).result()
+        return plan.rewritten
+
+    def transformed(
+        self,
+        fun: Callable[..., Any],
+        avals: Sequence[Any],
+        operands: Sequence[Any],
+        demands: Callable[[Sequence[Any]], Sequence[Demand]],
+    ) -> list[Any]:
+        """Traces `fun` at `avals`, and runs it as planned on operands in their actual dtypes."""
+        jaxpr, _ = jaxprs.trace(fun, *avals)
+        known = [
+            IN_HALF if operand.dtype != aval.dtype else input_value(aval)
+            for aval, operand in zip(avals, operands, strict=True)
+        ]
+        plan = self.planner.plan(jaxpr, known, demands(jaxprs.open_jaxpr(jaxpr).outvars))
+        return jaxprs.evaluate(self.rewritten(jaxpr, plan), *operands)
+
+
+class _Rewriting:
+    def __init__(self, rewriter: Rewriter, jaxpr: jaxprs.Jaxpr, plan: Plan) -> None:
+        self.rewriter = rewriter
+        self.half = np.dtype(rewriter.settings.half_dtype)
+        self.jaxpr = jaxpr
+        self.opened = jaxprs.open_jaxpr(jaxpr)
+        self.plan = plan
+        self.eqns: list[Any] = []
+        self.atoms: dict[Any, Any] = {}
+        self.values: dict[Any, Value] = {}
+        self.widened: dict[Any, Any] = {}
+
+    def result(self) -> jaxprs.Jaxpr:
+        for var in self.opened.constvars:
+            self._define(var, var, constant_value(var.aval))
+        invars = []
+        for var, value in zip(self.opened.invars, self.plan.inputs, strict=True):
+            new = jaxprs.variable(actual_aval(var.aval, value, self.half)) if value.half else var
+            self._define(var, new, value)
+            invars.append(new)
+        for eqn, decision in zip(self.opened.eqns, self.plan.decisions, strict=True):
+            self._rewrite(eqn, decision)
+        outvars = [
+            self._as(atom, self.plan.outputs[i].half if is_float32(atom) else None, self._last())
+            for i, atom in enumerate(self.opened.outvars)
+        ]
+        return jaxprs.rebuilt(self.jaxpr, invars, outvars, self.eqns)
+
+    def _last(self) -> Any:
+        return self.opened.eqns[-1] if self.opened.eqns else None
+
+    def _define(self, var: Any, atom: Any, value: Value) -> None:
+        self.atoms[var] = atom
+        self.values[var] = value
+
+    def _rewrite(self, eqn: Any, decision: Decision) -> None:
+        if self._is_alias(eqn, decision):
+            for source, out, value in zip(eqn.invars, eqn.outvars, decision.outputs, strict=True):
+                self._define(out, self._as(source, None, eqn), value)
+            return
+        operands = [
+            self._operand(eqn, atom, target, decision)
+            for atom, target in zip(eqn.invars, decision.operands, strict=True)
+        ]
+        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "shard_map"):
+            if not all(body.changes_nothing for body in decision.bodies):
+                self._splice(eqn, decision, operands)
+                return
+        outvars = [
+            self._output(out, value)
+            for out, value in zip(eqn.outvars, decision.outputs, strict=True)
+        ]
+        self.eqns.append(
+            eqn.replace(invars=operands, outvars=outvars, params=self._params(eqn, decision))
+        )
+
+    def _is_alias(self, eqn: Any, decision: Decision) -> bool:
+        """Whether an equation only renames a value that already has the dtype it converts to."""
+        if jaxprs.call_name(eqn) == RELABEL_MARK and not decision.bodies:
+            return True
+        if eqn.primitive.name != "convert_element_type":
+            return False
+        (source,), (out,) = eqn.invars, eqn.outvars
+        if jaxprs.is_literal(source) or not self.values[source].half:
+            return False
+        wanted = actual_dtype(out.aval, decision.outputs[0], self.half)
+        return wanted == self.half
+
+    def _output(self, out: Any, value: Value) -> Any:
+        if not value.half:
+            new = out
+        elif jaxprs.is_dropped(out):
+            new = jaxprs.dropped(actual_aval(out.aval, value, self.half))
+        else:
+            new = jaxprs.variable(actual_aval(out.aval, value, self.half))
+        self._define(out, new, value)
+        return new
+
+    def _value(self, atom: Any) -> Value:
+        return literal_value(atom) if jaxprs.is_literal(atom) else self.values[atom]
+
+    def _operand(self, eqn: Any, atom: Any, target: bool | None, decision: Decision) -> Any:
+        spreads = (
+            target
+            and eqn.primitive.name in (*tables.SPREADING, "max", "min")
+            and not jaxprs.is_literal(atom)
+            and not same_shape(atom, eqn.outvars[0])
+        )
+        if not spreads:
+            return self._as(atom, target, eqn)
+        # Spread in float32, so that its cotangent is summed in float32.
+        (spread,) = self._spliced_one(_spread_like(eqn.outvars[0]), self._as(atom, False, eqn), eqn)
+        return self._converted(spread, eqn)
+
+    def _as(self, atom: Any, target: bool | None, eqn: Any) -> Any:
+        """`atom` in half (True), in float32 (False), or as it is (None)."""
+        new = atom if jaxprs.is_literal(atom) else self.atoms[atom]
+        value = self._value(atom)
+        if target is None or target == value.half:
+            return new
+        if not target:
+            # One conversion for all readers: their cotangents then meet in float32.
+            if new not in self.widened:
+                self.eqns.append(jaxprs.conversion(new, np.float32, eqn))
+                self.widened[new] = self.eqns[-1].outvars[0]
+            return self.widened[new]
+        # One conversion for each reader: a shared one would sum their cotangents in half.
+        if jaxprs.is_literal(atom):
+            number = saturated(float(atom.val), self.half)
+            return jaxprs.literal(number, jaxprs.with_dtype(atom.aval, self.half))
+        if value.vote is Vote.NEUTRAL:
+            return self._narrowed_constant(new, value, eqn)
+        return self._converted(new, eqn)
+
+    def _converted(self, atom: Any, eqn: Any) -> Any:
+        self.eqns.append(jaxprs.conversion(atom, self.half, eqn))
+        return self.eqns[-1].outvars[0]
+
+    def _narrowed_constant(self, atom: Any, value: Value, eqn: Any) -> Any:
+        """A constant in half: what is finite stays finite."""
+        if value.constant is not None and (
+            outlives(value.constant, self.half) or abs(value.constant) < 1
+        ):
+            return self._converted(atom, eqn)
+        (safe,) = self._spliced_one(_saturate(self.half), atom, eqn)
+        return self._converted(safe, eqn)
+
+    def _spliced_one(self, fun: Callable[..., Any], atom: Any, eqn: Any) -> list[Any]:
+        eqns, outputs = jaxprs.spliced(fun, [atom], eqn)
+        self.eqns.extend(eqns)
+        return outputs
+
+    def _params(self, eqn: Any, decision: Decision) -> dict[str, Any]:
+        if decision.bodies:
+            return self._params_with_bodies(eqn, decision)
+        params = eqn.params
+        if decision.precision != "half" or not any(v.half for v in decision.outputs):
+            return params
+        changed = {
+            name: self.half
+            for name in ("preferred_element_type", "new_dtype")
+            if params.get(name) == np.float32
+        }
+        if params.get("update_jaxpr") is not None:
+            changed["update_jaxpr"] = self._combiner(params["update_jaxpr"])
+        return {**params, **changed} if changed else params
+
+    def _combiner(self, jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
+        opened = jaxprs.open_jaxpr(jaxpr)
+        known = [IN_HALF] * len(opened.invars)
+        plan = self.rewriter.planner.plan(jaxpr, known, [Demand.PIN_HALF] * len(opened.outvars))
+        return self.rewriter.rewritten(jaxpr, plan)
+
+    def _params_with_bodies(self, eqn: Any, decision: Decision) -> dict[str, Any]:
+        name = eqn.primitive.name
+        if name == "cond":
+            branches = zip(eqn.params["branches"], decision.bodies, strict=True)
+            return {
+                **eqn.params,
+                "branches": tuple(self.rewriter.rewritten(*pair) for pair in branches),
+            }
+        if name == "while":
+            condition, body = decision.bodies
+            return {
+                **eqn.params,
+                "cond_jaxpr": self.rewriter.rewritten(eqn.params["cond_jaxpr"], condition),
+                "body_jaxpr": self.rewriter.rewritten(eqn.params["body_jaxpr"], body),
+            }
+        (plan,) = decision.bodies
+        if name == "scan":
+            return {**eqn.params, "jaxpr": self.rewriter.rewritten(eqn.params["jaxpr"], plan)}
+        called = jaxprs.called_body(eqn)
+        if called is None:
+            return eqn.params
+        return jaxprs.with_called_body(eqn, self.rewriter.rewritten(called, plan))
+
+    def _splice(self, eqn: Any, decision: Decision, operands: Sequence[Any]) -> None:
+        """Equations that only their own public function can build."""
+        (plan,) = decision.bodies
+        if eqn.primitive.name == "shard_map":
+            body = eqn.params["jaxpr"]
+
+            def run(*operands: Any) -> Any:
+                closed = jaxprs.closed(self.rewriter.rewritten(body, plan))
+                return tuple(jaxprs.evaluate(closed, *operands))
+
+            fun = jaxprs.shard_mapped(eqn, run)
+        else:
+            body = self.rewriter.rewritten(eqn.params["call_jaxpr"], plan)
+            fun = custom_rules.transformed(eqn, self.opened, body, self.rewriter)
+        eqns, outputs = jaxprs.spliced(fun, operands, eqn)
+        self.eqns.extend(eqns)
+        for out, atom, value in zip(eqn.outvars, outputs, decision.outputs, strict=True):
+            self._define(out, atom, value)
+
+
+def _spread_like(out: Any) -> Callable[..., Any]:
+    def spread(x: Any) -> Any:
+        dimensions = range(x.ndim) if x.ndim else ()
+        sharding = out.aval.sharding if jaxprs.is_explicit(out.aval) else None
+        return lax.broadcast_in_dim(x, out.aval.shape, dimensions, out_sharding=sharding)
+
+    return spread
+
+
+def _saturate(half: Any) -> Callable[..., Any]:
+    largest = float(jnp.finfo(half).max)
+
+    def saturate(x: Any) -> Any:
+        bound = np.float32(largest)
+        return jnp.where(jnp.isinf(x), x, jnp.clip(x, -bound, bound))
+
+    return saturate

@@ -1,0 +1,176 @@
+"""What a user says about precision: immutable rules by primitive, function, scope or predicate."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+from ampx import jaxprs
+from ampx.autocasting.tables import DEFAULTS, Precision
+
+
+class Surroundings(NamedTuple):
+    """Where an equation stands: what its own fields do not say.
+
+    Attributes:
+      scopes: names around it, outermost first: scopes (flax module paths) and jitted functions.
+      function: file and line of the function that the enclosing jaxpr came from, if known.
+      inherited: index of the last rule that matched an enclosing equation, or -1.
+      forced: the precision that a mark around gives to everything inside, if there is one.
+    """
+
+    scopes: tuple[str, ...] = ()
+    function: tuple[str, int] | None = None
+    inherited: int = -1
+    forced: Precision | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    precision: Precision
+    name: str | None = None
+    codes: frozenset[tuple[str, int]] = frozenset()
+    predicate: Callable[[Any], bool] | None = None
+    label: str = ""
+
+    def matches(self, eqn: jaxprs.Equation, around: Surroundings) -> bool:
+        if self.predicate is not None:
+            return bool(self.predicate(eqn))
+        if self.name is not None:
+            if eqn.primitive.name == self.name or jaxprs.call_name(eqn) == self.name:
+                return True
+            return _has_run((*around.scopes, *jaxprs.scope_of(eqn)), tuple(self.name.split("/")))
+        return any(code in self.codes for code in _own_frames(eqn, around.function))
+
+
+def _has_run(path: tuple[str, ...], run: tuple[str, ...]) -> bool:
+    # linen writes the path of a nested module as one scope per level or as "Model.block".
+    parts = tuple(part for name in path for part in name.split("."))
+    return any(parts[i : i + len(run)] == run for i in range(len(parts) - len(run) + 1))
+
+
+def _own_frames(
+    eqn: jaxprs.Equation, function: tuple[str, int] | None
+) -> Iterator[tuple[str, int]]:
+    """The functions an equation was traced in, not further out than its own jaxpr.
+
+    A jitted function is traced once and called from many places: who called it the first time says
+    nothing about the others.
+    """
+    for frame in jaxprs.frames_of(eqn):
+        yield frame.file_name, frame.function_start_line
+        if (frame.file_name, frame.function_start_line) == function:
+            return
+
+
+def _codes_of(target: Callable[..., Any]) -> frozenset[tuple[str, int]]:
+    functions = [target]
+    if inspect.isclass(target):
+        functions = [f for f in vars(target).values() if callable(f)]
+    codes = set()
+    for function in functions:
+        code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+        if isinstance(code, CodeType):
+            codes.add((code.co_filename, code.co_firstlineno))
+    if not codes:
+        raise TypeError(
+            f"{target!r} has no Python code to recognise its operations by: give the name of its "
+            "primitive, or wrap the call in ampx.half_function or ampx.float_function"
+        )
+    return frozenset(codes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which precision each operation runs in. Immutable: every method gives new rules.
+
+    A target is one of:
+
+    - a name: of a primitive (`"dot_general"`), of a jitted function (`"silu"`), or of a scope such
+      as a linen module's path (`"encoder/head"`: any run of scope names);
+    - a Python function or a class such as a flax module: the operations traced inside it;
+    - `when=predicate`, a function from a `jax.extend.core.JaxprEqn` to bool.
+
+    The last rule that matches decides. A rule that matches a call or a loop covers its body.
+
+    Examples:
+      >>> import ampx
+      >>> def my_norm(x):
+      ...     return x / abs(x).max()
+      >>> rules = ampx.DEFAULT_RULES.float32(my_norm).widest("logistic")
+      >>> rules.precision_of("logistic"), ampx.DEFAULT_RULES.precision_of("logistic")
+      ('widest', 'float32')
+    """
+
+    entries: tuple[_Entry, ...] = ()
+
+    def half(self, *targets: Any, when: Callable[[Any], bool] | None = None) -> Rules:
+        """Runs the targets in half."""
+        return self._with("half", targets, when)
+
+    def float32(self, *targets: Any, when: Callable[[Any], bool] | None = None) -> Rules:
+        """Runs the targets in float32."""
+        return self._with("float32", targets, when)
+
+    def widest(self, *targets: Any, when: Callable[[Any], bool] | None = None) -> Rules:
+        """Runs the targets in half where all their inputs are half, else in float32."""
+        return self._with("widest", targets, when)
+
+    def banned(self, *targets: Any, when: Callable[[Any], bool] | None = None) -> Rules:
+        """Refuses to transform a function in which a target appears."""
+        return self._with("banned", targets, when)
+
+    def precision_of(self, name: str) -> Precision:
+        """The precision of a primitive by its name alone; `"opaque"` where none is known."""
+        for entry in reversed(self.entries):
+            if entry.name == name:
+                return entry.precision
+        return DEFAULTS.get(name, "opaque")
+
+    def match(self, eqn: jaxprs.Equation, around: Surroundings) -> int:
+        """The index of the last rule that covers an equation, or -1 if none does."""
+        for index in range(len(self.entries) - 1, around.inherited, -1):
+            if self.entries[index].matches(eqn, around):
+                return index
+        return around.inherited
+
+    def _with(self, precision: Precision, targets: tuple[Any, ...], when: Any) -> Rules:
+        if not targets and when is None:
+            raise TypeError(f"{precision}() needs a target: a name, a function, or when=predicate")
+        entries = [_entry(precision, target) for target in targets]
+        if when is not None:
+            if not callable(when):
+                raise TypeError(f"when must be a function of an equation, got {when!r}")
+            entries.append(_Entry(precision, predicate=when, label=_name_of(when)))
+        return Rules((*self.entries, *entries))
+
+    def __repr__(self) -> str:
+        return "".join(
+            (
+                "ampx.DEFAULT_RULES",
+                *(f".{entry.precision}({entry.label})" for entry in self.entries),
+            )
+        )
+
+
+def _name_of(target: Any) -> str:
+    return getattr(target, "__qualname__", None) or repr(target)
+
+
+def _entry(precision: Precision, target: Any) -> _Entry:
+    if isinstance(target, str):
+        if not target:
+            raise ValueError("the name of a rule's target must not be empty")
+        return _Entry(precision, name=target, label=repr(target))
+    if callable(target):
+        return _Entry(precision, codes=_codes_of(target), label=_name_of(target))
+    raise TypeError(
+        f"a rule's target must be a name, a function or a class, got {target!r}; for a predicate "
+        "use when="
+    )
+
+
+DEFAULT_RULES = Rules()

@@ -1,0 +1,158 @@
+"""autocast: per-operation mixed precision as a function transformation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ampx import jaxprs
+from ampx.autocasting.decisions import Plan, Settings
+from ampx.autocasting.marks import (
+    active_half_dtype,
+    as_written,
+    split_arrays,
+    tracing_for,
+)
+from ampx.autocasting.rewriter import Rewriter
+from ampx.autocasting.rules import DEFAULT_RULES, Rules
+from ampx.autocasting.values import Demand, input_value
+from ampx.checking import check_choice
+
+Output = Literal["as_is", "original"]
+CustomVjp = Literal["transform", "opaque"]
+
+
+@functools.lru_cache(maxsize=64)
+def _rewriter(settings: Settings) -> Rewriter:
+    return Rewriter(settings)
+
+
+class Traced(NamedTuple):
+    """A call of a function, traced and planned."""
+
+    jaxpr: jaxprs.Jaxpr
+    plan: Plan
+    rewriter: Rewriter
+    arrays: list[Any]
+    structure: Any
+
+    def run(self) -> Any:
+        """The result, computed as planned."""
+        rewritten = self.rewriter.rewritten(self.jaxpr, self.plan)
+        return jax.tree.unflatten(self.structure, jaxprs.evaluate(rewritten, *self.arrays))
+
+
+def traced(fun: Callable[..., Any], settings: Settings, output: Output, args: Any) -> Traced:
+    """Traces `fun(*args[0], **args[1])` in the dtypes it is given and plans its precision."""
+    arrays, merge = split_arrays(args)
+    arrays = [jnp.asarray(a) if isinstance(a, np.ndarray | np.generic) else a for a in arrays]
+
+    def of_arrays(*arrays: Any) -> Any:
+        args, kwargs = merge(arrays)
+        return fun(*args, **kwargs)
+
+    with tracing_for(settings.half_dtype):
+        jaxpr, shapes = jaxprs.trace(of_arrays, *arrays)
+    opened = jaxprs.open_jaxpr(jaxpr)
+    demand = Demand.KEEP if output == "as_is" else Demand.PIN_FLOAT32
+    rewriter = _rewriter(settings)
+    plan = rewriter.planner.plan(
+        jaxpr, [input_value(var.aval) for var in opened.invars], [demand] * len(opened.outvars)
+    )
+    return Traced(jaxpr, plan, rewriter, arrays, jax.tree.structure(shapes))
+
+
+def settings_of(half_dtype: DTypeLike, rules: Rules, custom_vjp: CustomVjp) -> Settings:
+    """Checked settings.
+
+    Raises:
+      ValueError: for a dtype that is not half, or an unknown choice.
+      TypeError: if `rules` are not rules.
+    """
+    half = np.dtype(half_dtype)
+    if half not in (jnp.float16, jnp.bfloat16):
+        raise ValueError(f"half_dtype must be float16 or bfloat16, got {half}")
+    if not isinstance(rules, Rules):
+        raise TypeError(
+            f"rules must come from ampx.DEFAULT_RULES, e.g. ampx.DEFAULT_RULES.half('my_kernel'), "
+            f"got {rules!r}"
+        )
+    check_choice("custom_vjp", custom_vjp, get_args(CustomVjp))
+    return Settings(half, rules, custom_vjp)
+
+
+def autocast(
+    fun: Callable[..., Any],
+    *,
+    half_dtype: DTypeLike = jnp.bfloat16,
+    rules: Rules = DEFAULT_RULES,
+    enabled: bool = True,
+    output: Output = "as_is",
+    custom_vjp: CustomVjp = "transform",
+) -> Callable[..., Any]:
+    """Runs each operation of `fun` in the precision that suits it: O1 as a transformation.
+
+    `fun` is traced as it stands, in the dtypes of its arguments. Then each equation of its jaxpr is
+    given a precision: matrix products and convolutions run in half, reductions, exponentials and
+    roots in float32, an operation with several operands in the widest of them, and the rest follows
+    its operand. What is only read in float32 is computed in float32, so softmax, norms and
+    variances are exact from their inputs on. The rewrite enters jit, scan, while, cond, remat,
+    shard_map, custom_jvp and custom_vjp. float32 arguments get float32 gradients.
+
+    Args:
+      fun: a function of pytrees; anything that is not an array is passed on as it is. Like `jit`,
+        it must not branch in Python on the values of its arrays.
+      half_dtype: `jnp.bfloat16` or `jnp.float16` (which needs a loss scale).
+      rules: which operations run in what; see `ampx.Rules`.
+      enabled: if False, `fun` runs as written, inside another autocast too.
+      output: `"as_is"` gives outputs in the dtype they were computed in, `"original"` in the dtypes
+        that `fun` has without autocast.
+      custom_vjp: `"transform"` runs a custom rule, forward and backward, under autocast too;
+        `"opaque"` calls functions with a custom_vjp in their traced dtypes.
+
+    Returns:
+      A function with the signature of `fun`. It composes with every transformation; jit it, or what
+      it is part of, for speed: called alone it is traced at every call, as `jax.grad` does.
+
+    Raises:
+      ValueError: if `half_dtype` is not half, or for an unknown choice.
+      TypeError: if `rules` are not rules.
+
+    References:
+      `torch.autocast`; Apex O1 (`apex.amp.initialize(opt_level="O1")`).
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp
+      >>> def loss(w, x):
+      ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+      >>> w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+      >>> half_loss = ampx.autocast(loss)
+      >>> half_loss(w, x).dtype.name, jax.jit(jax.grad(half_loss))(w, x).dtype.name
+      ('float32', 'float32')
+    """
+    settings = settings_of(half_dtype, rules, custom_vjp)
+    check_choice("output", output, get_args(Output))
+
+    @functools.wraps(fun)
+    def at_mixed_precision(*args: Any, **kwargs: Any) -> Any:
+        if not enabled:
+            return (
+                fun(*args, **kwargs)
+                if active_half_dtype() is None
+                else as_written(fun, *args, **kwargs)
+            )
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return traced(fun, settings, output, (args, kwargs)).run()
+
+        if active_half_dtype() is None:
+            return run(*args, **kwargs)
+        return as_written(run, *args, **kwargs)
+
+    return at_mixed_precision

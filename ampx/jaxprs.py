@@ -1,0 +1,280 @@
+"""The only place that knows how JAX's equations and their parameters look in each version.
+
+JAX offers jaxprs for reading and building under `jax.extend.core`, but the parameters of an
+equation are nobody's public interface: they are read and written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives
+
+Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr: two classes in jax 0.10, one since 0.11
+Equation = core.JaxprEqn
+Atom = Any  # jax.extend.core.Var or Literal
+
+_CALLS = {  # primitives that run one body once, and the parameter that holds it
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+}
+
+
+class Frame(NamedTuple):
+    """A line of the traceback of an equation, innermost first."""
+
+    file_name: str
+    function_name: str
+    function_start_line: int
+    line: int
+
+
+def is_literal(atom: Atom) -> bool:
+    """Whether an operand is a constant written into the equation."""
+    return isinstance(atom, core.Literal)
+
+
+def is_dropped(variable: Atom) -> bool:
+    """Whether nobody reads an output."""
+    return isinstance(variable, core.DropVar)
+
+
+def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    """The equations of a jaxpr, whether or not constants are attached to it."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
+    """The jaxpr of `fun(*args)`, with constants attached, and its output as shapes.
+
+    `args` may be arrays, abstract values, or pytrees of them.
+    """
+    return jax.make_jaxpr(fun, return_shape=True)(*args)
+
+
+def evaluate(jaxpr: Jaxpr, *operands: Any) -> list[Any]:
+    """Runs a jaxpr with constants attached, keeping name scopes and source lines."""
+    return core.jaxpr_as_fun(jaxpr)(*operands)
+
+
+def called_body(eqn: Equation) -> Jaxpr | None:
+    """The body of an equation that just calls it (jit, remat, ...), or None."""
+    parameter = _CALLS.get(eqn.primitive.name)
+    return None if parameter is None else eqn.params[parameter]
+
+
+def with_called_body(eqn: Equation, body: Jaxpr) -> dict[str, Any]:
+    """The parameters of a call with another body."""
+    return {**eqn.params, _CALLS[eqn.primitive.name]: body}
+
+
+def call_name(eqn: Equation) -> str | None:
+    """The name of a jitted function, or None."""
+    return eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
+
+
+def has_bodies(eqn: Equation) -> bool:
+    """Whether any parameter holds a jaxpr."""
+    return next(iter(core.jaxprs_in_params(eqn.params)), None) is not None
+
+
+def bodies(eqn: Equation) -> Iterator[Jaxpr]:
+    """Every jaxpr among an equation's parameters."""
+    return core.jaxprs_in_params(eqn.params)
+
+
+def scan_sizes(eqn: Equation) -> tuple[int, int]:
+    """How many operands of a scan are constants and how many are its carry."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def while_sizes(eqn: Equation) -> tuple[int, int]:
+    """How many operands of a while loop are constants of its condition and of its body."""
+    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+
+def shard_mapped(eqn: Equation, body: Callable[..., Any]) -> Callable[..., Any]:
+    """`body` under the mesh and the specs of a shard_map equation."""
+    params = eqn.params
+    return jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+
+
+def is_differentiable(aval: Any) -> bool:
+    """Whether a value of this type has a cotangent of its own type."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def with_dtype(aval: Any, dtype: Any) -> Any:
+    """The same abstract value (shape, sharding, varying axes) in another, strong dtype."""
+    return aval.update(dtype=np.dtype(dtype), weak_type=False)
+
+
+def variable(aval: Any) -> Any:
+    """A new variable."""
+    return core.Var(aval)
+
+
+def dropped(aval: Any) -> Any:
+    """A new output that nobody reads."""
+    return core.DropVar(aval)
+
+
+def literal(value: Any, aval: Any) -> Any:
+    """A constant of a scalar type."""
+    return core.Literal(value, aval)
+
+
+@functools.cache
+def _conversion_params(dtype: Any) -> dict[str, Any]:
+    convert = functools.partial(lax.convert_element_type, new_dtype=dtype)
+    other = jnp.float32 if dtype != jnp.float32 else jnp.float16
+    traced, _ = trace(convert, jax.ShapeDtypeStruct((), other))
+    return dict(traced.eqns[0].params)
+
+
+def conversion(atom: Atom, dtype: Any, near: Equation) -> Equation:
+    """An equation that converts `atom`, with the scope, line and context of the one nearby."""
+    return core.new_jaxpr_eqn(
+        [atom],
+        [variable(with_dtype(atom.aval, dtype))],
+        primitives.convert_element_type_p,
+        _conversion_params(np.dtype(dtype)),
+        core.no_effects,
+        near.source_info,
+        near.ctx,
+    )
+
+
+def spliced(
+    fun: Callable[..., Any], operands: Sequence[Atom], near: Equation
+) -> tuple[list[Equation], list[Atom]]:
+    """The equations of `fun(*operands)`, ready to stand in another jaxpr, and its outputs."""
+    with near.ctx.manager:
+        traced, _ = trace(fun, *(atom.aval for atom in operands))
+    body = open_jaxpr(traced)
+    if len(body.constvars):
+        raise NotImplementedError(
+            f"a rule of {near.primitive.name} closes over arrays that are not arguments of it"
+        )
+    names: dict[Any, Atom] = dict(zip(body.invars, operands, strict=True))
+
+    def renamed(atom: Atom) -> Atom:
+        return atom if is_literal(atom) else names[atom]
+
+    eqns = [
+        eqn.replace(
+            invars=[renamed(atom) for atom in eqn.invars],
+            source_info=near.source_info.replace(
+                name_stack=near.source_info.name_stack + eqn.source_info.name_stack
+            ),
+        )
+        for eqn in _renaming(body.eqns, names)
+    ]
+    return eqns, [renamed(atom) for atom in body.outvars]
+
+
+def _renaming(eqns: Sequence[Equation], names: dict[Any, Atom]) -> Iterator[Equation]:
+    for eqn in eqns:
+        names.update((out, out) for out in eqn.outvars)
+        yield eqn
+
+
+def rebuilt(
+    jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Atom], eqns: Sequence[Equation]
+) -> Jaxpr:
+    """`jaxpr` with other equations, its constants, effects and names kept."""
+    opened = open_jaxpr(jaxpr)
+    body = opened.replace(
+        invars=list(invars), outvars=list(outvars), eqns=list(eqns), debug_info=opened.debug_info
+    )
+    return body if jaxpr is opened else core.ClosedJaxpr(body, jaxpr.consts)
+
+
+def as_function(eqn: Equation, parent: Jaxpr) -> Callable[..., list[Any]]:
+    """One equation as a function of all its operands, differentiable by the equation's own rule."""
+    opened = open_jaxpr(parent)
+    invars = [variable(atom.aval) for atom in eqn.invars]
+    outvars = [variable(out.aval) for out in eqn.outvars]
+    debug_info = opened.debug_info._replace(arg_names=None, result_paths=None)
+    single = core.Jaxpr(
+        [],
+        invars,
+        outvars,
+        [eqn.replace(invars=invars, outvars=outvars)],
+        eqn.effects,
+        debug_info,
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))
+
+
+def function_of(jaxpr: Jaxpr) -> tuple[str, int] | None:
+    """File and line of the function that a jaxpr was traced from, where JAX knows them."""
+    info = open_jaxpr(jaxpr).debug_info
+    match = re.fullmatch(r".* at (.*):(\d+)", getattr(info, "func_src_info", None) or "")
+    return (match[1], int(match[2])) if match else None
+
+
+def scope_of(eqn: Equation) -> tuple[str, ...]:
+    """The name scopes around an equation, without the marks that jvp, vmap and others leave."""
+    stack = str(eqn.source_info.name_stack)
+    names = (re.sub(r"\w+\(|\)", "", part) for part in stack.split("/"))
+    return tuple(name for name in names if name)
+
+
+def frames_of(eqn: Equation) -> list[Frame]:
+    """The traceback of an equation, innermost call first."""
+    traceback = eqn.source_info.traceback
+    return [
+        Frame(f.file_name, f.function_name, f.function_start_line, f.line_num)
+        for f in (traceback.frames if traceback else ())
+    ]
+
+
+def closed(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr that can be evaluated: without constants, where none were attached."""
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+def is_explicit(aval: Any) -> bool:
+    """Whether the sharding of a value is part of its type."""
+    return any(
+        kind == jax.sharding.AxisType.Explicit for kind in aval.sharding.mesh.axis_types or ()
+    )
+
+
+def output_dtypes(eqn: Equation, dtypes: Sequence[Any]) -> list[Any]:
+    """The dtypes that an equation gives if its operands had these (None: as they are)."""
+    avals = [
+        atom.aval if dtype is None else with_dtype(atom.aval, dtype)
+        for atom, dtype in zip(eqn.invars, dtypes, strict=True)
+    ]
+
+    def bind(*operands: Any) -> Any:
+        return eqn.primitive.bind(*operands, **eqn.params)
+
+    traced, _ = trace(bind, *avals)
+    return [aval.dtype for aval in traced.out_avals]
