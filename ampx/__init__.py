@@ -8,6 +8,7 @@ from ampx.autocasting.marks import (
     half_function,
     promote_function,
 )
+from ampx.autocasting.report import Explanation, explain
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import autocast
 from ampx.loss_scale_state import (
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DEFAULT_RULES",
+    "Explanation",
     "GradResult",
     "LossScaleState",
     "MasterWeightsState",
@@ -59,6 +61,7 @@ __all__ = [
     "densify",
     "densify_rows",
     "dynamic_loss_scale",
+    "explain",
     "find_loss_scale_state",
     "float_function",
     "get_policy",

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -196,3 +196,60 @@ def nnx_rest(model: Any, wrt: Any = None) -> Any:
 def write_back(model: Any, changed: Any) -> None:
     """Copies the state of `changed` that is not a parameter into `model`."""
     _loaded("flax.nnx").update(model, nnx_rest(changed))
+
+
+class PureCall(NamedTuple):
+    """A call as a pure function of pytrees without nnx objects.
+
+    Attributes:
+      fun: from the operands to the result of the call and the state that it left in the objects.
+      operands: what to call it with.
+      write_back: gives the objects such a state.
+    """
+
+    fun: Callable[..., tuple[Any, Any]]
+    operands: tuple[Any, ...]
+    write_back: Callable[[Any], None]
+
+
+def pure_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall:
+    """`fun(*args, **kwargs)`, where `fun` may be an nnx module and arguments may hold nnx objects.
+
+    References that the objects share stay shared.
+    """
+    nnx = _loaded("flax.nnx")
+    owner = getattr(fun, "__self__", fun)
+    if nnx is not None and nnx.graph.is_graph_node(owner):
+        unbound = type(owner).__call__ if owner is fun else fun.__func__  # type: ignore[attr-defined]
+        fun, args = unbound, (owner, *args)
+    is_object = (lambda leaf: False) if nnx is None else nnx.graph.is_graph_node
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+    places = [i for i, leaf in enumerate(leaves) if is_object(leaf)]
+    if not places:
+        return PureCall(
+            lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda state: None
+        )
+    objects = tuple(leaves[place] for place in places)
+    graphdef, before = nnx.split(objects)
+
+    def pure(state: Any, *others: Any) -> tuple[Any, Any]:
+        filled, copies = list(others), nnx.merge(graphdef, state, copy=True)
+        for place, copy in zip(places, copies, strict=True):
+            filled[place] = copy
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return fun(*args, **kwargs), nnx.state(copies)
+
+    others = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+    return PureCall(pure, (before, *others), lambda after: _write_changes(objects, before, after))
+
+
+def _write_changes(objects: tuple[Any, ...], before: Any, after: Any) -> None:
+    """Writes what differs; the rest may belong to an outer trace, where it can only be read."""
+    nnx = _loaded("flax.nnx")
+    held = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
+    changed = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(after)
+        if path not in held or held[path] is not variable.get_raw_value()
+    ]
+    nnx.update(objects, nnx.from_flat_state(changed))

@@ -15,22 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
 Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr: two classes in jax 0.10, one since 0.11
 Equation = core.JaxprEqn
 Atom = Any  # jax.extend.core.Var or Literal
 
-_CALLS = {  # primitives that run one body once, and the parameter that holds it
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
+# Primitives whose bodies can be exchanged, and the parameters that hold them.
+_BODIES = {
+    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint", "scan", "shard_map"), ("jaxpr",)),
+    **dict.fromkeys(("closed_call", "call", "core_call", "eval_jaxpr"), ("call_jaxpr",)),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), ("call_jaxpr",)),
+    "while": ("cond_jaxpr", "body_jaxpr"),
 }
 
 
@@ -71,15 +68,18 @@ def evaluate(jaxpr: Jaxpr, *operands: Any) -> list[Any]:
     return core.jaxpr_as_fun(jaxpr)(*operands)
 
 
-def called_body(eqn: Equation) -> Jaxpr | None:
-    """The body of an equation that just calls it (jit, remat, ...), or None."""
-    parameter = _CALLS.get(eqn.primitive.name)
-    return None if parameter is None else eqn.params[parameter]
+def bodies_of(eqn: Equation) -> tuple[Jaxpr, ...]:
+    """The jaxprs that a call, a loop or a branch runs."""
+    if eqn.primitive.name == "cond":
+        return tuple(eqn.params["branches"])
+    return tuple(eqn.params[name] for name in _BODIES[eqn.primitive.name])
 
 
-def with_called_body(eqn: Equation, body: Jaxpr) -> dict[str, Any]:
-    """The parameters of a call with another body."""
-    return {**eqn.params, _CALLS[eqn.primitive.name]: body}
+def with_bodies(eqn: Equation, bodies: Sequence[Jaxpr]) -> dict[str, Any]:
+    """The parameters of a call, a loop or a branch with other bodies."""
+    if eqn.primitive.name == "cond":
+        return {**eqn.params, "branches": tuple(bodies)}
+    return {**eqn.params, **dict(zip(_BODIES[eqn.primitive.name], bodies, strict=True))}
 
 
 def call_name(eqn: Equation) -> str | None:
@@ -88,13 +88,8 @@ def call_name(eqn: Equation) -> str | None:
 
 
 def has_bodies(eqn: Equation) -> bool:
-    """Whether any parameter holds a jaxpr."""
+    """Whether any parameter of an equation, known or not, holds a jaxpr."""
     return next(iter(core.jaxprs_in_params(eqn.params)), None) is not None
-
-
-def bodies(eqn: Equation) -> Iterator[Jaxpr]:
-    """Every jaxpr among an equation's parameters."""
-    return core.jaxprs_in_params(eqn.params)
 
 
 def scan_sizes(eqn: Equation) -> tuple[int, int]:
@@ -252,6 +247,11 @@ def frames_of(eqn: Equation) -> list[Frame]:
         Frame(f.file_name, f.function_name, f.function_start_line, f.line_num)
         for f in (traceback.frames if traceback else ())
     ]
+
+
+def line_of(eqn: Equation) -> str:
+    """Where in the program an equation comes from: `"model.py:12:8 (forward)"`."""
+    return source_info_util.summarize(eqn.source_info)
 
 
 def closed(jaxpr: Jaxpr) -> Jaxpr:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
+from ampx.autocasting.rules import DEFAULT_RULES, Rules
+from ampx.autocasting.transform import autocast
 from ampx.precision import (
     PathRule,
     Policy,
@@ -35,6 +37,9 @@ class Recipe:
       loss_scale: what `ampx.loss_scale` takes: None, `"dynamic"` or a number.
       master_weights: whether the level keeps float32 weights beside half ones.
       level: the name it came from, or None.
+      autocast_dtype: the half dtype of `ampx.autocast`, or None for a level without it. The policy
+        of a level with it is float32 throughout: operations are cast, not trees.
+      rules: the rules of autocast.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -50,6 +55,8 @@ class Recipe:
     loss_scale: LossScaleChoice = None
     master_weights: bool = False
     level: str | None = None
+    autocast_dtype: Any = None
+    rules: Rules = DEFAULT_RULES
 
     def cast_params(self, params: Any) -> Any:
         """Parameters as they are stored, norms in float32 if the level says so."""
@@ -66,7 +73,8 @@ class Recipe:
         """Makes a model function `fun(params, *args, **kwargs)` compute at this precision.
 
         Parameters and floating inputs are cast to the computing dtype, results to the output
-        dtype, so that a loss computed from them is in float32, as in Apex.
+        dtype, so that a loss computed from them is in float32, as in Apex. At O1 the function is
+        autocast instead.
 
         Args:
           fun: a function whose first argument is a pytree of parameters or an nnx module.
@@ -99,7 +107,8 @@ class Recipe:
         For loss functions: casting a batch would round targets and token weights. Flax models
         called inside cast their own inputs and outputs; in plain JAX code cast the inputs with
         `policy.cast_to_compute` or wrap the model function with `wrap`. Norm layers that stay
-        float32 compute in float32 and give back the dtype that they were given.
+        float32 compute in float32 and give back the dtype that they were given. At O1 all of `fun`
+        is autocast, and what it returns keeps its dtypes.
 
         Args:
           fun: a function whose first argument is a pytree of parameters or an nnx module.
@@ -116,6 +125,11 @@ class Recipe:
           >>> recipe.call(lambda w, x: (w.dtype.name, x.dtype.name), jnp.ones(2), jnp.ones(2))
           ('float16', 'float32')
         """
+        if self.autocast_dtype is not None:
+            cast_operations = autocast(
+                fun, half_dtype=self.autocast_dtype, rules=self.rules, output="original"
+            )
+            return cast_operations(params, *args, **kwargs)
         casts = dict(
             norms_in_float32=self.stays_float32 is not None,
             cast_input=self.policy.cast_to_compute,
@@ -140,6 +154,7 @@ def opt_level(
     loss_scale: LossScaleChoice = _LEVEL_DEFAULT,
     keep_norm_float32: bool | PathRule = _LEVEL_DEFAULT,
     master_weights: bool = _LEVEL_DEFAULT,
+    rules: Rules = _LEVEL_DEFAULT,
 ) -> Recipe:
     """Apex's opt levels as a recipe.
 
@@ -161,13 +176,14 @@ def opt_level(
       keep_norm_float32: overrides whether norm layers stay float32; a function from a parameter's
         path to bool replaces the rule that finds them (`ampx.is_norm_path`).
       master_weights: overrides whether weights are kept in float32.
+      rules: which operations O1 runs in half and in float32; `ampx.DEFAULT_RULES` by default.
 
     Returns:
       A `Recipe`.
 
     Raises:
       ValueError: for an unknown level or dtype, or an override that contradicts the level.
-      NotImplementedError: for O1, which arrives with autocast.
+      TypeError: for an override of another type.
 
     References:
       `apex/amp/frontend.py` in NVIDIA/apex.
@@ -187,9 +203,15 @@ def opt_level(
         raise ValueError("half_dtype must be float16 or bfloat16, got float32: use level 'O0'")
     _refuse_contradictions(level, keep_norm_float32, master_weights)
     if level == "O1":
-        raise NotImplementedError(
-            "O1 casts per operation and arrives with autocast; 'O2' is the nearest level today"
+        return Recipe(
+            Policy(jnp.float32, jnp.float32, jnp.float32),
+            loss_scale="dynamic" if loss_scale is _LEVEL_DEFAULT else loss_scale,
+            level=level,
+            autocast_dtype=half,
+            rules=DEFAULT_RULES if rules is _LEVEL_DEFAULT else rules,
         )
+    if rules is not _LEVEL_DEFAULT:
+        raise ValueError(f"{level} contradicts an override: rules are those of autocast, so of O1")
     masters = level == "O2" if master_weights is _LEVEL_DEFAULT else master_weights
     keep = level == "O2" if keep_norm_float32 is _LEVEL_DEFAULT else keep_norm_float32
     compute = jnp.float32 if level == "O0" else half

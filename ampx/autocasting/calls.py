@@ -60,7 +60,7 @@ def decide(
         return _cond(planner, eqn, values, wanted, around)
     if name == "custom_vjp_call" and planner.settings.custom_vjp == "opaque":
         return opaque(eqn, "custom_vjp='opaque'")
-    return _call(planner, eqn, values, wanted, _body(eqn), around, rule)
+    return _call(planner, eqn, values, wanted, around, rule)
 
 
 def asks(eqn: Any, decision: Decision) -> Sequence[Demand]:
@@ -114,13 +114,6 @@ def _as_are(eqn: Any, values: Sequence[Value]) -> tuple[bool | None, ...]:
     )
 
 
-def _body(eqn: Any) -> jaxprs.Jaxpr:
-    called = jaxprs.called_body(eqn)
-    if called is not None:
-        return called
-    return eqn.params["jaxpr"] if eqn.primitive.name == "shard_map" else eqn.params["call_jaxpr"]
-
-
 def _inside(planner: PlansJaxprs, around: Surroundings, body: jaxprs.Jaxpr) -> Surroundings:
     if not planner.settings.rules.entries:
         return around
@@ -136,10 +129,10 @@ def _call(
     eqn: Any,
     values: tuple[Value, ...],
     wanted: tuple[Demand, ...],
-    body: jaxprs.Jaxpr,
     around: Surroundings,
     rule: str,
 ) -> Decision:
+    (body,) = jaxprs.bodies_of(eqn)
     plan = planner.plan(body, values, wanted, _inside(planner, around, body))
     return Decision(_precision_of(plan), rule, _as_are(eqn, values), plan.outputs, (plan,))
 
@@ -169,7 +162,7 @@ def _promote(
     inputs = tuple(
         (IN_HALF if half else COMPUTED) if is_float32(atom) else AS_TRACED for atom in eqn.invars
     )
-    body = _body(eqn)
+    (body,) = jaxprs.bodies_of(eqn)
     plan = planner.plan(body, inputs, wanted, around._replace(forced="widest"))
     operands = tuple(half if is_float32(atom) else None for atom in eqn.invars)
     return Decision(_precision_of(plan), "promote_function", operands, plan.outputs, (plan,))
@@ -179,7 +172,7 @@ def _scan(
     planner: PlansJaxprs, eqn: Any, values: tuple[Value, ...], around: Surroundings
 ) -> Decision:
     consts, carry = jaxprs.scan_sizes(eqn)
-    body = eqn.params["jaxpr"]
+    (body,) = jaxprs.bodies_of(eqn)
     demands = _carry_demands(carry) + [Demand.KEEP] * (len(eqn.outvars) - carry)
     inputs = list(values)
     inputs[consts : consts + carry] = _carried(eqn.invars[consts : consts + carry])
@@ -213,7 +206,7 @@ def _while(
     of_condition, of_body = jaxprs.while_sizes(eqn)
     consts = of_condition + of_body
     carried = _carried(eqn.invars[consts:])
-    condition_jaxpr, body_jaxpr = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    condition_jaxpr, body_jaxpr = jaxprs.bodies_of(eqn)
     condition = planner.plan(
         condition_jaxpr,
         [*values[:of_condition], *carried],
@@ -239,7 +232,7 @@ def _cond(
     wanted: tuple[Demand, ...],
     around: Surroundings,
 ) -> Decision:
-    branches = eqn.params["branches"]
+    branches = jaxprs.bodies_of(eqn)
 
     def planned(demands: Sequence[Demand]) -> list[Plan]:
         return [

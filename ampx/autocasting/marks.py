@@ -67,7 +67,7 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, traced or not. Python numbers are not: they stay what they are."""
+    """Whether a leaf is an array, traced or not. Python numbers are not: they stay themselves."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
 
 

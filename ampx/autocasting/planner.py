@@ -7,6 +7,7 @@ float32 itself: only so are softmax, norms and variances exact from their inputs
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from ampx import jaxprs
 from ampx.autocasting import calls, tables
 from ampx.autocasting.decisions import Decision, Plan, Settings
-from ampx.autocasting.rules import Surroundings
+from ampx.autocasting.rules import NOWHERE, Surroundings
 from ampx.autocasting.values import (
     AS_TRACED,
     COMPUTED,
@@ -36,6 +37,8 @@ from ampx.autocasting.values import (
     result,
     same_shape,
 )
+
+CLOSED_BOOK = "unknown function inside, left as traced"
 
 
 class _Knowledge:
@@ -61,7 +64,7 @@ class Planner:
         jaxpr: jaxprs.Jaxpr,
         inputs: Sequence[Value],
         demands: Sequence[Demand],
-        around: Surroundings = Surroundings(),
+        around: Surroundings = NOWHERE,
     ) -> Plan:
         """The plan of `jaxpr`, whose inputs are as told and whose outputs serve these demands."""
         plans = self._plans.setdefault(jaxpr, {})
@@ -75,8 +78,10 @@ class Planner:
     ) -> Plan:
         lifted: set[int] = set()
         asked: dict[int, tuple[Demand, ...]] = {}
+        known = _Knowledge(jaxpr, inputs)
+        decided: list[tuple[Any, Decision] | None] = [None] * len(jaxpr.eqns)
         while True:
-            decisions, known = self._forward(jaxpr, inputs, lifted, asked, around)
+            decisions = self._forward(jaxpr, known, lifted, asked, around, decided)
             more, now_asked, readers = _backward(jaxpr, decisions, demands)
             if more <= lifted and now_asked == asked:
                 break
@@ -86,29 +91,35 @@ class Planner:
             pinned(result(atom.aval, known[atom]), demand, is_float32(atom))
             for atom, demand in zip(jaxpr.outvars, demands, strict=True)
         )
+        _warn_of_closed_books(jaxpr, decisions)
         input_demands = tuple(readers.get(var, Demand.NONE) for var in jaxpr.invars)
         return Plan(inputs, demands, tuple(decisions), outputs, input_demands, around)
 
     def _forward(
         self,
         jaxpr: Any,
-        inputs: Sequence[Value],
+        known: _Knowledge,
         lifted: set[int],
         asked: dict[int, tuple[Demand, ...]],
         around: Surroundings,
-    ) -> tuple[list[Decision], _Knowledge]:
-        known = _Knowledge(jaxpr, inputs)
+        decided: list[tuple[Any, Decision] | None],
+    ) -> list[Decision]:
+        """Decides every equation; what an earlier pass decided on the same grounds stands."""
         decisions = []
         for index, eqn in enumerate(jaxpr.eqns):
             values = tuple([known[atom] for atom in eqn.invars])
+            grounds = (values, asked.get(index), index in lifted)
+            before = decided[index]
+            if before is not None and before[0] == grounds:
+                decisions.append(before[1])
+                continue
             wanted = asked.get(index) or (Demand.KEEP,) * len(eqn.outvars)
             decision = self._decide(eqn, values, wanted, index in lifted, around)
-            known.of_variable.update(
-                (out, result(out.aval, value))
-                for out, value in zip(eqn.outvars, decision.outputs, strict=True)
-            )
+            for out, value in zip(eqn.outvars, decision.outputs, strict=True):
+                known.of_variable[out] = result(out.aval, value)
+            decided[index] = grounds, decision
             decisions.append(decision)
-        return decisions, known
+        return decisions
 
     def _decide(
         self,
@@ -131,8 +142,10 @@ class Planner:
             return self._decide_conversion(eqn, values, precision, rule, lift)
         forced = rule != name
         touches = [is_float32(atom) for atom in eqn.invars]
-        if not any(touches) or precision == "opaque":
-            return _full(eqn, values, rule, opaque=precision == "opaque")
+        if precision == "opaque":
+            return _full(eqn, values, CLOSED_BOOK if _is_closed_book(eqn) else rule, opaque=True)
+        if not any(touches):
+            return _full(eqn, values, rule)
         if precision == "float32" or lift:
             return _full(eqn, values, "every reader is float32" if lift else rule)
         if name == "div" and not forced and values[0].constant is not None:
@@ -274,6 +287,24 @@ class Planner:
         if value.constant is not None or source.aval.dtype == np.bool_:
             return Decision("float32", rule, (None,), (value,))
         return Decision("float32", rule, (None,), (COMPUTED,))
+
+
+def _is_closed_book(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    unknown = name not in tables.DEFAULTS and jaxprs.has_bodies(eqn)
+    return (unknown or name in tables.CLOSED_BOOKS) and any(map(is_float32, eqn.invars))
+
+
+def _warn_of_closed_books(jaxpr: Any, decisions: Sequence[Decision]) -> None:
+    for eqn, decision in zip(jaxpr.eqns, decisions, strict=True):
+        if decision.rule == CLOSED_BOOK:
+            warnings.warn(
+                f"autocast cannot rewrite the function inside {eqn.primitive.name} "
+                f"({jaxprs.line_of(eqn)}) and runs it in float32: wrap the call in "
+                "ampx.half_function to run it in half, or in ampx.float_function to say that "
+                "float32 is meant",
+                stacklevel=2,
+            )
 
 
 def _full(eqn: Any, values: tuple[Value, ...], rule: str, opaque: bool = False) -> Decision:

@@ -200,7 +200,9 @@ class _Rewriting:
 
     def _params(self, eqn: Any, decision: Decision) -> dict[str, Any]:
         if decision.bodies:
-            return self._params_with_bodies(eqn, decision)
+            if decision.precision == "as traced":
+                return eqn.params
+            return jaxprs.with_bodies(eqn, self._rewritten_bodies(eqn, decision))
         params = eqn.params
         if decision.precision != "half" or not any(v.half for v in decision.outputs):
             return params
@@ -219,42 +221,21 @@ class _Rewriting:
         plan = self.rewriter.planner.plan(jaxpr, known, [Demand.PIN_HALF] * len(opened.outvars))
         return self.rewriter.rewritten(jaxpr, plan)
 
-    def _params_with_bodies(self, eqn: Any, decision: Decision) -> dict[str, Any]:
-        name = eqn.primitive.name
-        if name == "cond":
-            branches = zip(eqn.params["branches"], decision.bodies, strict=True)
-            return {
-                **eqn.params,
-                "branches": tuple(self.rewriter.rewritten(*pair) for pair in branches),
-            }
-        if name == "while":
-            condition, body = decision.bodies
-            return {
-                **eqn.params,
-                "cond_jaxpr": self.rewriter.rewritten(eqn.params["cond_jaxpr"], condition),
-                "body_jaxpr": self.rewriter.rewritten(eqn.params["body_jaxpr"], body),
-            }
-        (plan,) = decision.bodies
-        if name == "scan":
-            return {**eqn.params, "jaxpr": self.rewriter.rewritten(eqn.params["jaxpr"], plan)}
-        called = jaxprs.called_body(eqn)
-        if called is None:
-            return eqn.params
-        return jaxprs.with_called_body(eqn, self.rewriter.rewritten(called, plan))
+    def _rewritten_bodies(self, eqn: Any, decision: Decision) -> list[jaxprs.Jaxpr]:
+        pairs = zip(jaxprs.bodies_of(eqn), decision.bodies, strict=True)
+        return [self.rewriter.rewritten(body, plan) for body, plan in pairs]
 
     def _splice(self, eqn: Any, decision: Decision, operands: Sequence[Any]) -> None:
         """Equations that only their own public function can build."""
-        (plan,) = decision.bodies
         if eqn.primitive.name == "shard_map":
-            body = eqn.params["jaxpr"]
+            # Its body is rewritten where the axes that values vary over are part of their types.
+            def fun(*operands: Any) -> Any:
+                (body,) = self._rewritten_bodies(eqn, decision)
+                return tuple(jaxprs.evaluate(jaxprs.closed(body), *operands))
 
-            def run(*operands: Any) -> Any:
-                closed = jaxprs.closed(self.rewriter.rewritten(body, plan))
-                return tuple(jaxprs.evaluate(closed, *operands))
-
-            fun = jaxprs.shard_mapped(eqn, run)
+            fun = jaxprs.shard_mapped(eqn, fun)
         else:
-            body = self.rewriter.rewritten(eqn.params["call_jaxpr"], plan)
+            (body,) = self._rewritten_bodies(eqn, decision)
             fun = custom_rules.transformed(eqn, self.opened, body, self.rewriter)
         eqns, outputs = jaxprs.spliced(fun, operands, eqn)
         self.eqns.extend(eqns)

@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from ampx import jaxprs
-from ampx.autocasting.tables import DEFAULTS, Precision
+from ampx.autocasting.tables import Precision
 
 
 class Surroundings(NamedTuple):
@@ -26,6 +26,9 @@ class Surroundings(NamedTuple):
     function: tuple[str, int] | None = None
     inherited: int = -1
     forced: Precision | None = None
+
+
+NOWHERE = Surroundings()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +104,8 @@ class Rules:
       >>> def my_norm(x):
       ...     return x / abs(x).max()
       >>> rules = ampx.DEFAULT_RULES.float32(my_norm).widest("logistic")
-      >>> rules.precision_of("logistic"), ampx.DEFAULT_RULES.precision_of("logistic")
-      ('widest', 'float32')
+      >>> rules
+      ampx.DEFAULT_RULES.float32(my_norm).widest('logistic')
     """
 
     entries: tuple[_Entry, ...] = ()
@@ -122,13 +125,6 @@ class Rules:
     def banned(self, *targets: Any, when: Callable[[Any], bool] | None = None) -> Rules:
         """Refuses to transform a function in which a target appears."""
         return self._with("banned", targets, when)
-
-    def precision_of(self, name: str) -> Precision:
-        """The precision of a primitive by its name alone; `"opaque"` where none is known."""
-        for entry in reversed(self.entries):
-            if entry.name == name:
-                return entry.precision
-        return DEFAULTS.get(name, "opaque")
 
     def match(self, eqn: jaxprs.Equation, around: Surroundings) -> int:
         """The index of the last rule that covers an equation, or -1 if none does."""

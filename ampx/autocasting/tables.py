@@ -112,6 +112,12 @@ WITHOUT_HALF_FORM = frozenset(
     triangular_solve tridiagonal tridiagonal_solve symmetric_product""".split()
 )
 
+# They hold functions that autocast cannot rewrite. To leave them float32 is safe, but must be said.
+CLOSED_BOOKS = frozenset(
+    """call_hi_primitive call_hi_primitive_linearized jaxpr_call remat_opt xla_metadata_call
+    custom_vmap_call linear_call custom_partitioning composite""".split()
+)
+
 # A smaller operand of these is spread over the other, as a bias or a scale is.
 SPREADING = frozenset(("add", "sub", "mul", "div"))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ampx import jaxprs
+from ampx import flax_modules, jaxprs
 from ampx.autocasting.decisions import Plan, Settings
 from ampx.autocasting.marks import (
     active_half_dtype,
@@ -41,34 +41,46 @@ class Traced(NamedTuple):
     rewriter: Rewriter
     arrays: list[Any]
     structure: Any
+    write_back: Callable[[Any], None]
 
     def run(self) -> Any:
         """The result, computed as planned."""
         rewritten = self.rewriter.rewritten(self.jaxpr, self.plan)
-        return jax.tree.unflatten(self.structure, jaxprs.evaluate(rewritten, *self.arrays))
+        outputs = jaxprs.evaluate(rewritten, *self.arrays)
+        result, state = jax.tree.unflatten(self.structure, outputs)
+        self.write_back(state)
+        return result
 
 
-def traced(fun: Callable[..., Any], settings: Settings, output: Output, args: Any) -> Traced:
-    """Traces `fun(*args[0], **args[1])` in the dtypes it is given and plans its precision."""
-    arrays, merge = split_arrays(args)
+def traced(
+    fun: Callable[..., Any],
+    settings: Settings,
+    output: Output,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Traced:
+    """Traces `fun(*args, **kwargs)` in the dtypes it is given and plans its precision."""
+    call = flax_modules.pure_call(fun, args, kwargs)
+    arrays, merge = split_arrays(call.operands)
     arrays = [jnp.asarray(a) if isinstance(a, np.ndarray | np.generic) else a for a in arrays]
 
     def of_arrays(*arrays: Any) -> Any:
-        args, kwargs = merge(arrays)
-        return fun(*args, **kwargs)
+        return call.fun(*merge(arrays))
 
     with tracing_for(settings.half_dtype):
         jaxpr, shapes = jaxprs.trace(of_arrays, *arrays)
-    opened = jaxprs.open_jaxpr(jaxpr)
-    demand = Demand.KEEP if output == "as_is" else Demand.PIN_FLOAT32
+    results, state = (jax.tree.leaves(part) for part in shapes)
+    of_results = Demand.KEEP if output == "as_is" else Demand.PIN_FLOAT32
+    demands = [of_results] * len(results) + [Demand.PIN_FLOAT32] * len(state)
+    inputs = [input_value(var.aval) for var in jaxprs.open_jaxpr(jaxpr).invars]
     rewriter = _rewriter(settings)
-    plan = rewriter.planner.plan(
-        jaxpr, [input_value(var.aval) for var in opened.invars], [demand] * len(opened.outvars)
-    )
-    return Traced(jaxpr, plan, rewriter, arrays, jax.tree.structure(shapes))
+    plan = rewriter.planner.plan(jaxpr, inputs, demands)
+    return Traced(jaxpr, plan, rewriter, arrays, jax.tree.structure(shapes), call.write_back)
 
 
-def settings_of(half_dtype: DTypeLike, rules: Rules, custom_vjp: CustomVjp) -> Settings:
+def settings_of(
+    half_dtype: DTypeLike, rules: Rules, output: Output, custom_vjp: CustomVjp
+) -> Settings:
     """Checked settings.
 
     Raises:
@@ -83,6 +95,7 @@ def settings_of(half_dtype: DTypeLike, rules: Rules, custom_vjp: CustomVjp) -> S
             f"rules must come from ampx.DEFAULT_RULES, e.g. ampx.DEFAULT_RULES.half('my_kernel'), "
             f"got {rules!r}"
         )
+    check_choice("output", output, get_args(Output))
     check_choice("custom_vjp", custom_vjp, get_args(CustomVjp))
     return Settings(half, rules, custom_vjp)
 
@@ -136,8 +149,7 @@ def autocast(
       >>> half_loss(w, x).dtype.name, jax.jit(jax.grad(half_loss))(w, x).dtype.name
       ('float32', 'float32')
     """
-    settings = settings_of(half_dtype, rules, custom_vjp)
-    check_choice("output", output, get_args(Output))
+    settings = settings_of(half_dtype, rules, output, custom_vjp)
 
     @functools.wraps(fun)
     def at_mixed_precision(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +161,7 @@ def autocast(
             )
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return traced(fun, settings, output, (args, kwargs)).run()
+            return traced(fun, settings, output, args, kwargs).run()
 
         if active_half_dtype() is None:
             return run(*args, **kwargs)

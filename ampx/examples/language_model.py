@@ -36,7 +36,7 @@ class Config:
     """One training run.
 
     Attributes:
-      precision: `"O0"`, `"O2"`, `"O3"`, or a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`.
+      precision: `"O0"` to `"O3"`, or a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`.
       half: float16 or bfloat16, for O2 and O3.
       loss_scale: `"dynamic"`, `"none"`, a number, or `"policy"` for the precision's own.
       init_scale: first dynamic scale.
@@ -81,7 +81,7 @@ class Config:
     @property
     def label(self) -> str:
         """What the run is called in tables and pictures."""
-        name = f"{self.precision} {self.half}" if self.precision in ("O2", "O3") else self.precision
+        name = f"{self.precision} {self.half}" if self.precision in ("O1", "O2", "O3") else self.precision
         scales = {"policy": "", "none": "", "dynamic": ", dynamic scale"}
         return name + scales.get(self.loss_scale, f", scale {self.loss_scale}")
 
@@ -395,7 +395,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small language model at one precision, or compare four (no flags).",
     )
     flag = parser.add_argument
-    flag("--precision", help="O0, O2, O3, float32, or a policy such as p=f32,c=bf16,o=f32")
+    flag("--precision", help="O0, O1, O2, O3, float32, or a policy such as p=f32,c=bf16,o=f32")
     flag("--half", choices=("float16", "bfloat16"), help="half type of O2 and O3 (bfloat16)")
     flag("--loss-scale", metavar="SCALE", help="dynamic, none or a number (the precision's own)")
     flag("--init-scale", type=float, metavar="SCALE", help="first dynamic loss scale (65536)")

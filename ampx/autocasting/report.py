@@ -1,0 +1,193 @@
+"""What autocast does to a function, equation by equation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ampx import jaxprs
+from ampx.autocasting.decisions import Decision, Plan
+from ampx.autocasting.planner import CLOSED_BOOK
+from ampx.autocasting.rules import DEFAULT_RULES, Rules
+from ampx.autocasting.tables import DEFAULTS, HALF_BY_DEFAULT
+from ampx.autocasting.transform import CustomVjp, Output, settings_of, traced
+from ampx.autocasting.values import AS_TRACED, is_float32
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+class ExplainedEquation(NamedTuple):
+    """One equation of a function under autocast.
+
+    Attributes:
+      inside: the calls and loops around it, outermost first, e.g. `("jit:silu", "scan")`.
+      primitive: name of the primitive.
+      rule: what decided: the name of a list, a rule of the user's, or a reason.
+      operands: (dtype as traced, dtype under autocast) of each operand.
+      results: the same of each result.
+      source: file, line and function it was written in.
+    """
+
+    inside: tuple[str, ...]
+    primitive: str
+    rule: str
+    operands: tuple[tuple[str, str], ...]
+    results: tuple[tuple[str, str], ...]
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What autocast does to one call of a function; print it for a table.
+
+    Attributes:
+      equations: every equation in order, those inside a call or loop after it.
+      half_dtype: name of the half dtype.
+    """
+
+    equations: tuple[ExplainedEquation, ...]
+    half_dtype: str
+
+    @property
+    def unknown(self) -> tuple[ExplainedEquation, ...]:
+        """Equations that hold a function which autocast could not rewrite."""
+        return tuple(row for row in self.equations if row.rule == CLOSED_BOOK)
+
+    def products_in_half(self) -> tuple[int, int]:
+        """How many matrix products and convolutions run in half, and how many there are."""
+        products = [row for row in self.equations if row.primitive in HALF_BY_DEFAULT]
+        half = sum(all(after == self.half_dtype for _, after in r.operands) for r in products)
+        return half, len(products)
+
+    def __str__(self) -> str:
+        rows = [("equation", "rule", "operands", "results", "written in")]
+        rows += [
+            (
+                "  " * len(row.inside) + row.primitive,
+                row.rule,
+                _arrows(row.operands),
+                _arrows(row.results),
+                PurePath(row.source).name,
+            )
+            for row in self.equations
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [
+            "  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1])).rstrip()
+            for row in rows
+        ]
+        half, products = self.products_in_half()
+        lines.append(f"{half} of {products} matrix products and convolutions in {self.half_dtype}")
+        if self.unknown:
+            names = ", ".join(sorted({row.primitive for row in self.unknown}))
+            lines.append(f"functions that could not be rewritten: {names}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _short(dtype: str) -> str:
+    letters = dtype.rstrip("0123456789")
+    return _SHORT.get(letters, letters) + dtype[len(letters) :]
+
+
+def _arrows(dtypes: Iterable[tuple[str, str]]) -> str:
+    return " ".join(
+        _short(before) if before == after else f"{_short(before)}>{_short(after)}"
+        for before, after in dtypes
+    )
+
+
+def _reason(primitive: str, decision: Decision) -> str:
+    if decision.rule != primitive:
+        return decision.rule
+    return DEFAULTS.get(primitive, "opaque")
+
+
+def _before_and_after(atom: Any, in_half: bool, half: Any) -> tuple[str, str]:
+    before = str(getattr(atom.aval, "dtype", type(atom.aval).__name__))
+    return before, half.name if in_half and is_float32(atom) else before
+
+
+def explain(
+    fun: Callable[..., Any],
+    *,
+    half_dtype: DTypeLike = jnp.bfloat16,
+    rules: Rules = DEFAULT_RULES,
+    output: Output = "as_is",
+    custom_vjp: CustomVjp = "transform",
+) -> Callable[..., Explanation]:
+    """Shows what `ampx.autocast` makes of each equation of a function, without running it.
+
+    Args:
+      fun: what would be given to `autocast`; `jax.grad(fun)` to see a backward pass.
+      half_dtype: as for `autocast`.
+      rules: as for `autocast`.
+      output: as for `autocast`.
+      custom_vjp: as for `autocast`.
+
+    Returns:
+      A function with the signature of `fun` that gives an `Explanation`. Print it: one row for each
+      equation with the rule that decided, the dtypes of operands and results as traced and, after
+      `>`, under autocast, and the line of the program. Nothing runs and no argument changes.
+
+    Raises:
+      ValueError: as `autocast`.
+      TypeError: as `autocast`.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp
+      >>> def f(w, x):
+      ...     return jax.nn.softmax(x @ w)
+      >>> explanation = ampx.explain(f)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+      >>> row = explanation.equations[0]
+      >>> row.primitive, row.rule, row.operands[0]
+      ('dot_general', 'half', ('float32', 'bfloat16'))
+      >>> explanation.products_in_half()
+      (1, 1)
+    """
+    settings = settings_of(half_dtype, rules, output, custom_vjp)
+
+    @functools.wraps(fun)
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        call = traced(fun, settings, output, args, kwargs)
+        rows = _rows(call.jaxpr, call.plan, np.dtype(settings.half_dtype), ())
+        return Explanation(tuple(rows), np.dtype(settings.half_dtype).name)
+
+    return explained
+
+
+def _rows(
+    jaxpr: jaxprs.Jaxpr, plan: Plan, half: Any, inside: tuple[str, ...]
+) -> Iterator[ExplainedEquation]:
+    opened = jaxprs.open_jaxpr(jaxpr)
+    known = dict(zip(opened.invars, plan.inputs, strict=True))
+
+    def dtypes(atom: Any, target: bool | None) -> tuple[str, str]:
+        value = AS_TRACED if jaxprs.is_literal(atom) else known.get(atom, AS_TRACED)
+        return _before_and_after(atom, value.half if target is None else target, half)
+
+    for eqn, decision in zip(opened.eqns, plan.decisions, strict=True):
+        known.update(zip(eqn.outvars, decision.outputs, strict=True))
+        name = eqn.primitive.name
+        yield ExplainedEquation(
+            inside,
+            name,
+            _reason(name, decision),
+            tuple(map(dtypes, eqn.invars, decision.operands)),
+            tuple(dtypes(out, None) for out in eqn.outvars),
+            jaxprs.line_of(eqn),
+        )
+        if not decision.bodies:
+            continue
+        call = jaxprs.call_name(eqn)
+        around = (*inside, f"{name}:{call}" if call else name)
+        for body, body_plan in zip(jaxprs.bodies_of(eqn), decision.bodies, strict=True):
+            yield from _rows(body, body_plan, half, around)
