@@ -168,7 +168,7 @@ def _with_vjp(
 
 def _instantiated(cotangent: Any) -> Any:
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, np.dtype(cotangent.dtype))
+        return jnp.zeros_like(cotangent.aval)
     return cotangent
 
 

@@ -251,14 +251,11 @@ class Planner:
                 return _full(eqn, values, rule)
         if not some_half:
             return _full(eqn, values, rule)
-        if name in ("broadcast_in_dim", "broadcast_to"):
-            # The transpose sums: in float32 it can neither overflow nor lose small terms.
-            return Decision(
-                "float32",
-                "summed in float32 when transposed",
-                (False,),
-                (Value(False, Vote.HALF),),
-                follows=True,
+        if name in tables.SUMMING_WHEN_TRANSPOSED and not (
+            name in tables.MOVING and _same_size(eqn.invars[0], eqn.outvars[0])
+        ):
+            return _full(eqn, values, "float32, for the sum of its transpose")._replace(
+                outputs=(Value(False, Vote.HALF),), follows=True
             )
         return _half(eqn, rule)._replace(follows=name not in tables.TRANSFERS)
 

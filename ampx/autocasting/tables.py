@@ -81,7 +81,7 @@ _OPAQUE = """
     semaphore_read semaphore_signal semaphore_wait run_scoped run_state core_map
     custom_lin custom_jvp_call_jaxpr custom_vmap_call linear_call create_linear call_exported
     call_hi_primitive call_hi_primitive_linearized jaxpr_call remat_opt dce_sink stage tie
-    to_edtype from_edtype preduced new_box box_get box_set new_log log_extend log_read
+    to_edtype from_edtype new_box box_get box_set new_log log_extend log_read
     psend precv psum_start psum_done psum_invariant_start ppermute_start ppermute_done
     all_gather_start all_gather_done all_gather_reduced_start all_to_all_start all_to_all_done
     reduce_scatter_start reduce_scatter_done pbroadcast_start pbroadcast_done pbroadcast_dynamic
@@ -136,6 +136,9 @@ MOVING = frozenset(
     stop_gradient split unstack convert_element_type pvary pbroadcast sharding_constraint reshard
     layout_constraint relayout device_put reduced_vary_cast vary_unreduced_cast""".split()
 )
+
+# Their transposes sum: in float32 that neither overflows nor swallows small terms.
+SUMMING_WHEN_TRANSPOSED = frozenset(("broadcast_in_dim", "broadcast_to", "tile", "gather"))
 
 # Output i is operand i, reduced, moved or waited for.
 ONE_TO_ONE = frozenset(

@@ -74,6 +74,8 @@ def pinned(value: Value, demand: Demand, float32: bool) -> Value:
         return IN_HALF
     if demand is Demand.PIN_FLOAT32 and (value.half or value.vote is Vote.HALF):
         return COMPUTED
+    if demand is Demand.KEEP and value.vote is Vote.HALF:
+        return IN_HALF
     return value
 
 

@@ -37,7 +37,7 @@ class Config:
 
     Attributes:
       precision: `"O0"` to `"O3"`, or a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`.
-      half: float16 or bfloat16, for O2 and O3.
+      half: float16 or bfloat16, for O1, O2 and O3.
       loss_scale: `"dynamic"`, `"none"`, a number, or `"policy"` for the precision's own.
       init_scale: first dynamic scale.
       growth_interval: finite steps before a dynamic scale grows. The library's default is 2000,
@@ -81,7 +81,8 @@ class Config:
     @property
     def label(self) -> str:
         """What the run is called in tables and pictures."""
-        name = f"{self.precision} {self.half}" if self.precision in ("O1", "O2", "O3") else self.precision
+        has_half = self.precision in ("O1", "O2", "O3")
+        name = f"{self.precision} {self.half}" if has_half else self.precision
         scales = {"policy": "", "none": "", "dynamic": ", dynamic scale"}
         return name + scales.get(self.loss_scale, f", scale {self.loss_scale}")
 
