@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
 .DEFAULT_GOAL := help
 .PHONY: demo test lint bench docs clean help
 
-demo: $(VENV)/.ready ## train a small language model in four precisions and compare them
+demo: $(VENV)/.ready ## train a small language model in six precisions and compare them
 	$(BIN)/python -m ampx.examples.language_model $(ARGS)
 
 test: $(VENV)/.ready ## run the tests: unit tests, doctests, notebooks

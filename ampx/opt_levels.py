@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
-from ampx.autocasting.rules import DEFAULT_RULES, Rules
+from ampx.autocasting.rules import DEFAULT_RULES, Rules, checked_rules
 from ampx.autocasting.transform import autocast
 from ampx.precision import (
     PathRule,
@@ -203,12 +203,13 @@ def opt_level(
         raise ValueError("half_dtype must be float16 or bfloat16, got float32: use level 'O0'")
     _refuse_contradictions(level, keep_norm_float32, master_weights)
     if level == "O1":
+        rules = DEFAULT_RULES if rules is _LEVEL_DEFAULT else rules
         return Recipe(
             Policy(jnp.float32, jnp.float32, jnp.float32),
             loss_scale="dynamic" if loss_scale is _LEVEL_DEFAULT else loss_scale,
             level=level,
             autocast_dtype=half,
-            rules=DEFAULT_RULES if rules is _LEVEL_DEFAULT else rules,
+            rules=checked_rules(rules),
         )
     if rules is not _LEVEL_DEFAULT:
         raise ValueError(f"{level} contradicts an override: rules are those of autocast, so of O1")

@@ -96,7 +96,11 @@ RULES = ampx.DEFAULT_RULES
         (lambda x: jax.nn.silu(x @ W), RULES, HALF),
         (lambda x: jax.nn.silu(x @ W), RULES.float32("silu"), FLOAT),
         (lambda x: jax.nn.silu(x @ W), RULES.float32(jax.nn.silu), FLOAT),
-        (lambda x: jnp.tanh(x @ W), RULES.float32(when=lambda e: e.primitive.name == "tanh"), FLOAT),
+        (
+            lambda x: jnp.tanh(x @ W),
+            RULES.float32(when=lambda e: e.primitive.name == "tanh"),
+            FLOAT,
+        ),
     ],
 )
 def test_a_rule_by_primitive_function_or_predicate(fun, rules, expected):

@@ -243,10 +243,10 @@ def test_flags(configs_of, flags, expected) -> None:
     assert configs_of(flags) == [expected]
 
 
-def test_no_precision_compares_four(configs_of) -> None:
+def test_no_precision_compares_six(configs_of) -> None:
     configs = configs_of("--steps 7")
     assert configs == language_model.compared_configs(Config(steps=7))
-    assert len(configs) == 4
+    assert len(configs) == 6
     differing = {
         field.name
         for field in dataclasses.fields(Config)
@@ -258,7 +258,6 @@ def test_no_precision_compares_four(configs_of) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--precision O1", "O1 casts per operation and arrives with autocast"),
         ("--precision O4", "level must be 'O0', 'O1', 'O2' or 'O3'"),
         ("--precision fp8", "must be float16, bfloat16 or float32"),
         ("--precision O2 --half float8", "argument --half: invalid choice"),

@@ -21,6 +21,7 @@ def dtypes(params):
     "level, stored, computed, norms, masters, loss_scale",
     [
         ("O0", "f32", "f32", "f32", False, 1.0),
+        ("O1", "f32", "f32", "f32", False, "dynamic"),
         ("O2", "f32", "half", "f32", True, "dynamic"),
         ("O3", "half", "half", "half", False, 1.0),
     ],
@@ -102,7 +103,7 @@ def test_unknown_levels_are_refused(level):
         (jnp.int8, "half_dtype must be float16"),
     ],
 )
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_unknown_halves_are_refused(level, half_dtype, message):
     with pytest.raises(ValueError, match=message):
         ampx.opt_level(level, half_dtype=half_dtype)
@@ -116,9 +117,37 @@ def test_words_and_numbers_are_not_taken_for_truth_values(name, value):
         ampx.opt_level("O2", **{name: value})
 
 
-def test_o1_says_when_it_comes():
-    with pytest.raises(NotImplementedError, match="arrives with autocast; 'O2' is the nearest"):
-        ampx.opt_level("O1")
+@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
+def test_o1_casts_operations_and_not_trees(half):
+    recipe = ampx.opt_level("O1", half_dtype=half)
+    assert (str(recipe.policy), recipe.loss_scale) == ("p=f32,c=f32,o=f32", "dynamic")
+    assert not recipe.master_weights and recipe.level == "O1"
+
+    def loss(params, x):
+        seen.append({leaf.dtype.name for leaf in jax.tree.leaves(params)})
+        return jnp.mean((x @ params["dense"]["kernel"]) ** 2)
+
+    seen = []
+    x = jnp.ones((4, PARAMS["dense"]["kernel"].shape[0]))
+    for run in (recipe.call, lambda fun, *args: recipe.wrap(fun)(*args)):
+        jaxpr = jax.make_jaxpr(lambda params, run=run: run(loss, params, x))(PARAMS)
+        (product,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "dot_general")
+        assert {atom.aval.dtype for atom in product.invars} == {jnp.dtype(half)}
+        assert jaxpr.out_avals[0].dtype == jnp.float32
+    assert seen == [{"float32", "int32"}] * 2
+
+
+def test_o1_takes_rules_and_others_refuse_them():
+    rules = ampx.DEFAULT_RULES.float32("dot_general")
+    recipe = ampx.opt_level("O1", rules=rules)
+    product = ampx.opt_level("O1").call(lambda w, x: x @ w, jnp.ones((2, 2)), jnp.ones((2, 2)))
+    assert product.dtype == jnp.float32  # outputs keep the dtype they have without autocast
+    jaxpr = jax.make_jaxpr(lambda w: recipe.call(lambda w: w @ w, w))(jnp.ones((2, 2)))
+    assert "bf16" not in str(jaxpr)
+    with pytest.raises(ValueError, match="O2 contradicts an override: rules are those of autocast"):
+        ampx.opt_level("O2", rules=rules)
+    with pytest.raises(TypeError, match="rules must come from"):
+        ampx.opt_level("O1", rules="half")
 
 
 @pytest.mark.parametrize(

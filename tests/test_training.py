@@ -460,7 +460,7 @@ def test_clipping_around_a_loss_scale_is_refused():
 
 
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_every_level_trains(level, half):
     params, batches = data(rows=32)
     step = ampx.train_step(
@@ -475,6 +475,60 @@ def test_every_level_trains(level, half):
         losses.append(float(report.loss))
     assert {p.dtype for p in jax.tree.leaves(state.params)} == stored
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+def test_an_o1_step_is_its_parts_put_together(half, num_microbatches):
+    params, batches = data(rows=32)
+    recipe = ampx.opt_level("O1", half_dtype=half, loss_scale=256.0)
+    step = ampx.train_step(loss_fn, adamw(), policy=recipe, num_microbatches=num_microbatches)
+    state, reports = ampx_run(step, step.init(params), batches)
+    cast = ampx.autocast(loss_fn, half_dtype=half)
+    tx = adamw()
+
+    @jax.jit
+    def by_hand(params, opt_state, batch):
+        slices = ampx.split_microbatches(batch, num_microbatches)
+        grads = optax.tree.zeros_like(params)
+        for i in range(num_microbatches):
+            part = jax.tree.map(lambda rows, i=i: rows[i], slices)
+            scaled = jax.grad(lambda p, part=part: 256.0 * cast(p, part))(params)
+            grads = optax.tree.add(grads, optax.tree.scale(1 / (256.0 * num_microbatches), scaled))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = tx.init(params)
+    expected = params
+    for i in range(STEPS):
+        expected, opt_state = by_hand(expected, opt_state, rows_of(batches, i))
+    plain = ampx.train_step(loss_fn, adamw(), num_microbatches=num_microbatches)
+    exact, _ = ampx_run(plain, plain.init(params), batches)
+    assert all(report.loss.dtype == jnp.float32 for report in reports)
+
+    def distance(other):
+        return optax.tree.norm(optax.tree.sub(state.params, other))
+
+    # The compiler may fuse the two otherwise, and round elsewhere; precision differs by far more.
+    assert 5 * distance(expected) < distance(exact.params)
+
+
+def test_an_nnx_model_with_statistics_trains_at_o1():
+    class Normed(NnxNet):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.norm = nnx.BatchNorm(5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(jnp.tanh(self.norm(self.dense(x))))[:, 0]
+
+    _, batches = data(rows=32)
+    step = ampx.train_step(nnx_loss, adamw(), policy="O1")
+    model = Normed(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)
+    (model, _), reports = ampx_run(step, (model, optimizer), batches)
+    assert np.any(model.norm.mean[...] != 0) and model.norm.mean[...].dtype == jnp.float32
+    assert reports[-1].loss < reports[0].loss
 
 
 def test_half_moments_stay_half_without_a_loss_scale():
@@ -547,10 +601,13 @@ def test_settings_are_readable():
 @pytest.mark.parametrize("loss_scale", [None, "dynamic"])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_shard_map_step_equals_one_device(num_microbatches, check_vma, loss_scale):
+@pytest.mark.parametrize("policy", [None, ampx.opt_level("O1", loss_scale=None)])
+def test_shard_map_step_equals_one_device(policy, num_microbatches, check_vma, loss_scale):
     params, batches = data(rows=32)
     batch = rows_of(batches, 0)
-    options = dict(loss_scale=loss_scale, max_grad_norm=0.5, num_microbatches=num_microbatches)
+    options = dict(
+        loss_scale=loss_scale, max_grad_norm=0.5, num_microbatches=num_microbatches, policy=policy
+    )
     alone = ampx.train_step(loss_fn, optax.adamw(0.01), **options)
     step = ampx.train_step(loss_fn, optax.adamw(0.01), axis_name="data", **options)
     spec = jax.sharding.PartitionSpec
@@ -567,8 +624,9 @@ def test_shard_map_step_equals_one_device(num_microbatches, check_vma, loss_scal
     for _ in range(3):
         expected, expected_report = jax.jit(alone)(expected, batch)
         state, report = sharded(state, batch)
-    chex.assert_trees_all_close(state, expected, rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(report, expected_report, rtol=1e-5)
+    tolerance = dict(rtol=1e-5, atol=1e-6) if policy is None else dict(rtol=2e-2, atol=2e-3)
+    chex.assert_trees_all_close(state, expected, **tolerance)
+    chex.assert_trees_all_close(report, expected_report, **tolerance)
 
 
 def test_one_device_with_an_overflow_skips_all():

@@ -170,3 +170,17 @@ def _entry(precision: Precision, target: Any) -> _Entry:
 
 
 DEFAULT_RULES = Rules()
+
+
+def checked_rules(rules: Any) -> Rules:
+    """The rules, if that is what they are.
+
+    Raises:
+      TypeError: if they are anything else.
+    """
+    if not isinstance(rules, Rules):
+        raise TypeError(
+            "rules must come from ampx.DEFAULT_RULES, e.g. ampx.DEFAULT_RULES.half('my_kernel'), "
+            f"got {rules!r}"
+        )
+    return rules

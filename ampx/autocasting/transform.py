@@ -20,7 +20,7 @@ from ampx.autocasting.marks import (
     tracing_for,
 )
 from ampx.autocasting.rewriter import Rewriter
-from ampx.autocasting.rules import DEFAULT_RULES, Rules
+from ampx.autocasting.rules import DEFAULT_RULES, Rules, checked_rules
 from ampx.autocasting.values import Demand, input_value
 from ampx.checking import check_choice
 
@@ -90,14 +90,9 @@ def settings_of(
     half = np.dtype(half_dtype)
     if half not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"half_dtype must be float16 or bfloat16, got {half}")
-    if not isinstance(rules, Rules):
-        raise TypeError(
-            f"rules must come from ampx.DEFAULT_RULES, e.g. ampx.DEFAULT_RULES.half('my_kernel'), "
-            f"got {rules!r}"
-        )
     check_choice("output", output, get_args(Output))
     check_choice("custom_vjp", custom_vjp, get_args(CustomVjp))
-    return Settings(half, rules, custom_vjp)
+    return Settings(half, checked_rules(rules), custom_vjp)
 
 
 def autocast(

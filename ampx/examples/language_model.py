@@ -1,6 +1,6 @@
 """Trains a small language model at any precision: run it with `python -m`, or call its functions.
 
-Without flags it trains four times through the same `ampx.train_step` (float32; O2 with bfloat16; O2
+Without flags it trains six times through the same `ampx.train_step` (float32; O2 with bfloat16; O2
 with float16 and a loss scale that starts too high on purpose; O3 with float16) and compares what
 each run cost and reached.
 """
@@ -282,23 +282,31 @@ def evaluate(
 
 
 def compared_configs(config: Config) -> list[Config]:
-    """The four runs of the comparison, alike in all but precision.
+    """The six runs of the comparison, alike in all but precision.
 
     Args:
       config: gives everything else.
 
     Returns:
-      float32, O2 bfloat16, O2 float16 with a dynamic scale that starts too high, O3 float16.
+      float32, O1 and O2 with bfloat16 and with float16 (under a dynamic scale, which starts too
+      high at O2), O3 float16.
 
     Examples:
       >>> from ampx.examples.language_model import Config, compared_configs
-      >>> [config.label for config in compared_configs(Config())]
-      ['float32', 'O2 bfloat16', 'O2 float16, dynamic scale', 'O3 float16']
+      >>> [config.label for config in compared_configs(Config())]  # doctest: +NORMALIZE_WHITESPACE
+      ['float32', 'O1 bfloat16', 'O1 float16, dynamic scale',
+       'O2 bfloat16', 'O2 float16, dynamic scale', 'O3 float16']
     """
-    bfloat16 = dict(precision="O2", half="bfloat16", loss_scale="none")  # it has float32's range
-    scaled = dict(precision="O2", half="float16", loss_scale="dynamic", init_scale=2.0**24)
-    pure = dict(precision="O3", half="float16", loss_scale="policy")
-    differences: list[dict[str, Any]] = [dict(precision="float32"), bfloat16, scaled, pure]
+    bfloat16 = dict(half="bfloat16", loss_scale="none")  # it has float32's range
+    float16 = dict(half="float16", loss_scale="dynamic")
+    differences: list[dict[str, Any]] = [
+        dict(precision="float32"),
+        dict(precision="O1", **bfloat16),
+        dict(precision="O1", **float16),
+        dict(precision="O2", **bfloat16),
+        dict(precision="O2", **float16, init_scale=2.0**24),
+        dict(precision="O3", half="float16", loss_scale="policy"),
+    ]
     return [dataclasses.replace(config, **difference) for difference in differences]
 
 
@@ -385,7 +393,7 @@ def _configs(given: dict[str, Any]) -> list[Config]:
     alone = [name for name in ("half", "loss_scale", "init_scale") if name in given]
     if alone:
         flag = "--" + alone[0].replace("_", "-")
-        raise ValueError(f"{flag} needs --precision: without it, four precisions are compared")
+        raise ValueError(f"{flag} needs --precision: without it, six precisions are compared")
     return compared_configs(Config(**given))
 
 
@@ -393,7 +401,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ampx.examples.language_model",
         usage="%(prog)s [flags]",
-        description="Train a small language model at one precision, or compare four (no flags).",
+        description="Train a small language model at one precision, or compare six (no flags).",
     )
     flag = parser.add_argument
     flag("--precision", help="O0, O1, O2, O3, float32, or a policy such as p=f32,c=bf16,o=f32")
