@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ampx import jaxprs
+from ampx.autocasting import operations
 from ampx.autocasting.decisions import Decision, Plan, Settings
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK
 from ampx.autocasting.rules import Surroundings
@@ -47,7 +48,7 @@ def decide(
     name = eqn.primitive.name
     mark = jaxprs.call_name(eqn)
     if mark == NATIVE_MARK:
-        return opaque(eqn, "left as written")
+        return operations.opaque(eqn, "left as written")
     if mark == RELABEL_MARK and is_relabelling(eqn):
         return _relabel(eqn)
     if mark == PROMOTE_MARK:
@@ -59,7 +60,7 @@ def decide(
     if name == "cond":
         return _cond(planner, eqn, values, wanted, around)
     if name == "custom_vjp_call" and planner.settings.custom_vjp == "opaque":
-        return opaque(eqn, "custom_vjp='opaque'")
+        return operations.opaque(eqn, "custom_vjp='opaque'")
     return _call(planner, eqn, values, wanted, around, rule)
 
 
@@ -89,14 +90,6 @@ def asks(eqn: Any, decision: Decision) -> Sequence[Demand]:
         return _touching_float32(eqn.invars, [Demand.NONE, *merged])
     (body,) = decision.bodies
     return _touching_float32(eqn.invars, body.input_demands)
-
-
-def opaque(eqn: Any, rule: str) -> Decision:
-    """An equation that gets and gives the dtypes it was traced with."""
-    outputs = tuple(COMPUTED if is_float32(out) else AS_TRACED for out in eqn.outvars)
-    operands = tuple(False if is_float32(atom) else None for atom in eqn.invars)
-    involved = any(map(is_float32, (*eqn.invars, *eqn.outvars)))
-    return Decision("float32" if involved else "as traced", rule, operands, outputs)
 
 
 def _touching_float32(atoms: Sequence[Any], demands: Sequence[Demand]) -> list[Demand]:

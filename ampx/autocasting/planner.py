@@ -12,30 +12,19 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from ampx import jaxprs
-from ampx.autocasting import calls, tables
+from ampx.autocasting import calls, operations, tables
 from ampx.autocasting.decisions import Decision, Plan, Settings
 from ampx.autocasting.rules import NOWHERE, Surroundings
 from ampx.autocasting.values import (
-    AS_TRACED,
-    COMPUTED,
-    IN_HALF,
     Demand,
     Value,
-    Vote,
-    blended,
     constant_value,
     is_float32,
     joined,
     literal_value,
-    moved,
-    outlives,
     pinned,
     result,
-    same_shape,
 )
 
 CLOSED_BOOK = "unknown function inside, left as traced"
@@ -138,29 +127,10 @@ class Planner:
             )
         if tables.DEFAULTS.get(name) == "recurse":
             return calls.decide(self, eqn, values, wanted, rule, inside)
-        if name == "convert_element_type":
-            return self._decide_conversion(eqn, values, precision, rule, lift)
-        forced = rule != name
-        touches = [is_float32(atom) for atom in eqn.invars]
         if precision == "opaque":
-            return _full(eqn, values, CLOSED_BOOK if _is_closed_book(eqn) else rule, opaque=True)
-        if not any(touches):
-            return _full(eqn, values, rule)
-        if precision == "float32" or lift:
-            return _full(eqn, values, "every reader is float32" if lift else rule)
-        if name == "div" and not forced and values[0].constant is not None:
-            return _full(eqn, values, "reciprocal")
-        if precision == "half":
-            return self._decide_half(eqn, values, rule, forced)
-        if name in tables.ONE_TO_ONE and len(eqn.outvars) == len(eqn.invars):
-            return Decision(
-                "half" if any(v.half for v in values) else "float32",
-                rule,
-                (None,) * len(values),
-                values,
-                follows=name not in tables.TRANSFERS,
-            )
-        return self._decide_widest(eqn, values, rule)
+            rule = CLOSED_BOOK if _is_closed_book(eqn) else rule
+            return operations.opaque(eqn, rule)
+        return operations.decide(eqn, values, precision, rule, self.settings.half_dtype, lift)
 
     def _precision(
         self, eqn: Any, around: Surroundings
@@ -195,101 +165,12 @@ class Planner:
                     )
         return entry.precision, f"{entry.precision}({entry.label})", inside
 
-    def _decide_half(
-        self, eqn: Any, values: tuple[Value, ...], rule: str, forced: bool
-    ) -> Decision:
-        if _opts_out(eqn, self.settings.half_dtype):
-            return _full(eqn, values, "precision asked for")
-        if eqn.primitive.name not in tables.DEFAULTS:
-            return self._decide_unknown_in_half(eqn, rule)
-        if eqn.primitive.name in tables.WITHOUT_HALF_FORM:
-            return _full(eqn, values, "has no half form")
-        if eqn.primitive.name not in tables.HALF_BY_DEFAULT:
-            half = self.settings.half_dtype
-            if not all(outlives(value.constant, half) for value in values):
-                return _full(eqn, values, "a constant leaves the range of half")
-        return _half(eqn, rule)
-
-    def _decide_unknown_in_half(self, eqn: Any, rule: str) -> Decision:
-        half = np.dtype(self.settings.half_dtype)
-        made = jaxprs.output_dtypes(eqn, [half if is_float32(a) else None for a in eqn.invars])
-        outputs = []
-        for out, dtype in zip(eqn.outvars, made, strict=True):
-            if dtype not in (half, out.aval.dtype):
-                raise TypeError(
-                    f"{eqn.primitive.name} gives {dtype} for operands in {half}, expected {half} "
-                    f"or {out.aval.dtype}: it cannot have the rule {rule}"
-                )
-            if dtype != out.aval.dtype and not is_float32(out):
-                raise TypeError(f"{eqn.primitive.name} changes {out.aval.dtype} to {dtype}")
-            outputs.append(IN_HALF if dtype != out.aval.dtype else result(out.aval, COMPUTED))
-        return _half(eqn, rule)._replace(outputs=tuple(outputs))
-
-    def _decide_widest(self, eqn: Any, values: tuple[Value, ...], rule: str) -> Decision:
-        name = eqn.primitive.name
-        half = self.settings.half_dtype
-        some_half = False
-        for atom, value in zip(eqn.invars, values, strict=True):
-            if not is_float32(atom):
-                continue
-            if value.vote is Vote.HALF:
-                some_half = True
-            elif value.vote is Vote.NEUTRAL:
-                fill = not jaxprs.is_literal(atom) and value.constant is not None
-                if fill and atom.aval.ndim and name in tables.ACCUMULATING:
-                    return _full(eqn, values, "summed into a constant array")
-                if name in tables.COMPARING:
-                    if value.constant is None or float(np.asarray(value.constant, half)) != (
-                        value.constant
-                    ):
-                        return _full(eqn, values, rule)
-                elif not outlives(value.constant, half) and not (
-                    name in tables.SELECTING and abs(value.constant) > 1
-                ):
-                    return _full(eqn, values, "a constant leaves the range of half")
-            elif not self._yields(name, eqn, atom, value):
-                return _full(eqn, values, rule)
-        if not some_half:
-            return _full(eqn, values, rule)
-        if name in tables.SUMMING_WHEN_TRANSPOSED and not (
-            name in tables.MOVING and _same_size(eqn.invars[0], eqn.outvars[0])
-        ):
-            return _full(eqn, values, "float32, for the sum of its transpose")._replace(
-                outputs=(Value(False, Vote.HALF),), follows=True
-            )
-        return _half(eqn, rule)._replace(follows=name not in tables.TRANSFERS)
-
-    def _yields(self, name: str, eqn: Any, atom: Any, value: Value) -> bool:
-        """Whether a float32 operand is a bias or a scale that must not promote an activation."""
-        if name not in tables.SPREADING:
-            return False
-        return value.vote is Vote.SPREAD or (
-            value.vote is Vote.PARAMETER and not same_shape(atom, eqn.outvars[0])
-        )
-
-    def _decide_conversion(
-        self, eqn: Any, values: tuple[Value, ...], precision: str, rule: str, lift: bool
-    ) -> Decision:
-        """A conversion in the program was asked for; one that changes only weak typing was not."""
-        (value,), (source,), (out,) = values, eqn.invars, eqn.outvars
-        if is_float32(source) and is_float32(out):
-            if lift or not value.half:
-                kept = COMPUTED if value.vote is Vote.HALF else value
-                return Decision("float32", rule, (False,), (kept,))
-            return Decision("half", rule, (None,), (value,), follows=True)
-        if not is_float32(out):
-            return Decision("as traced", rule, (None,), (AS_TRACED,))
-        if precision == "half" and rule != eqn.primitive.name:
-            return Decision("half", rule, (None,), (IN_HALF,))
-        if value.constant is not None or source.aval.dtype == np.bool_:
-            return Decision("float32", rule, (None,), (value,))
-        return Decision("float32", rule, (None,), (COMPUTED,))
-
 
 def _is_closed_book(eqn: Any) -> bool:
     name = eqn.primitive.name
     unknown = name not in tables.DEFAULTS and jaxprs.has_bodies(eqn)
-    return (unknown or name in tables.CLOSED_BOOKS) and any(map(is_float32, eqn.invars))
+    known = name in tables.CLOSED_BOOKS and any(map(is_float32, eqn.outvars))
+    return (unknown or known) and any(map(is_float32, eqn.invars))
 
 
 def _warn_of_closed_books(jaxpr: Any, decisions: Sequence[Decision]) -> None:
@@ -302,53 +183,6 @@ def _warn_of_closed_books(jaxpr: Any, decisions: Sequence[Decision]) -> None:
                 "float32 is meant",
                 stacklevel=2,
             )
-
-
-def _full(eqn: Any, values: tuple[Value, ...], rule: str, opaque: bool = False) -> Decision:
-    touched = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float32(atom)]
-    name = eqn.primitive.name
-    if name in tables.MOVING and not touched:
-        return Decision("as traced", rule, (None,) * len(values), values * len(eqn.outvars))
-    if opaque or not touched:
-        known = COMPUTED
-    elif name in tables.MOVING:
-        (out, *_) = eqn.outvars
-        known = moved(touched[0], grows=not _same_size(eqn.invars[0], out))
-        if known.half or known.vote is Vote.HALF:
-            known = COMPUTED
-    else:
-        known = blended(touched)
-    outputs = tuple(known if is_float32(out) else AS_TRACED for out in eqn.outvars)
-    involved = touched or any(is_float32(out) for out in eqn.outvars)
-    operands = tuple(False if is_float32(atom) else None for atom in eqn.invars)
-    return Decision("float32" if involved else "as traced", rule, operands, outputs)
-
-
-def _same_size(first: Any, second: Any) -> bool:
-    return first.aval.size == second.aval.size
-
-
-def _half(eqn: Any, rule: str) -> Decision:
-    operands = tuple(True if is_float32(atom) else None for atom in eqn.invars)
-    outputs = tuple(IN_HALF if is_float32(out) else AS_TRACED for out in eqn.outvars)
-    return Decision("half", rule, operands, outputs)
-
-
-def _opts_out(eqn: Any, half_dtype: Any) -> bool:
-    """Whether the program asks for a precision that half does not have."""
-    for atom in eqn.invars:
-        dtype = getattr(atom.aval, "dtype", None)
-        floating = dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
-        if floating and dtype not in (np.float32, half_dtype):
-            return True
-    preferred = eqn.params.get("preferred_element_type")
-    if preferred is not None and preferred not in (np.float32, half_dtype):
-        return True
-    precision = eqn.params.get("precision")
-    wanted = precision if isinstance(precision, tuple) else (precision,)
-    return not all(
-        p in (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.DEFAULT) for p in wanted
-    )
 
 
 _ASKED_BY_A_PIN = {Demand.PIN_FLOAT32: Demand.FLOAT32, Demand.PIN_HALF: Demand.KEEP}
@@ -392,7 +226,10 @@ def _asks(eqn: Any, decision: Decision, wanted: Sequence[Demand]) -> Sequence[De
     name = eqn.primitive.name
     if decision.bodies:
         return calls.asks(eqn, decision)
-    if name in tables.MOVING and len(eqn.outvars) == 1 and is_float32(eqn.outvars[0]):
+    if name in tables.SUMMING_WHEN_TRANSPOSED and wanted[0] is Demand.HALF:
+        wanted = (Demand.KEEP,)
+    passes_on = name in tables.MOVING or name in tables.SUMMING_WHEN_TRANSPOSED
+    if passes_on and len(eqn.outvars) == 1 and is_float32(eqn.outvars[0]):
         return [wanted[0] if is_float32(atom) else Demand.NONE for atom in eqn.invars]
     if decision.follows and _serves_float32(wanted):
         demand = Demand.FLOAT32

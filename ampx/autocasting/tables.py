@@ -140,6 +140,9 @@ MOVING = frozenset(
 # Their transposes sum: in float32 that neither overflows nor swallows small terms.
 SUMMING_WHEN_TRANSPOSED = frozenset(("broadcast_in_dim", "broadcast_to", "tile", "gather"))
 
+# Over an axis of the operand itself, which vmap gives them, they are sums like any other.
+SUMMING_COLLECTIVES = frozenset(("psum", "psum_invariant", "unreduced_psum"))
+
 # Output i is operand i, reduced, moved or waited for.
 ONE_TO_ONE = frozenset(
     """psum psum_invariant unreduced_psum pmax pmin ppermute pbroadcast all_to_all

@@ -16,7 +16,7 @@ class Vote(enum.IntEnum):
     """What a float32 value asks of an operation that takes the widest of its operands."""
 
     NEUTRAL = 0  # a constant, or weakly typed: follows the others
-    SPREAD = 1  # a parameter spread over a larger shape: yields to an activation in half
+    SPREAD = 1  # a parameter repeated for every example: yields to an activation in half
     PARAMETER = 2  # an input that nothing has computed on
     FLOAT32 = 3
     HALF = 4
@@ -29,11 +29,13 @@ class Value(NamedTuple):
       half: whether it really is half. A value may vote half and still be float32.
       vote: see `Vote`.
       constant: the number it is filled with, where that is known.
+      largest: the largest magnitude of the finite numbers in the program that it is made of.
     """
 
     half: bool
     vote: Vote
     constant: float | None = None
+    largest: float = 0.0
 
 
 AS_TRACED = Value(False, Vote.NEUTRAL)
@@ -101,7 +103,10 @@ def constant_value(aval: Any) -> Value:
 def literal_value(atom: Any) -> Value:
     """What is known of a constant written into an equation."""
     number = np.ndim(atom.val) == 0 and np.isrealobj(atom.val) and atom.val == atom.val
-    return Value(False, Vote.NEUTRAL, float(atom.val)) if number else AS_TRACED
+    if not number:
+        return AS_TRACED
+    constant = float(atom.val)
+    return Value(False, Vote.NEUTRAL, constant, abs(constant) if np.isfinite(constant) else 0.0)
 
 
 def outlives(constant: float | None, dtype: Any) -> bool:
@@ -120,22 +125,32 @@ def saturated(constant: float, dtype: Any) -> np.ndarray:
     return np.asarray(constant, dtype)
 
 
-def moved(value: Value, grows: bool) -> Value:
-    """What is known of a value that was only moved, perhaps spread over a larger shape."""
-    if grows and value.vote is Vote.PARAMETER:
+def moved(value: Value, spreads: bool) -> Value:
+    """What is known of a value that was only moved, perhaps repeated for every example."""
+    if spreads and value.vote is Vote.PARAMETER:
         return value._replace(vote=Vote.SPREAD)
     return value
 
 
 def blended(values: Iterable[Value]) -> Value:
     """What is known of a float32 result of these operands: constants make a constant."""
-    votes = {value.vote for value in values}
-    return AS_TRACED if votes == {Vote.NEUTRAL} else COMPUTED
+    values = list(values)
+    if any(value.vote is not Vote.NEUTRAL for value in values):
+        return COMPUTED
+    return AS_TRACED._replace(largest=max((value.largest for value in values), default=0.0))
 
 
 def same_shape(first: Any, second: Any) -> bool:
     """Whether two atoms have the same shape, whose sizes may be symbolic."""
     return tuple(first.aval.shape) == tuple(second.aval.shape)
+
+
+def serves_every_example(first: Any, second: Any) -> bool:
+    """Whether a smaller atom is repeated along the first axis of a larger one, as biases are."""
+    small, large = first.aval.shape, second.aval.shape
+    if not large or len(small) < len(large):
+        return bool(large)
+    return small[0] == 1 and large[0] != 1
 
 
 def result(aval: Any, value: Value) -> Value:

@@ -1,0 +1,278 @@
+"""What autocast does to the models of the zoo, beside casts by hand and casts at the boundary."""
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core
+
+import ampx
+from ampx import jaxprs
+from benchmarks.measuring import Candidate, print_table, ratio, take_turns
+from benchmarks.zoo import Loss, Model, transformer
+from benchmarks.zoo_flax import models, perceptron
+
+HALVES = (jnp.bfloat16, jnp.float16)
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+FLOAT16_SCALE = 2.0**10  # without it, small gradients are zero in float16
+BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+def variants(model: Model, half: Any) -> dict[str, Loss]:
+    """The ways to half precision that are compared."""
+    return {
+        "autocast": ampx.autocast(model.loss, half_dtype=half),
+        "by hand": model.hand_cast(half),
+        "boundary": model.boundary(half),
+    }
+
+
+def _compared(model: Model) -> dict[str, Loss]:
+    """Where speed and structure count: what a boundary cast saves, it pays for in accuracy."""
+    ways = variants(model, jnp.bfloat16)
+    return {"float32": model.loss, "autocast": ways["autocast"], "by hand": ways["by hand"]}
+
+
+# --- measures ------------------------------------------------------------------------------------
+
+
+def value_and_grads(loss: Loss, scale: float = 1.0) -> Callable[..., tuple[Any, Any, Any]]:
+    """Loss, new state and gradients, where the backward pass runs on `scale` times the loss."""
+
+    def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        def scaled(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            value, new_state = loss(params, state, batch)
+            return scale * value, (value, new_state)
+
+        grads, (value, new_state) = jax.grad(scaled, has_aux=True)(params)
+        return value, new_state, jax.tree.map(lambda g: g / scale, grads)
+
+    return run
+
+
+def scale_for(half: Any) -> float:
+    return FLOAT16_SCALE if half == jnp.float16 else 1.0
+
+
+def relative_errors(result: tuple, exact: tuple) -> tuple[float, float]:
+    """Of the loss, and of all gradients together: norm of the difference by the norm."""
+    (loss, _, grads), (exact_loss, _, exact_grads) = result, exact
+    difference = optax.tree.norm(optax.tree.sub(grads, exact_grads))
+    of_loss = abs(float(loss) - float(exact_loss)) / abs(float(exact_loss))
+    return of_loss, float(difference / optax.tree.norm(exact_grads))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation, those of bodies too."""
+    for eqn in jaxprs.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for body in core.jaxprs_in_params(eqn.params):
+            yield from equations(body)
+
+
+def products_by_dtype(fun: Callable[..., Any], *args: Any) -> Counter:
+    """How many matrix products and convolutions a function has, by their widest operand."""
+    jaxpr, _ = jaxprs.trace(fun, *args)
+    return Counter(
+        max((atom.aval.dtype for atom in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name in PRODUCTS
+    )
+
+
+def residual_bytes(loss: Loss, params: Any, state: Any, batch: Any) -> int:
+    """What the backward pass keeps of the forward pass, without what exists anyway.
+
+    Parameters, batch and constants exist anyway; what is kept twice counts once.
+    """
+
+    def pullback(params: Any, state: Any, batch: Any) -> Any:
+        return jax.vjp(lambda p: loss(p, state, batch)[0], params)[1]
+
+    jaxpr = jaxprs.open_jaxpr(jaxprs.trace(pullback, params, state, batch)[0])
+    kept = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
+    kept -= {*jaxpr.invars, *jaxpr.constvars}
+    return sum(atom.aval.size * atom.aval.dtype.itemsize for atom in kept)
+
+
+def converts(fun: Callable[..., Any], *args: Any) -> tuple[int, int]:
+    """Conversions in the program that XLA gets, and in what it makes of it."""
+    lowered = jax.jit(fun).lower(*args)
+    given = lowered.as_text().count("stablehlo.convert")
+    return given, len(re.findall(r"\bconvert\(", lowered.compile().as_text() or ""))
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[list[float]]:
+    """A list that grows by the seconds of every compilation."""
+    seconds: list[float] = []
+
+    def note(event: str, duration: float, **_: Any) -> None:
+        if event == BACKEND_COMPILE:
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield seconds
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def accuracy() -> None:
+    """Errors against float32, of loss and gradient."""
+    rows, header = [], ["model"]
+    for model in models():
+        start = model.start()
+        exact = jax.jit(value_and_grads(model.loss))(*start)
+        cells, header = [model.name], ["model"]
+        for half in HALVES:
+            for name, loss in variants(model, half).items():
+                result = jax.jit(value_and_grads(loss, scale_for(half)))(*start)
+                header.append(f"{name}, {half.dtype.name}")
+                cells.append(" / ".join(f"{e:.1e}" for e in relative_errors(result, exact)))
+        rows.append(cells)
+    print_table("Relative error against float32: loss / gradient", header, rows)
+
+
+def structure() -> None:
+    """What is in half, what is converted, and what is kept for the backward pass."""
+    rows = []
+    for model in models():
+        start = model.start()
+        halves, converted, kept = [], [], []
+        for loss in _compared(model).values():
+            step = value_and_grads(loss)
+            products = products_by_dtype(step, *start)
+            halves.append(f"{products['bfloat16']} of {products.total()}")
+            converted.append("{} to {}".format(*converts(step, *start)))
+            kept.append(f"{residual_bytes(loss, *start) / 2**10:.0f}")
+        rows.append([model.name, " / ".join(halves[1:]), " / ".join(converted), " / ".join(kept)])
+    header = [
+        "model",
+        "products in half: autocast / by hand",
+        "conversions given to XLA to left: float32 / autocast / by hand",
+        "residuals, KiB: float32 / autocast / by hand",
+    ]
+    print_table("Loss and gradient in bfloat16", header, rows)
+
+
+def _descent(loss: Loss) -> Callable[..., Any]:
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        grads = value_and_grads(loss)(params, state, batch)[2]
+        return jax.tree.map(lambda p, g: p - 1e-4 * g, params, grads)
+
+    return step
+
+
+def speed(rounds: int) -> None:
+    """A step of gradient descent."""
+    size: dict[str, Any] = {"layers": 4, "width": 256, "length": 128}
+    timed = [
+        perceptron(width=1024, rows=256),
+        transformer(**size),
+        transformer(scan=True, **size),
+        transformer(scan=True, remat=True, **size),
+    ]
+    rows = []
+    for model in timed:
+        params, state, batch = model.start()
+        candidates = [
+            Candidate.compiled(name, _descent(loss), params, state, batch)
+            for name, loss in _compared(model).items()
+        ]
+        take_turns(candidates, rounds)
+        plain, ours, by_hand = candidates
+        rows.append(
+            [
+                model.name,
+                f"{ours.median_ms:.1f}",
+                ratio(ours, by_hand),
+                ratio(ours, plain),
+                " / ".join(f"{c.temp_bytes / 2**20:.0f}" for c in candidates),
+            ]
+        )
+    header = [
+        "model",
+        "autocast, ms",
+        "autocast / by hand",
+        "autocast / float32",
+        "temporary MiB: float32 / autocast / by hand",
+    ]
+    print_table("Step of gradient descent in bfloat16", header, rows)
+
+
+def _trace_and_compile(fun: Callable[..., Any], args: Any) -> tuple[float, float]:
+    """Seconds to trace, and to lower and compile, from nothing."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    traced = jax.jit(lambda *args: fun(*args)).trace(*args)
+    middle = time.perf_counter()
+    traced.lower().compile()
+    return middle - start, time.perf_counter() - middle
+
+
+def tracing(rounds: int) -> None:
+    """Trace and compile time of twelve layers."""
+    rows = []
+    for scan in (False, True):
+        model = transformer(scan=scan, layers=12)
+        start = model.start()
+        losses = _compared(model)
+        for part, made in (("loss", lambda loss: loss), ("loss and gradient", value_and_grads)):
+            seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in losses}
+            for _ in range(max(3, rounds // 3)):
+                for name, loss in losses.items():
+                    seconds[name].append(_trace_and_compile(made(loss), start))
+            plain, ours, by_hand = (np.array(pairs) for pairs in seconds.values())
+            times = " / ".join(f"{1e3 * np.median(t, 0)[0]:.0f}" for t in (plain, ours, by_hand))
+            ratios = [np.median(ours / other, 0) for other in (plain, by_hand)]
+            rows.append(
+                [f"{model.name}, {part}", times, *(f"{r[i]:.2f}" for i in (0, 1) for r in ratios)]
+            )
+    header = [
+        "twelve layers",
+        "trace, ms: float32 / autocast / by hand",
+        "trace: autocast / float32",
+        "autocast / by hand",
+        "compile: autocast / float32",
+        "autocast / by hand",
+    ]
+    print_table("Trace and compile, each time from nothing, in bfloat16", header, rows)
+
+
+def recompiling() -> None:
+    """Compilations by calls without jit: all in the first, but for what plain JAX compiles anew."""
+    rows = []
+    for model in (perceptron(), transformer(), transformer(scan=True, remat=True)):
+        start = model.start()
+        row = [model.name]
+        for loss in (model.loss, ampx.autocast(model.loss)):
+            for fun in (loss, value_and_grads(loss)):
+                numbers = []
+                for _ in range(3):
+                    with counted_compilations() as compilations:
+                        jax.block_until_ready(fun(*start))
+                    numbers.append(str(len(compilations)))
+                row.append(", ".join(numbers))
+        rows.append(row)
+    header = ["model", "loss, float32", "and gradient", "loss, autocast", "and gradient"]
+    print_table("Compilations of three calls without jit", header, rows)
+
+
+def autocasting(rounds: int) -> None:
+    """Accuracy, structure and speed of autocast."""
+    accuracy()
+    structure()
+    recompiling()
+    speed(rounds)
+    tracing(rounds)
