@@ -55,7 +55,7 @@ def compared(short, model, tmp_path_factory) -> Comparison:
 
 @pytest.fixture
 def scaled(compared) -> language_model.Run:
-    return compared.runs[2]
+    return compared.runs[4]
 
 
 # --- the text -------------------------------------------------------------------------------------
@@ -170,18 +170,20 @@ def test_compare_prints_a_table_and_saves_a_picture(compared) -> None:
 
 
 def test_compared_runs_store_and_scale_what_they_say(compared) -> None:
-    float32, bfloat16, float16, o3 = compared.runs
+    float32, o1_bfloat16, o1_float16, bfloat16, float16, o3 = compared.runs
     stored = [run.state.params["position"].dtype.name for run in compared.runs]
-    assert stored == ["float32", "float32", "float32", "float16"]
+    assert stored == ["float32"] * 5 + ["float16"]
     assert float32.final_scale == bfloat16.final_scale == o3.final_scale == 1
+    assert o1_bfloat16.final_scale == 1
     assert float16.history.loss_scale[0] == 2.0**24
-    assert bfloat16.skipped == 0
+    assert o1_float16.history.loss_scale[0] == 2.0**16
+    assert bfloat16.skipped == o1_bfloat16.skipped == 0
 
 
 def test_o3_is_flagged(compared) -> None:
     assert "[1] O3 float16" in compared.out
     assert "second moments have rounded to zero" in compared.out
-    assert not compared.runs[3].held_out_loss < 1.05 * compared.runs[0].held_out_loss
+    assert not compared.runs[5].held_out_loss < 1.05 * compared.runs[0].held_out_loss
 
 
 def test_progress_bar_says_loss_scale_skips_and_speed(capsys) -> None:

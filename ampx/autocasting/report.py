@@ -33,6 +33,12 @@ class ExplainedEquation(NamedTuple):
       operands: (dtype as traced, dtype under autocast) of each operand.
       results: the same of each result.
       source: file, line and function it was written in.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> (row,) = ampx.explain(jnp.exp)(jnp.ones(8)).equations
+      >>> row.primitive, row.rule, row.results
+      ('exp', 'float32', (('float32', 'float32'),))
     """
 
     inside: tuple[str, ...]
@@ -50,6 +56,14 @@ class Explanation:
     Attributes:
       equations: every equation in order, those inside a call or loop after it.
       half_dtype: name of the half dtype.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> explanation = ampx.explain(lambda w, x: jnp.sum(x @ w))(jnp.ones((8, 8)), jnp.ones(8))
+      >>> [row.primitive for row in explanation.equations], explanation.products_in_half()
+      (['dot_general', 'reduce_sum'], (1, 1))
+      >>> explanation.unknown
+      ()
     """
 
     equations: tuple[ExplainedEquation, ...]
