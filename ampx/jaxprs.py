@@ -87,6 +87,12 @@ def call_name(eqn: Equation) -> str | None:
     return eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
 
 
+def is_inlined(fun: Any) -> bool:
+    """Whether JAX puts the equations of a jitted function among those of its callers."""
+    inline = getattr(getattr(fun, "_jit_info", None), "inline", None)
+    return inline is True or getattr(inline, "name", None) == "JAX_EARLY"
+
+
 def has_bodies(eqn: Equation) -> bool:
     """Whether any parameter of an equation, known or not, holds a jaxpr."""
     return next(iter(core.jaxprs_in_params(eqn.params)), None) is not None
@@ -162,6 +168,32 @@ def conversion(atom: Atom, dtype: Any, near: Equation) -> Equation:
         near.source_info,
         near.ctx,
     )
+
+
+def spread(atom: Atom, like: Any, near: Equation) -> Equation:
+    """An equation that broadcasts `atom`, of as many axes as `like` or none, to its shape."""
+    sharding = like.sharding if is_explicit(like) else None
+    with near.ctx.manager:
+        params, aval = _spread_template(atom.aval, tuple(like.shape), sharding)
+    return core.new_jaxpr_eqn(
+        [atom],
+        [variable(aval)],
+        primitives.broadcast_in_dim_p,
+        params,
+        core.no_effects,
+        near.source_info,
+        near.ctx,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _spread_template(aval: Any, shape: tuple[Any, ...], sharding: Any) -> tuple[Any, Any]:
+    def broadcast(x: Any) -> Any:
+        return lax.broadcast_in_dim(x, shape, range(x.ndim), out_sharding=sharding)
+
+    traced, _ = trace(broadcast, aval)
+    (eqn,) = open_jaxpr(traced).eqns
+    return dict(eqn.params), eqn.outvars[0].aval
 
 
 def spliced(

@@ -134,3 +134,11 @@ def test_jax_without_jaxprs_in_view_is_warned_of():
             ampx.explain(jax.checkpoint(lambda x: jnp.sin(x @ W)))(X)
     finally:
         jax.config.update("jax_remat3", False)
+
+
+def test_rules_that_decide_nothing_are_listed():
+    rules = ampx.DEFAULT_RULES.float32("dot_general").half("softmax", "jit_of_nobody")
+    explanation = ampx.explain(model, rules=rules)(W, X)
+    assert explanation.idle_rules == ("half('softmax')", "half('jit_of_nobody')")
+    assert "rules that decided nothing: half('softmax'), half('jit_of_nobody')" in str(explanation)
+    assert "decided nothing" not in str(ampx.explain(model)(W, X))

@@ -226,3 +226,9 @@ def test_somebody_elses_primitive_is_float32_until_a_rule_says_otherwise():
     assert dtype_of(f, RULES) == FLOAT
     assert dtype_of(f, RULES.half("twice_for_test")) == HALF
     assert dtype_of(f, RULES.widest("twice_for_test")) == HALF
+
+
+def test_functions_that_jax_inlines_are_refused_as_targets():
+    with pytest.raises(TypeError, match="matmul is inlined by JAX.*give the name of its primitive"):
+        RULES.float32(jnp.matmul)
+    assert dtype_of(lambda x: jnp.tensordot(x, W, 1), RULES.float32(jnp.tensordot)) == FLOAT

@@ -168,7 +168,8 @@ def _with_vjp(
 
 def _instantiated(cotangent: Any) -> Any:
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros_like(cotangent.aval)
+        aval: Any = cotangent.aval  # with its sharding and the axes that it varies over
+        return jnp.zeros_like(aval)
     return cotangent
 
 

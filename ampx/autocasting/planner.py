@@ -163,7 +163,7 @@ class Planner:
                         f"{name} cannot be retraced in another dtype, so a rule cannot make it "
                         f"{entry.precision}: wrap the call in ampx.half_function instead"
                     )
-        return entry.precision, f"{entry.precision}({entry.label})", inside
+        return entry.precision, entry.description, inside
 
 
 def _is_closed_book(eqn: Any) -> bool:

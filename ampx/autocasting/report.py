@@ -56,6 +56,7 @@ class Explanation:
     Attributes:
       equations: every equation in order, those inside a call or loop after it.
       half_dtype: name of the half dtype.
+      idle_rules: rules of the user's that decided nothing, as `"float32('head')"`.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -68,6 +69,7 @@ class Explanation:
 
     equations: tuple[ExplainedEquation, ...]
     half_dtype: str
+    idle_rules: tuple[str, ...] = ()
 
     @property
     def unknown(self) -> tuple[ExplainedEquation, ...]:
@@ -102,6 +104,8 @@ class Explanation:
         if self.unknown:
             names = ", ".join(sorted({row.primitive for row in self.unknown}))
             lines.append(f"functions that could not be rewritten: {names}")
+        if self.idle_rules:
+            lines.append(f"rules that decided nothing: {', '.join(self.idle_rules)}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -172,8 +176,11 @@ def explain(
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         call = traced(fun, settings, output, args, kwargs)
-        rows = _rows(call.jaxpr, call.plan, np.dtype(settings.half_dtype), ())
-        return Explanation(tuple(rows), np.dtype(settings.half_dtype).name)
+        half = np.dtype(settings.half_dtype)
+        rows = tuple(_rows(call.jaxpr, call.plan, half, ()))
+        deciding = {row.rule for row in rows}
+        idle = tuple(rule for rule in rules.descriptions() if rule not in deciding)
+        return Explanation(rows, half.name, idle)
 
     return explained
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ampx import jaxprs
 from ampx.autocasting import custom_rules, tables
@@ -157,8 +156,8 @@ class _Rewriting:
         if not spreads:
             return self._as(atom, target, eqn)
         # Spread in float32, so that its cotangent is summed in float32.
-        (spread,) = self._spliced_one(_spread_like(eqn.outvars[0]), self._as(atom, False, eqn), eqn)
-        return self._converted(spread, eqn)
+        self.eqns.append(jaxprs.spread(self._as(atom, False, eqn), eqn.outvars[0].aval, eqn))
+        return self._converted(self.eqns[-1].outvars[0], eqn)
 
     def _as(self, atom: Any, target: bool | None, eqn: Any) -> Any:
         """`atom` in half (True), in float32 (False), or as it is (None)."""
@@ -190,13 +189,9 @@ class _Rewriting:
             outlives(value.constant, self.half) or abs(value.constant) < 1
         ):
             return self._converted(atom, eqn)
-        (safe,) = self._spliced_one(_saturate(self.half), atom, eqn)
-        return self._converted(safe, eqn)
-
-    def _spliced_one(self, fun: Callable[..., Any], atom: Any, eqn: Any) -> list[Any]:
-        eqns, outputs = jaxprs.spliced(fun, [atom], eqn)
+        eqns, (safe,) = jaxprs.spliced(_saturate(self.half), [atom], eqn)
         self.eqns.extend(eqns)
-        return outputs
+        return self._converted(safe, eqn)
 
     def _params(self, eqn: Any, decision: Decision) -> dict[str, Any]:
         if decision.bodies:
@@ -241,15 +236,6 @@ class _Rewriting:
         self.eqns.extend(eqns)
         for out, atom, value in zip(eqn.outvars, outputs, decision.outputs, strict=True):
             self._define(out, atom, value)
-
-
-def _spread_like(out: Any) -> Callable[..., Any]:
-    def spread(x: Any) -> Any:
-        dimensions = range(x.ndim) if x.ndim else ()
-        sharding = out.aval.sharding if jaxprs.is_explicit(out.aval) else None
-        return lax.broadcast_in_dim(x, out.aval.shape, dimensions, out_sharding=sharding)
-
-    return spread
 
 
 def _saturate(half: Any) -> Callable[..., Any]:

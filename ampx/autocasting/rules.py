@@ -39,6 +39,10 @@ class _Entry:
     predicate: Callable[[Any], bool] | None = None
     label: str = ""
 
+    @property
+    def description(self) -> str:
+        return f"{self.precision}({self.label})"
+
     def matches(self, eqn: jaxprs.Equation, around: Surroundings) -> bool:
         if self.predicate is not None:
             return bool(self.predicate(eqn))
@@ -97,7 +101,8 @@ class Rules:
     - a Python function or a class such as a flax module: the operations traced inside it;
     - `when=predicate`, a function from a `jax.extend.core.JaxprEqn` to bool.
 
-    The last rule that matches decides. A rule that matches a call or a loop covers its body.
+    The last rule that matches decides. A rule that matches a call or a loop covers its body. Rules
+    that decided nothing are listed by `ampx.explain`.
 
     Examples:
       >>> import ampx
@@ -143,13 +148,12 @@ class Rules:
             entries.append(_Entry(precision, predicate=when, label=_name_of(when)))
         return Rules((*self.entries, *entries))
 
+    def descriptions(self) -> tuple[str, ...]:
+        """Each rule as it was written, e.g. `"float32('head')"`."""
+        return tuple(entry.description for entry in self.entries)
+
     def __repr__(self) -> str:
-        return "".join(
-            (
-                "ampx.DEFAULT_RULES",
-                *(f".{entry.precision}({entry.label})" for entry in self.entries),
-            )
-        )
+        return ".".join(("ampx.DEFAULT_RULES", *self.descriptions()))
 
 
 def _name_of(target: Any) -> str:
@@ -161,6 +165,12 @@ def _entry(precision: Precision, target: Any) -> _Entry:
         if not target:
             raise ValueError("the name of a rule's target must not be empty")
         return _Entry(precision, name=target, label=repr(target))
+    if jaxprs.is_inlined(target):
+        raise TypeError(
+            f"{_name_of(target)} is inlined by JAX, which leaves nothing to recognise it by: "
+            'give the name of its primitive, such as "dot_general", or wrap the call in '
+            "ampx.half_function or ampx.float_function"
+        )
     if callable(target):
         return _Entry(precision, codes=_codes_of(target), label=_name_of(target))
     raise TypeError(

@@ -405,7 +405,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     flag = parser.add_argument
     flag("--precision", help="O0, O1, O2, O3, float32, or a policy such as p=f32,c=bf16,o=f32")
-    flag("--half", choices=("float16", "bfloat16"), help="half type of O2 and O3 (bfloat16)")
+    flag("--half", choices=("float16", "bfloat16"), help="half type of O1, O2 and O3 (bfloat16)")
     flag("--loss-scale", metavar="SCALE", help="dynamic, none or a number (the precision's own)")
     flag("--init-scale", type=float, metavar="SCALE", help="first dynamic loss scale (65536)")
     flag("--microbatches", type=int, metavar="N", help="slices of each batch (1)")
