@@ -11,6 +11,7 @@ from ampx.autocasting.marks import (
 from ampx.autocasting.report import Explanation, explain
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import autocast
+from ampx.buckets import Bucket, BucketLayout, bucket_layout
 from ampx.loss_scale_state import (
     LossScaleState,
     current_loss_scale,
@@ -28,6 +29,8 @@ from ampx.loss_scaling import (
 from ampx.masters import MasterWeightsState, apply_updates, master_params, master_weights
 from ampx.opt_levels import Recipe, as_recipe, opt_level
 from ampx.precision import Policy, cast_floating, get_policy, is_norm_path, norm_rule
+from ampx.reduction import ReductionState, all_reduce
+from ampx.sharding import Zero1State, zero1, zero1_specs
 from ampx.sparse_rows import SparseRows, densify, densify_rows
 from ampx.train_states import TrainState
 from ampx.training import StepReport, TrainStep, train_step
@@ -37,6 +40,8 @@ from ampx.windowing import MultiStepsState, multi_steps
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bucket",
+    "BucketLayout",
     "DEFAULT_RULES",
     "Explanation",
     "GradResult",
@@ -45,15 +50,19 @@ __all__ = [
     "MultiStepsState",
     "Policy",
     "Recipe",
+    "ReductionState",
     "Rules",
     "SparseRows",
     "StepReport",
     "TrainState",
     "TrainStep",
+    "Zero1State",
+    "all_reduce",
     "apply_updates",
     "as_recipe",
     "autocast",
     "banned_function",
+    "bucket_layout",
     "cast",
     "cast_floating",
     "count_nonfinite",
@@ -82,4 +91,6 @@ __all__ = [
     "static_loss_scale",
     "train_step",
     "value_and_grad",
+    "zero1",
+    "zero1_specs",
 ]

@@ -7,6 +7,7 @@ equation are nobody's public interface: they are read and written here and nowhe
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,12 @@ _BODIES = {
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), ("call_jaxpr",)),
     "while": ("cond_jaxpr", "body_jaxpr"),
 }
+_REPEATED = ("scan", "while")
+_AXES_OF_REDUCTIONS = {
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "axes"),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "all_to_all"), "axis_name"),
+}
+_JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 class Frame(NamedTuple):
@@ -68,6 +75,12 @@ def evaluate(jaxpr: Jaxpr, *operands: Any) -> list[Any]:
     return core.jaxpr_as_fun(jaxpr)(*operands)
 
 
+def bound(eqn: Equation, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation for other operands, which may have other shapes."""
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
 def bodies_of(eqn: Equation) -> tuple[Jaxpr, ...]:
     """The jaxprs that a call, a loop or a branch runs."""
     if eqn.primitive.name == "cond":
@@ -96,6 +109,35 @@ def is_inlined(fun: Any) -> bool:
 def has_bodies(eqn: Equation) -> bool:
     """Whether any parameter of an equation, known or not, holds a jaxpr."""
     return next(iter(core.jaxprs_in_params(eqn.params)), None) is not None
+
+
+def inner_jaxprs(eqn: Equation) -> tuple[Jaxpr, ...]:
+    """The jaxprs among the parameters of any equation, known or not."""
+    return tuple(core.jaxprs_in_params(eqn.params))
+
+
+def called_body(eqn: Equation) -> Jaxpr | None:
+    """The body of an equation that runs it once, on its own operands in their order; or None."""
+    name = eqn.primitive.name
+    if name not in _BODIES or name in _REPEATED:
+        return None
+    (body,) = bodies_of(eqn)
+    fits = len(open_jaxpr(body).invars) == len(eqn.invars)
+    return body if fits else None
+
+
+def mesh_sizes(eqn: Equation) -> dict[Any, int]:
+    """The devices along each axis that a shard_map binds; empty for other equations."""
+    return dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else {}
+
+
+def reduced_axes(eqn: Equation) -> tuple[Any, ...] | None:
+    """The mapped axes that a sum, a maximum or an exchange of parts runs over; or None."""
+    name = _AXES_OF_REDUCTIONS.get(eqn.primitive.name)
+    if name is None:
+        return None
+    axes = eqn.params[name]
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def scan_sizes(eqn: Equation) -> tuple[int, int]:
@@ -279,6 +321,11 @@ def frames_of(eqn: Equation) -> list[Frame]:
         Frame(f.file_name, f.function_name, f.function_start_line, f.line_num)
         for f in (traceback.frames if traceback else ())
     ]
+
+
+def user_frames_of(eqn: Equation) -> list[Frame]:
+    """The frames of an equation that are not JAX's own, innermost call first."""
+    return [f for f in frames_of(eqn) if not f.file_name.startswith(_JAX_FOLDER)]
 
 
 def line_of(eqn: Equation) -> str:

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from ampx import verdicts
 from ampx.checking import check_choice, check_positive_int, check_transformation
 from ampx.loss_scale_state import LossScaleState
+from ampx.reduction import ReductionState
 from ampx.scale_dynamics import (
     OnFloor,
     Refill,
@@ -75,13 +76,30 @@ def _scaled(
         )
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        verdict: verdicts.Verdict | None = None,
+        **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         per_loss = _gradients_per_loss(updates, num_losses)
-        counts = [
-            verdicts.count_nonfinite(g, axis_names=axis_names, saturation_dtype=saturation_dtype)
-            for g in per_loss
-        ]
+        reduces = bool(find_nodes(state.inner_state, ReductionState))
+        axes = axis_names or (verdict.axes if reduces and verdict else ())
+        if reduces and not axes:
+            raise ValueError(
+                "the transformation inside reduces gradients over mapped axes, so all devices must "
+                "agree on what to skip: give this loss scale axis_names, as in axis_names='data'"
+            )
+        if verdict is not None and num_losses == 1 and saturation_dtype is None:
+            counts = [verdict.counts]
+        else:
+            counts = [
+                verdicts.count_nonfinite(g, axis_names=axes, saturation_dtype=saturation_dtype)
+                for g in per_loss
+            ]
+        if reduces:
+            extra_args["overflow"] = sum(jnp.sum(c) for c in counts)
         bad = jnp.stack([jnp.sum(c) > 0 for c in counts]).reshape(shape)
         seen = jnp.array([g is not None for g in per_loss]).reshape(shape)
         grads = _unscaled_sum(per_loss, state.loss_scale.reshape(num_losses))
@@ -92,7 +110,7 @@ def _scaled(
         whole_step = nonfinite_updates == "skip"
         # "hold" mends the state element by element, so only "skip" need judge it.
         judged = verdicts.finite_before(new_inner, state.inner_state) if whole_step else ()
-        outcome = verdicts.count_nonfinite((new_updates, judged), axis_names=axis_names)
+        outcome = verdicts.count_nonfinite((new_updates, judged), axis_names=axes)
         bad_update = jnp.any(outcome > 0)
         skip = overflow | bad_update if whole_step else overflow
         if not whole_step:

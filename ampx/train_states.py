@@ -117,14 +117,16 @@ def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
             )
 
 
-def apply_to_nnx(state: Any, grads: Any, new_rest: Any, weight: Any) -> tuple[Any, Any]:
+def apply_to_nnx(
+    state: Any, grads: Any, new_rest: Any, extra_args: dict[str, Any]
+) -> tuple[Any, Any]:
     """One update of copies of an nnx model and optimizer; a skip holds statistics and step.
 
     Random counters go on: only what the model learnt from the bad batch is undone.
     """
     nnx = sys.modules["flax.nnx"]
     model, optimizer = nnx.clone(state[0]), nnx.clone(state[1])
-    optimizer.update(model, grads, weight=weight)
+    optimizer.update(model, grads, **extra_args)
     old_opt_state, opt_state = (nnx.as_pure(o.opt_state) for o in (state[1], optimizer))
     opt_state = verdicts.cast_like(opt_state, old_opt_state)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))

@@ -19,10 +19,12 @@ from ampx.loss_scaling import loss_scale as choose_loss_scale
 from ampx.masters import apply_updates
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.precision import Policy
+from ampx.reduction import Reduction, ReductionState, checked_reduction
+from ampx.sharding import Zero1State
 from ampx.sparse_rows import densify
 from ampx.train_states import TrainState
 from ampx.trees import find_nodes, path_name
-from ampx.verdicts import cast_like, unscale
+from ampx.verdicts import Verdict, cast_like, count_nonfinite, unscale
 
 
 class StepReport(NamedTuple):
@@ -82,7 +84,7 @@ class TrainStep:
     recipe: Recipe | None
     learning_rate: optax.ScalarOrSchedule | None
     group_of: Callable[[str], str] | None
-    axes: tuple[str, ...] = ()
+    reduction: Reduction | None = dataclasses.field(default=None, repr=False)
 
     def init(
         self, params: Any, *, key: jax.Array | None = None, model_state: Any = None
@@ -134,16 +136,15 @@ class TrainStep:
             now.params, batch, loss_scale=scale, key=key, model_state=now.model_state, wrt=wrt
         )
         grads = densify(result.grads)
-        # Reduced in float32 and before the verdict, so that all devices see and decide the same.
-        grads = jax.lax.psum(grads, self.axes) if self.axes else grads
-        result = result._replace(grads=grads)
+        extra_args: dict[str, Any] = {"weight": result.weight}
+        if self.reduction is not None:
+            grads, about_reduction = self._reduced(grads, now.opt_state)
+            extra_args |= about_reduction
         if is_nnx:
-            new_state = train_states.apply_to_nnx(state, grads, result.model_state, result.weight)
+            new_state = train_states.apply_to_nnx(state, grads, result.model_state, extra_args)
             new_opt_state = train_states.read(new_state, self.tx).opt_state
         else:
-            updates, new_opt_state = self.tx.update(
-                grads, now.opt_state, now.params, weight=result.weight
-            )
+            updates, new_opt_state = self.tx.update(grads, now.opt_state, now.params, **extra_args)
             # float32 gradients must not widen the half moments that half parameters came with.
             new_opt_state = cast_like(new_opt_state, now.opt_state)
             params = apply_updates(now.params, updates)
@@ -151,12 +152,34 @@ class TrainStep:
                 now, params, new_opt_state, next_key, result.model_state
             )
             new_state = train_states.write(state, following)
+        result = result._replace(grads=grads)
         return new_state, self._report(now, new_opt_state, result, scale)
+
+    def _reduced(self, grads: Any, opt_state: Any) -> tuple[Any, dict[str, Any]]:
+        """Gradients as `tx` wants them, over devices, and what it should know of them."""
+        axes = self.reduction.axes
+        verdict = Verdict(count_nonfinite(grads, axis_names=axes), axes)
+        judges = isinstance(opt_state, LossScaleState)
+        about = {"verdict": verdict} if judges else {}
+        if find_nodes(opt_state, Zero1State):
+            return grads, {**about, "reduce_op": self.reduction.op}
+        if find_nodes(opt_state, ReductionState):
+            raise ValueError(
+                f"tx reduces gradients, and so does train_step(axis_name={axes}): leave all_reduce "
+                "out of tx"
+            )
+        return self.reduction(grads, jnp.sum(verdict.counts)), about
 
     def _report(
         self, now: TrainState, new_opt_state: Any, result: GradResult, scale: jax.Array
     ) -> StepReport:
         grads = unscale(result.grads, scale)
+        norm = optax.tree.norm(grads)
+        sharded = find_nodes(new_opt_state, Zero1State)
+        if sharded:
+            norm = sharded[0].gradient_norm
+            if self.group_of is not None:
+                raise ValueError("local_norm is not known with zero1, which reduces inside tx")
         local_norm = size = None
         if self.group_of is not None:
             local_norm, size = _local_norms(grads, self.group_of)
@@ -165,7 +188,7 @@ class TrainStep:
             overflow=train_states.outcome(now.opt_state, new_opt_state).skipped,
             loss_scale=scale,
             learning_rate=self._learning_rate(now, new_opt_state),
-            global_norm=optax.tree.norm(grads),
+            global_norm=norm,
             local_norm=local_norm,
             size=size,
             aux=result.aux,
@@ -199,6 +222,8 @@ def train_step(
     learning_rate: optax.ScalarOrSchedule | None = None,
     local_norm: bool | Callable[[str], str] = False,
     axis_name: str | Sequence[str] | None = None,
+    bucket_bytes: int | None = None,
+    tail_overlap: bool | None = None,
 ) -> TrainStep:
     """Builds a training step from a loss and an optimizer.
 
@@ -224,9 +249,11 @@ def train_step(
       local_norm: report norm and size of every parameter group. True groups by the first component
         of a parameter's path; a function maps the path, joined by "/", to a group.
       axis_name: mapped axes that the batch is split over, inside `shard_map`. Gradients are then
-        summed over them, once a step, so `tx` must not do it too. Under plain `jit` leave it out:
-        arrays are global there. Statistics in a model's state stay each device's own, unless
-        `loss_fn` averages them.
+        judged and summed over them, once a step, in buckets, so `tx` must not do it too, unless it
+        is an `ampx.zero1`. Under plain `jit` leave it out: arrays are global there. Statistics in a
+        model's state stay each device's own, unless `loss_fn` averages them.
+      bucket_bytes: see `ampx.bucket_layout`; for `axis_name`.
+      tail_overlap: see `ampx.all_reduce`; for `axis_name`, where it is True unless told otherwise.
 
     Returns:
       A `TrainStep`.
@@ -275,8 +302,24 @@ def train_step(
     )
     group_of = _first_component if local_norm is True else (local_norm or None)
     tx = optax.with_extra_args_support(choose_loss_scale(loss_scale, tx))
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-    return TrainStep(tx, grads_of, recipe, learning_rate, group_of, axes)
+    reduction = _reduction(axis_name, bucket_bytes, tail_overlap)
+    return TrainStep(tx, grads_of, recipe, learning_rate, group_of, reduction)
+
+
+def _reduction(
+    axis_name: str | Sequence[str] | None, bucket_bytes: int | None, tail_overlap: bool | None
+) -> Reduction | None:
+    if axis_name:
+        return checked_reduction(
+            axis_name, op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap is not False
+        )
+    for name, value in (("tail_overlap", tail_overlap), ("bucket_bytes", bucket_bytes)):
+        if value:
+            raise ValueError(
+                f"{name}={value} without axis_name: there is no reduction to overlap; name the "
+                "mapped axes that the batch is split over"
+            )
+    return None
 
 
 def _clipped(

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx.precision import wider_dtype
+
+
+class Verdict(NamedTuple):
+    """A verdict that was taken and agreed on before the gradients were reduced.
+
+    Attributes:
+      counts: int32 of shape (2,), as from `count_nonfinite`, the same on all devices.
+      axes: the mapped axes that it was agreed over.
+    """
+
+    counts: jax.Array
+    axes: tuple[str, ...]
 
 
 def is_float0(leaf: Any) -> bool:

@@ -1,0 +1,352 @@
+"""One all-reduce for each bucket of gradients, once a step.
+
+The gradients of a device are local until here: what judges them (the loss scale) has run, what
+needs the whole of them (clipping, the optimizer) follows. Buckets are reduced in the order in which
+a backward pass completes them, each waiting for the one before it, so that the optimizer may update
+the first parameters while the last gradients are on their way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.typing import DTypeLike
+
+from ampx.buckets import Bucket, bucket_layout
+from ampx.checking import check_choice
+from ampx.mapped_axes import (
+    as_axes,
+    bound_size,
+    has_automatic_axes,
+    tracks_varying,
+    unreduced_axes,
+    varying_over,
+)
+from ampx.precision import wider_dtype
+from ampx.trees import path_name
+from ampx.verdicts import is_float0, is_floating
+
+Op = Literal["mean", "sum"]
+
+
+class ReductionState(NamedTuple):
+    """The state of `ampx.all_reduce`: nothing. It tells others that a chain reduces by itself.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> ampx.all_reduce("data").init(jnp.ones(2))
+      ReductionState()
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced; see `ampx.all_reduce`, whose arguments these are."""
+
+    axes: tuple[str, ...]
+    op: Op = "mean"
+    reduce_dtype: Any = np.dtype(np.float32)
+    wire_dtype: Any = None
+    bucket_bytes: int | None = None
+    tail_overlap: bool = True
+    gradient_predivide_factor: float | None = None
+    hierarchical: bool = False
+    group_of: Callable[[str, Any], Hashable] | None = None
+    order: tuple[int, ...] | None = None
+
+    def __call__(self, grads: Any, first: jax.Array | None = None) -> Any:
+        """The reduced gradients.
+
+        Args:
+          grads: local gradients, different on each device.
+          first: a small integer array that is to be known before any gradient is sent.
+        """
+        leaves = jax.tree.leaves(grads)
+        if any(unreduced_axes(leaf) & set(self.axes) for leaf in leaves):
+            return self._resharded(grads)
+        return self.narrowed(self.summed(self.widened(grads), first), grads)
+
+    def by(self, op: Op | None) -> Reduction:
+        """The same with another operation, if one is named: who made the gradients knows it."""
+        if op in (None, self.op):
+            return self
+        return dataclasses.replace(self, op=op, gradient_predivide_factor=None)
+
+    def widened(self, grads: Any) -> Any:
+        """Gradients ready to be summed: in `reduce_dtype`, and divided for a mean."""
+        size = bound_size(self.axes)
+        _check_not_reduced(grads, self.axes)
+        return jax.tree.map(lambda g: self._widened(g, self._factors(size)[0]), grads)
+
+    def summed(self, grads: Any, first: jax.Array | None = None) -> Any:
+        """The sums over all devices, bucket by bucket."""
+        if bound_size(self.axes) > 1 and not has_automatic_axes():
+            return self._bucketed(grads, first)
+        # With one device this only says that all agree. How axes that are not mapped shard a leaf
+        # is not known here, and a flat buffer would undo it.
+        return jax.tree.map(self._summed_alone, grads)
+
+    def _summed_alone(self, leaf: Any) -> Any:
+        return leaf if is_float0(leaf) else lax.psum(leaf, self.axes)
+
+    def narrowed(self, sums: Any, like: Any) -> Any:
+        """What `widened` did undone, once it is summed."""
+        after = self._factors(bound_size(self.axes))[1]
+        return jax.tree.map(lambda g, to: _narrowed(g, after, to), sums, like)
+
+    def _factors(self, size: int) -> tuple[float, float]:
+        """What to multiply gradients by before and after they are summed."""
+        if self.op == "sum":
+            return 1.0, 1.0
+        predivide = self.gradient_predivide_factor or size
+        return 1 / predivide, predivide / size
+
+    def _widened(self, leaf: Any, factor: float) -> Any:
+        if not is_floating(leaf):
+            if not is_float0(leaf) and self.op == "mean":
+                raise TypeError(
+                    f"gradients of dtype {leaf.dtype} have no mean: reduce them with op='sum', or "
+                    "leave them out with optax.masked"
+                )
+            return leaf
+        wide = leaf.astype(wider_dtype(leaf.dtype, self.reduce_dtype))
+        return wide if factor == 1 else wide * jnp.asarray(factor, wide.dtype)
+
+    def _bucketed(self, tree: Any, first: jax.Array | None) -> Any:
+        def group(path: str, leaf: Any) -> Hashable:
+            own = None if self.group_of is None else self.group_of(path, leaf)
+            return own, varying_over(leaf)
+
+        layout = bucket_layout(
+            tree,
+            bucket_bytes=self.bucket_bytes,
+            multiple_of=self._chunks(),
+            group_of=group,
+            order=self.order,
+        )
+        chained = self.tail_overlap and (len(layout.buckets) > 1 or first is not None)
+        layout = dataclasses.replace(
+            layout, buckets=tuple(self._with_room(b, chained) for b in layout.buckets)
+        )
+        reduced: list[jax.Array] = []
+        before = first
+        for buffer in layout.flatten(tree):
+            if chained and before is not None:
+                buffer = _waiting_for(before, buffer)
+            reduced.append(self._sum(buffer))
+            before = reduced[-1][:1]
+        empty = jax.tree.map(lambda leaf: leaf if leaf.size else self._summed_alone(leaf), tree)
+        return layout.unflatten(reduced, empty)
+
+    def _chunks(self) -> int:
+        """How many equal parts a buffer is divided into on its way."""
+        if self.wire_dtype is not None:
+            return bound_size(self.axes)
+        return bound_size(self.axes[1:]) if self.hierarchical else 1
+
+    def _with_room(self, bucket: Bucket, chained: bool) -> Bucket:
+        """A bucket with a spare element at its end, for what it has to wait for."""
+        if not chained or bucket.size > sum(bucket.sizes):
+            return bucket
+        return dataclasses.replace(bucket, size=bucket.size + self._chunks())
+
+    def _sum(self, buffer: jax.Array) -> jax.Array:
+        if self.wire_dtype is not None and is_floating(buffer):
+            return _sum_of_narrow(buffer, self.axes, self.wire_dtype)
+        if self.hierarchical:
+            outer, inner = self.axes[:1], self.axes[1:]
+            part = lax.psum_scatter(buffer, inner, tiled=True)
+            return lax.all_gather(lax.psum(part, outer), inner, tiled=True, to="invarying")
+        return lax.psum(buffer, self.axes)
+
+    def _resharded(self, grads: Any) -> Any:
+        """Under jit with Explicit axes JAX itself holds the sum that is due, and does it here."""
+        axes = set(self.axes)
+        size = 1
+
+        def reduce(leaf: Any) -> Any:
+            nonlocal size
+            sharding = jax.typeof(leaf).sharding
+            size = int(np.prod([sharding.mesh.shape[axis] for axis in self.axes]))
+            spec = sharding.spec
+            left = frozenset(unreduced_axes(leaf) - axes)
+            return jax.reshard(leaf, jax.P(*spec.partitions, unreduced=left))
+
+        reduced = jax.tree.map(reduce, grads)
+        before, after = self._factors(size)
+        return jax.tree.map(lambda g, like: _narrowed(g, before * after, like), reduced, grads)
+
+
+def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:
+    for axis in axes:
+        if not tracks_varying(axis):
+            continue
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+            if is_floating(leaf) and axis not in varying_over(leaf):
+                raise ValueError(
+                    f"the gradient at {path_name(path) or 'the root'} is the same on all devices "
+                    f"along {axis!r}: JAX has summed it already, and reducing it again would make "
+                    "it n times too large. Take gradients with "
+                    f"ampx.value_and_grad(..., axis_name={axis!r}), or of parameters that went "
+                    f"through jax.lax.pcast(params, {axis!r}, to='varying')"
+                )
+
+
+def _narrowed(leaf: Any, factor: float, like: Any) -> Any:
+    if not is_floating(like):
+        return leaf
+    leaf = leaf if factor == 1 else leaf * jnp.asarray(factor, leaf.dtype)
+    return leaf.astype(like.dtype)
+
+
+def _waiting_for(before: jax.Array, buffer: jax.Array) -> jax.Array:
+    """The buffer, whose spare last element depends on `before` and lets no NaN of it through.
+
+    A true dependence: nothing less keeps XLA from merging reductions that are independent.
+    """
+    token = jnp.sum(jnp.isnan(before) if is_floating(before) else before > 0)
+    return buffer.at[-1].set(token.astype(buffer.dtype))
+
+
+def _sum_of_narrow(buffer: jax.Array, axes: tuple[str, ...], wire_dtype: Any) -> jax.Array:
+    """A sum whose terms and result travel in `wire_dtype` and are added in the buffer's dtype."""
+    parts = buffer.astype(wire_dtype).reshape(bound_size(axes), -1)
+    received = lax.all_to_all(parts, axes, 0, 0)
+    own = jnp.sum(received.astype(buffer.dtype), axis=0).astype(wire_dtype)
+    return lax.all_gather(own, axes, tiled=True, to="invarying").astype(buffer.dtype)
+
+
+def all_reduce(
+    axis_name: str | Sequence[str],
+    *,
+    op: Op = "mean",
+    reduce_dtype: DTypeLike = jnp.float32,
+    wire_dtype: DTypeLike | None = None,
+    bucket_bytes: int | None = None,
+    tail_overlap: bool = True,
+    gradient_predivide_factor: float | None = None,
+    hierarchical: bool = False,
+    group_of: Callable[[str, Any], Hashable] | None = None,
+    order: Sequence[int] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Reduces gradients over mapped axes, as one link of an optax chain.
+
+    Inside `shard_map`, gradients are each device's own, and one all-reduce for each bucket sums
+    them, once a step however many micro-batches there were. Inside a loss scale the verdict comes
+    from the local gradients, and the buckets wait for it: name the axes there too, as in
+    `dynamic_loss_scale(optax.chain(all_reduce("data"), optax.adamw(1e-3)), axis_names="data")`.
+
+    Args:
+      axis_name: the mapped axes that the batch is split over.
+      op: `"mean"` for gradients of each device's mean loss; `"sum"` for those of
+        `ampx.value_and_grad(axis_name=...)`, which are divided by the weight of all devices.
+      reduce_dtype: half gradients are widened to this before they are summed. float64 stays.
+      wire_dtype: with bfloat16, terms and sum travel in it and are added in `reduce_dtype`: half
+        the bytes, and an error of at most 2**-7 of the sum of the terms' magnitudes.
+      bucket_bytes: see `ampx.bucket_layout`.
+      tail_overlap: make each bucket wait for the one before it, so that XLA keeps them apart and
+        the first parameters can be updated before the last bucket has arrived. Off, XLA may merge
+        them. `ampx.check_overlap` tells whether the rest of a step lets them.
+      gradient_predivide_factor: a mean divides by this before the sum and by the rest after it.
+        None: by all of the devices before, so that a sum of finite gradients is finite.
+      hierarchical: with axes such as `("host", "device")`: scatter over the inner ones, sum over
+        the first, gather over the inner ones, so that slow links carry 1/n.
+      group_of: see `ampx.bucket_layout`.
+      order: see `ampx.bucket_layout`.
+
+    Returns:
+      An optax transformation, the same for one device, many, and many processes.
+
+    Raises:
+      NameError: in `update`, outside of a `shard_map` that maps the axes. Under plain jit gradients
+        are global and JAX reduces them, except along Explicit axes where they are unreduced: these
+        are reduced here, one by one.
+      ValueError: in `update`, for gradients that are reduced already; for an unknown `op`,
+        `hierarchical` with one axis, or options that exclude each other.
+      TypeError: in `update`, for the mean of integers.
+
+    References:
+      Li et al., PyTorch Distributed, https://arxiv.org/abs/2006.15704; Horovod's
+      `gradient_predivide_factor`.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp, optax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> tx = optax.chain(ampx.all_reduce("data"), optax.sgd(1.0))
+      >>> def step(w, x):
+      ...     grads = ampx.value_and_grad(lambda w, x: jnp.mean(w * x))(w, x).grads
+      ...     updates, _ = tx.update(grads, tx.init(w), w)
+      ...     return w + updates
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)
+      >>> step = jax.shard_map(
+      ...     step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+      ... )
+      >>> print(jax.jit(step)(jnp.array(3.0), jnp.ones(4)))
+      2.0
+    """
+    reduction = checked_reduction(
+        axis_name,
+        op=op,
+        reduce_dtype=reduce_dtype,
+        wire_dtype=wire_dtype,
+        bucket_bytes=bucket_bytes,
+        tail_overlap=tail_overlap,
+        gradient_predivide_factor=gradient_predivide_factor,
+        hierarchical=hierarchical,
+        group_of=group_of,
+        order=order,
+    )
+
+    def init(params: optax.Params) -> ReductionState:
+        return ReductionState()
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        overflow: jax.Array | None = None,
+        reduce_op: Op | None = None,
+        **extra_args: Any,
+    ) -> tuple[Any, ReductionState]:
+        return reduction.by(reduce_op)(updates, overflow), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def checked_reduction(axis_name: str | Sequence[str], **options: Any) -> Reduction:
+    """A `Reduction` with these settings.
+
+    Raises:
+      ValueError: for settings that have no meaning, alone or together.
+    """
+    axes = as_axes(axis_name)
+    check_choice("op", options.get("op", "mean"), get_args(Op))
+    for name in ("reduce_dtype", "wire_dtype"):
+        if options.get(name) is not None:
+            options[name] = np.dtype(options[name])
+            if not jnp.issubdtype(options[name], jnp.floating):
+                raise ValueError(f"{name} must be a floating dtype, got {options[name]}")
+    if options.get("hierarchical") and len(axes) < 2:
+        raise ValueError(
+            f"hierarchical needs at least two axes, the slow one first, got {axes}: for example "
+            "('host', 'device')"
+        )
+    if options.get("hierarchical") and options.get("wire_dtype") is not None:
+        raise ValueError("hierarchical and wire_dtype exclude each other: leave out one of them")
+    factor = options.get("gradient_predivide_factor")
+    if factor is not None and not factor > 0:
+        raise ValueError(f"gradient_predivide_factor must be positive, got {factor}")
+    if factor is not None and options.get("op") == "sum":
+        raise ValueError("gradient_predivide_factor is for op='mean': a sum divides by nothing")
+    if options.get("order") is not None:
+        options["order"] = tuple(options["order"])
+    return Reduction(axes, **options)

@@ -1,0 +1,438 @@
+"""Bucketed all-reduce: equal to the plain sum, once a step, on every kind of mesh."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import all_finite, assert_bit_equal, make_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ampx
+
+MESHES = {
+    "one device": ((1,), ("data",)),
+    "four": ((4,), ("data",)),
+    "three": ((3,), ("data",)),
+    "two axes": ((2, 4), ("host", "device")),
+}
+KINDS = pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+CHECKED = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+
+
+def local_trees(count):
+    """Small integers, which any order of summation adds exactly; one tree for each device."""
+    rng = np.random.default_rng(0)
+
+    def leaf(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.integers(-8, 9, (count, *shape)), dtype)
+
+    return {
+        "w": leaf(30, 7),
+        "b": leaf(5),
+        "scalar": leaf(),
+        "empty": leaf(0, 3),
+        "half": leaf(9, dtype=jnp.bfloat16),
+        "none": None,
+    }
+
+
+def reduced(tx, trees, shape, names, kind="Auto", check_vma=True):
+    mesh = make_mesh(shape, names, kind)
+
+    def update(trees):
+        grads = jax.tree.map(lambda leaf: leaf[0], trees)
+        return tx.update(grads, tx.init(grads))[0]
+
+    trees = jax.device_put(trees, NamedSharding(mesh, P(names)))
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=P(names), out_specs=P(), check_vma=check_vma)
+    return jax.jit(mapped)(trees)
+
+
+def sums(trees, op):
+    reduce = jnp.sum if op == "sum" else jnp.mean
+    return jax.tree.map(
+        lambda leaf: reduce(leaf.astype(jnp.float32), axis=0).astype(leaf.dtype), trees
+    )
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("name", MESHES)
+@KINDS
+@CHECKED
+def test_it_is_the_sum_or_mean(name, op, kind, check_vma):
+    shape, names = MESHES[name]
+    trees = local_trees(int(np.prod(shape)))
+    tx = ampx.all_reduce(names, op=op, bucket_bytes=128)
+    result = reduced(tx, trees, shape, names, kind, check_vma)
+    if name == "three" and op == "mean":  # thirds are rounded before the sum
+        for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(sums(trees, op)), strict=True):
+            np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=1e-2, atol=1e-6)
+            assert a.dtype == b.dtype
+    else:
+        assert_bit_equal(result, sums(trees, op))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(tail_overlap=False),
+        dict(hierarchical=True),
+        dict(gradient_predivide_factor=2.0),
+        dict(bucket_bytes=1),
+        dict(bucket_bytes=2**20),
+        dict(order=(4, 1, 0, 2, 3)),
+        dict(group_of=lambda path, leaf: path),
+    ],
+    ids=str,
+)
+@CHECKED
+def test_options_change_no_number(options, check_vma):
+    shape, names = MESHES["two axes"]
+    trees = local_trees(8)
+    tx = ampx.all_reduce(names, **{"bucket_bytes": 128, **options})
+    assert_bit_equal(reduced(tx, trees, shape, names, "Auto", check_vma), sums(trees, "mean"))
+
+
+def all_reduces(fun, *args):
+    """Operands of each float all-reduce in the compiled program, and of each in its loops."""
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    return [
+        line.count("f32[")
+        for line in text.splitlines()
+        if re.search(r"= .*f32.* all-reduce\(", line)
+    ]
+
+
+def train(num_microbatches, tx, leaves=6, check_vma=True):
+    """A step over four devices, and its arguments."""
+    params = {f"w{i}": jnp.eye(8) for i in range(leaves)}
+
+    def loss(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    grads_of = ampx.value_and_grad(loss, num_microbatches=num_microbatches, axis_name="data")
+
+    def step(params, state, x):
+        result = grads_of(params, x, loss_scale=ampx.current_loss_scale(state))
+        updates, state = tx.update(result.grads, state, params)
+        return ampx.apply_updates(params, updates), state, result.loss
+
+    mesh = make_mesh((4,), ("data",))
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    return mapped, (params, tx.init(params), jnp.ones((32, 8)))
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("leaves", [2, 12])
+@CHECKED
+def test_one_all_reduce_for_a_bucket_however_many_micro_batches(k, leaves, check_vma):
+    """DDP's no_sync, lingvo's apply_crs_to_grad: counted in the compiled program."""
+    tx = optax.chain(ampx.all_reduce("data", op="sum", bucket_bytes=8 * 8 * 4 * 2), optax.sgd(0.1))
+    step, args = train(k, tx, leaves, check_vma)
+    # One for two leaves each, and one for loss and weight, which XLA may merge with the first.
+    found = all_reduces(step, *args)
+    assert leaves // 2 <= len(found) <= leaves // 2 + 2
+
+
+def test_without_the_chain_xla_merges_what_is_independent():
+    counts = {}
+    for tail_overlap in (True, False):
+        reduce = ampx.all_reduce("data", op="sum", bucket_bytes=1, tail_overlap=tail_overlap)
+        step, args = train(1, optax.chain(reduce, optax.sgd(0.1)))
+        counts[tail_overlap] = len(all_reduces(step, *args))
+    assert counts[True] >= 6 > counts[False]
+
+
+@CHECKED
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_step_over_devices_is_the_step_of_one(check_vma, scaled):
+    def wrapped(*links, axes=()):
+        tx = optax.chain(*links, optax.adamw(1e-2))
+        return ampx.dynamic_loss_scale(tx, axis_names=axes) if scaled else tx
+
+    reduce = ampx.all_reduce("data", op="sum", bucket_bytes=512)
+    step, (params, state, _) = train(2, wrapped(reduce, axes="data"), check_vma=check_vma)
+    alone, _ = train(2, wrapped())
+    x = jax.random.normal(jax.random.key(0), (32, 8))
+    tx = wrapped()
+
+    @jax.jit
+    def plain(params, state):
+        def loss(params, x):
+            for w in params.values():
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        scale = ampx.current_loss_scale(state)
+        result = ampx.value_and_grad(loss, num_microbatches=2)(params, x, loss_scale=scale)
+        updates, state = tx.update(result.grads, state, params)
+        return ampx.apply_updates(params, updates), state, result.loss
+
+    here, there = (params, state), (params, tx.init(params))
+    step = jax.jit(step)
+    for _ in range(5):
+        *here, loss = step(*here, x)
+        *there, expected = plain(*there)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(here[0]), jax.tree.leaves(there[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
+
+
+# Overflow. The verdict is that of the local gradients, and all devices agree on it.
+
+
+@CHECKED
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+@pytest.mark.parametrize("where", [0, 3])
+def test_one_bad_device_makes_all_skip(bad, where, check_vma):
+    chain = optax.chain(ampx.all_reduce("data", op="sum", bucket_bytes=256), optax.adamw(0.1))
+    tx = ampx.dynamic_loss_scale(chain, axis_names="data", init_scale=8.0)
+    step, (params, state, x) = train(2, tx, check_vma=check_vma)
+    step = jax.jit(step)
+    new, skipped, _ = step(params, state, x.at[8 * where].set(bad))
+    assert_bit_equal(new, params)
+    assert_bit_equal(skipped.inner_state, state.inner_state)
+    assert skipped.overflow and skipped.loss_scale == 4.0
+    new, _, _ = step(new, skipped, x)
+    assert all_finite(new)
+    assert not np.array_equal(new["w0"], params["w0"])
+
+
+def test_deepspeed_overflow_on_devices_moves_the_scale():
+    """test_zero_optim_overflow.py: scale 2**8, window 2, alternating overflows, floor 1."""
+    chain = optax.chain(ampx.all_reduce("data"), optax.sgd(0.1))
+    tx = ampx.dynamic_loss_scale(chain, axis_names="data", init_scale=2.0**8, growth_interval=2)
+    step, (params, state, x) = train(1, tx)
+    step = jax.jit(step)
+    expected = 2.0**8
+    for i in range(12):
+        overflow = i % 3 == 2
+        params, state, _ = step(params, state, x.at[5].set(jnp.inf) if overflow else x)
+        expected = expected / 2 if overflow else expected * (2 if i % 3 == 1 else 1)
+        assert state.loss_scale == expected
+    for _ in range(10):
+        params, state, _ = step(params, state, x.at[5].set(jnp.inf))
+    assert state.loss_scale == 1.0 and state.floor_hits > 0
+
+
+def test_float16_gradients_are_finite_where_a_float16_sum_is_not():
+    trees = {"g": jnp.full((4, 3), 60000.0, jnp.float16)}
+    mean = reduced(ampx.all_reduce("data"), trees, (4,), ("data",))
+    assert_bit_equal(mean, {"g": jnp.full(3, 60000.0, jnp.float16)})
+
+
+def test_float32_gradients_are_finite_where_their_sum_is_not():
+    trees = {"g": jnp.full((4, 3), 3e38)}
+    assert_bit_equal(reduced(ampx.all_reduce("data"), trees, (4,), ("data",)), {"g": trees["g"][0]})
+    late = ampx.all_reduce("data", gradient_predivide_factor=1.0)
+    assert not all_finite(reduced(late, trees, (4,), ("data",)))
+
+
+def test_a_loss_scale_that_asks_nobody_is_refused():
+    tx = ampx.dynamic_loss_scale(optax.chain(ampx.all_reduce("data"), optax.sgd(0.1)))
+    step, args = train(1, tx)
+    with pytest.raises(ValueError, match="all devices must agree.*axis_names='data'"):
+        jax.jit(step)(*args)
+
+
+# What others do.
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_megatron_prescaling_by_powers_of_two_is_exact(count):
+    """test_reduce_scatter_with_fp32_accumulation.py: dividing first loses nothing."""
+    rng = np.random.default_rng(1)
+    trees = {"g": jnp.asarray(rng.normal(size=(count, 500)), jnp.float32)}
+    shape = ((count,), ("data",))
+    first = reduced(ampx.all_reduce("data"), trees, *shape)
+    last = reduced(ampx.all_reduce("data", gradient_predivide_factor=1.0), trees, *shape)
+    assert_bit_equal(first, last)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@CHECKED
+def test_megatron_bfloat16_wire_is_summed_in_float32(count, check_vma):
+    """Terms that bfloat16 holds give the float32 sum, rounded once."""
+    rng = np.random.default_rng(2)
+    terms = jnp.asarray(rng.normal(size=(count, 1000)), jnp.bfloat16).astype(jnp.float32)
+    tx = ampx.all_reduce("data", op="sum", wire_dtype=jnp.bfloat16)
+    result = reduced(tx, {"g": terms}, (count,), ("data",), "Auto", check_vma)["g"]
+    exact = np.sum(np.asarray(terms, np.float64), axis=0)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, exact, rtol=2.0**-8)
+    in_half = functools.reduce(lambda a, b: a + b, terms.astype(jnp.bfloat16)).astype(jnp.float32)
+    if count > 2:
+        assert np.abs(result - exact).sum() < np.abs(np.asarray(in_half) - exact).sum()
+
+
+def test_bfloat16_wire_stays_within_its_documented_error():
+    rng = np.random.default_rng(3)
+    terms = jnp.asarray(rng.normal(size=(8, 1001)), jnp.float32)
+    tx = ampx.all_reduce("data", op="sum", wire_dtype=jnp.bfloat16)
+    result = reduced(tx, {"g": terms}, (8,), ("data",))["g"]
+    bound = 2.0**-7 * np.abs(terms).sum(0)
+    assert np.all(np.abs(result - np.sum(np.asarray(terms, np.float64), 0)) <= bound)
+
+
+def test_apex_race_condition_sums_are_exact():
+    """ddp_race_condition_test.py: two devices, ten iterations, sums of rank-dependent gradients."""
+    mesh = make_mesh((2,), ("data",))
+    tx = ampx.all_reduce("data", op="sum", bucket_bytes=1)
+
+    def update(i):
+        rank = jax.lax.axis_index("data").astype(jnp.float32)
+        grads = {"a": jnp.full(64, 1.0 * i + rank), "b": jnp.full((8, 8), 2.0 * i + rank)}
+        return tx.update(grads, tx.init(grads))[0]
+
+    step = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P(), out_specs=P()))
+    for i in range(10):
+        sums = step(jnp.float32(i))
+        assert_bit_equal(sums, {"a": jnp.full(64, 2.0 * i + 1), "b": jnp.full((8, 8), 4.0 * i + 1)})
+
+
+def test_horovod_local_aggregation():
+    """test_tensorflow.py: gradient = rank, k calls summed locally, one reduction a window."""
+    k, count = 4, 4
+    tx = ampx.multi_steps(
+        optax.chain(ampx.all_reduce("data", op="sum"), optax.sgd(1.0)), k, normalize="sum"
+    )
+    mesh = make_mesh((count,), ("data",))
+
+    def steps(params):
+        def step(carry, _):
+            params, state = carry
+            rank = jax.lax.pcast(jax.lax.axis_index("data").astype(jnp.float32), (), to="varying")
+            updates, state = tx.update(rank, state, params)
+            return (params + updates, state), params
+
+        state = tx.init(params)
+        return jax.lax.scan(step, (params, state), length=10)[0][0]
+
+    mapped = jax.shard_map(steps, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    assert jax.jit(mapped)(jnp.float32(0)) == -(0 + 1 + 2 + 3) * k * 2
+
+
+# What is refused.
+
+
+def test_gradients_that_jax_has_summed_already_are_refused():
+    mesh = make_mesh((4,), ("data",))
+    tx = ampx.all_reduce("data")
+
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.mean(w["a"] * x))(w)
+        return tx.update(grads, tx.init(w))[0]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match="at a is the same on all devices along 'data'.*n times"):
+        jax.jit(mapped)({"a": jnp.ones(())}, jnp.ones(8))
+
+
+def test_without_a_mapped_axis_there_is_nothing_to_reduce():
+    tx = ampx.all_reduce("data")
+    with pytest.raises(NameError, match="no axis 'data' is mapped here.*Under plain jit"):
+        jax.jit(lambda g: tx.update(g, tx.init(g))[0])(jnp.ones(3))
+
+
+def test_integers_are_summed_and_have_no_mean():
+    trees = {"n": jnp.arange(8, dtype=jnp.int32).reshape(4, 2)}
+    total = reduced(ampx.all_reduce("data", op="sum"), trees, (4,), ("data",))
+    assert_bit_equal(total, {"n": jnp.array([12, 16], jnp.int32)})
+    with pytest.raises(TypeError, match="dtype int32 have no mean"):
+        reduced(ampx.all_reduce("data"), trees, (4,), ("data",))
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        (dict(op="max"), "op must be one of"),
+        (dict(hierarchical=True), "at least two axes"),
+        (dict(gradient_predivide_factor=0.0), "must be positive"),
+        (dict(gradient_predivide_factor=2.0, op="sum"), "for op='mean'"),
+        (dict(reduce_dtype=jnp.int32), "reduce_dtype must be a floating dtype"),
+        (dict(wire_dtype=jnp.int8), "wire_dtype must be a floating dtype"),
+    ],
+)
+def test_options_are_checked(options, match):
+    with pytest.raises(ValueError, match=match):
+        ampx.all_reduce("data", **options)
+
+
+def test_axes_are_checked():
+    with pytest.raises(ValueError, match="at least one mesh axis"):
+        ampx.all_reduce(())
+    with pytest.raises(ValueError, match="exclude each other"):
+        ampx.all_reduce(("a", "b"), hierarchical=True, wire_dtype=jnp.bfloat16)
+
+
+# Meshes with other axes.
+
+
+def test_axes_that_are_not_mapped_keep_their_sharding():
+    """Flat buffers would gather what a model axis has divided."""
+    mesh = make_mesh((2, 4), ("data", "model"))
+    tx = ampx.all_reduce("data")
+
+    def step(grads):
+        return tx.update(grads, tx.init(grads))[0]
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+    grads = jax.device_put(jnp.arange(64.0).reshape(2, 32), NamedSharding(mesh, P("data", "model")))
+    compiled = jax.jit(mapped).lower(grads).compile()
+    assert "all-gather" not in compiled.as_text()
+    np.testing.assert_array_equal(compiled(grads)[0], jnp.mean(grads, 0))
+
+
+def test_leaves_that_differ_over_other_axes_stay_apart():
+    mesh = make_mesh((2, 4), ("data", "model"))
+    tx = ampx.all_reduce("data", op="sum")
+
+    def step(whole, part):
+        grads = {"whole": whole[0], "part": part[0]}
+        return tx.update(grads, tx.init(grads))[0]
+
+    specs = {"whole": P(), "part": P("model")}
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P("data"), P("data", "model")), out_specs=specs
+    )
+    whole, part = jnp.arange(6.0).reshape(2, 3), jnp.arange(16.0).reshape(2, 8)
+    expected = {"whole": whole.sum(0), "part": part.sum(0)}
+    assert_bit_equal(jax.jit(mapped)(whole, part), expected)
+
+
+def test_unreduced_gradients_of_explicit_axes_are_reduced_once_outside_the_loop():
+    mesh = make_mesh((4,), ("data",), "Explicit")
+    tx = ampx.all_reduce("data", op="sum")
+    with jax.set_mesh(mesh):
+        w = jnp.eye(8)
+        x = jax.device_put(
+            jnp.arange(256.0).reshape(4, 8, 8) / 256, NamedSharding(mesh, P(None, "data"))
+        )
+
+        @jax.jit
+        def step(w, x):
+            local = jax.reshard(w, P(reduced={"data"}))
+
+            def add(total, rows):
+                return total + jax.grad(lambda w: jnp.sum((rows @ w) ** 2))(local), None
+
+            zeros = jax.reshard(jnp.zeros_like(w), P(unreduced={"data"}))
+            grads, _ = jax.lax.scan(add, zeros, x)
+            return tx.update(grads, tx.init(w))[0]
+
+        result = step(w, x)
+        text = step.lower(w, x).compile().as_text()
+    rows = np.asarray(x).reshape(-1, 8)
+    np.testing.assert_allclose(result, 2 * rows.T @ rows, rtol=1e-5)
+    assert text.count(" all-reduce(") == 1
