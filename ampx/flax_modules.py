@@ -198,6 +198,13 @@ def write_back(model: Any, changed: Any) -> None:
     _loaded("flax.nnx").update(model, nnx_rest(changed))
 
 
+def is_nnx_object(leaf: Any) -> bool:
+    """Whether something is a node of an nnx graph, such as a module."""
+    nnx = _loaded("flax.nnx")
+    # To nnx a reference is a node too, but it is an argument as any array is.
+    return nnx is not None and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, jax.Ref)
+
+
 class PureCall(NamedTuple):
     """A call as a pure function of pytrees without nnx objects.
 
@@ -219,12 +226,11 @@ def pure_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """
     nnx = _loaded("flax.nnx")
     owner = getattr(fun, "__self__", fun)
-    if nnx is not None and nnx.graph.is_graph_node(owner):
+    if is_nnx_object(owner):
         unbound = type(owner).__call__ if owner is fun else fun.__func__  # type: ignore[attr-defined]
         fun, args = unbound, (owner, *args)
-    is_object = (lambda leaf: False) if nnx is None else nnx.graph.is_graph_node
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-    places = [i for i, leaf in enumerate(leaves) if is_object(leaf)]
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_nnx_object)
+    places = [i for i, leaf in enumerate(leaves) if is_nnx_object(leaf)]
     if not places:
         return PureCall(
             lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda state: None
@@ -237,7 +243,15 @@ def pure_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         for place, copy in zip(places, copies, strict=True):
             filled[place] = copy
         args, kwargs = jax.tree.unflatten(structure, filled)
-        return fun(*args, **kwargs), nnx.state(copies)
+        result = fun(*args, **kwargs)
+        after, state = nnx.split(copies)
+        if after != graphdef:
+            raise ValueError(
+                f"{getattr(fun, '__qualname__', fun)} changes the structure of an nnx module: its "
+                "submodules, or an attribute that is no array, such as a mode. Only arrays are "
+                "carried out of autocast: make the change outside, as in model.train()"
+            )
+        return result, state
 
     others = [None if i in places else leaf for i, leaf in enumerate(leaves)]
     return PureCall(pure, (before, *others), lambda after: _write_changes(objects, before, after))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,6 +98,11 @@ def with_bodies(eqn: Equation, bodies: Sequence[Jaxpr]) -> dict[str, Any]:
 def call_name(eqn: Equation) -> str | None:
     """The name of a jitted function, or None."""
     return eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
+
+
+def has_constants(jaxpr: Jaxpr) -> bool:
+    """Whether arrays are attached to a jaxpr that are no arguments of it."""
+    return bool(open_jaxpr(jaxpr).constvars)
 
 
 def is_inlined(fun: Any) -> bool:
@@ -244,8 +249,15 @@ def spliced(
     """The equations of `fun(*operands)`, ready to stand in another jaxpr, and its outputs."""
     with near.ctx.manager:
         traced, _ = trace(fun, *(atom.aval for atom in operands))
-    body = open_jaxpr(traced)
-    if len(body.constvars):
+    return opened_call(traced, operands, near)
+
+
+def opened_call(
+    jaxpr: Jaxpr, operands: Sequence[Atom], near: Equation
+) -> tuple[list[Equation], list[Atom]]:
+    """The equations of a jaxpr for these operands, ready to stand in another, and its outputs."""
+    body = open_jaxpr(jaxpr)
+    if has_constants(jaxpr):
         raise NotImplementedError(
             f"a rule of {near.primitive.name} closes over arrays that are not arguments of it"
         )
@@ -254,22 +266,21 @@ def spliced(
     def renamed(atom: Atom) -> Atom:
         return atom if is_literal(atom) else names[atom]
 
+    def named(out: Any) -> Any:
+        names[out] = out if is_dropped(out) else variable(out.aval)
+        return names[out]
+
     eqns = [
         eqn.replace(
             invars=[renamed(atom) for atom in eqn.invars],
+            outvars=[named(out) for out in eqn.outvars],
             source_info=near.source_info.replace(
                 name_stack=near.source_info.name_stack + eqn.source_info.name_stack
             ),
         )
-        for eqn in _renaming(body.eqns, names)
+        for eqn in body.eqns
     ]
     return eqns, [renamed(atom) for atom in body.outvars]
-
-
-def _renaming(eqns: Sequence[Equation], names: dict[Any, Atom]) -> Iterator[Equation]:
-    for eqn in eqns:
-        names.update((out, out) for out in eqn.outvars)
-        yield eqn
 
 
 def rebuilt(

@@ -245,13 +245,13 @@ OF_TWO = {
         "conv_transpose2d": conv(2, transposed=True),
         "conv_transpose3d": conv(3, transposed=True),
         "conv_tbc": lambda a, b: conv(1)(a.T, b),
+        "baddbmm": lambda a, b: a[None] @ a[None] + b[None],
         "scaled_dot_product_attention": attention,
         "RNNCell": lambda a, b: jnp.tanh(a @ X + b @ X + X[0]),
     },
     "half float32 half float32": {  # a product plus, or with a state in, the second argument
         "addmm": lambda a, b: a @ a + 0.5 * b,
         "addbmm": lambda a, b: jnp.einsum("bij,bjk->ik", a[None], a[None]) + b,
-        "baddbmm": lambda a, b: a[None] @ a[None] + b[None],
         "addmv": lambda a, b: a @ a[0] + b[0],
         "addr": lambda a, b: jnp.outer(a[0], a[1]) @ X + b,
         "LSTMCell": lstm_cell,
@@ -346,7 +346,7 @@ LISTS = {
 OTHERWISE = {
     "in a jaxpr it is a matrix product like any other": "dot tensordot bilinear",
     "the sum is an addition of its own, which takes the widest": """
-        addmm addbmm baddbmm addmv addr LSTMCell GRUCell
+        addmm addbmm addmv addr LSTMCell GRUCell
     """,
     "no matrix product: it multiplies and selects": "prelu",
     "bounded and tame, and float32 where only float32 reads it": "gelu",

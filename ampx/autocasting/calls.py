@@ -167,7 +167,7 @@ def _scan(
     consts, carry = jaxprs.scan_sizes(eqn)
     (body,) = jaxprs.bodies_of(eqn)
     demands = _carry_demands(carry) + [Demand.KEEP] * (len(eqn.outvars) - carry)
-    inputs = list(values)
+    inputs = [*map(_widened, values[:consts]), *values[consts:]]
     inputs[consts : consts + carry] = _carried(eqn.invars[consts : consts + carry])
     around = _inside(planner, around, body)
     plan = planner.plan(body, inputs, demands, around)
@@ -183,6 +183,11 @@ def _scan(
         plan = planner.plan(body, inputs, demands, around)
     rule = "scan, weights cast before the loop" if hoisted else "scan"
     return Decision(_precision_of(plan), rule, _as_are(eqn, inputs), plan.outputs, (plan,))
+
+
+def _widened(value: Value) -> Value:
+    """A value that every step reads: in float32, so that its cotangents are summed in float32."""
+    return value._replace(half=False)
 
 
 def _carried(atoms: Sequence[Any]) -> list[Value]:
@@ -233,15 +238,18 @@ def _cond(
             for branch in branches
         ]
 
-    plans = planned(wanted)
-    per_output = list(zip(*(plan.outputs for plan in plans), strict=True))
-    demands = [
-        _agreement(outputs, demand) if is_float32(out) else demand
-        for out, outputs, demand in zip(eqn.outvars, per_output, wanted, strict=True)
-    ]
-    if demands != list(wanted):
+    demands = list(wanted)
+    while True:
         plans = planned(demands)
         per_output = list(zip(*(plan.outputs for plan in plans), strict=True))
+        # To pin one output may lift what another shares with it, so all are looked at again.
+        agreed_on = [
+            _agreement(outputs, demand) if is_float32(out) else demand
+            for out, outputs, demand in zip(eqn.outvars, per_output, demands, strict=True)
+        ]
+        if agreed_on == demands:
+            break
+        demands = agreed_on
     outputs = tuple(agreed[0] if len(set(agreed)) == 1 else COMPUTED for agreed in per_output)
     return Decision(_precision_of(*plans), "cond", _as_are(eqn, values), outputs, tuple(plans))
 

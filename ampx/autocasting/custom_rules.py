@@ -79,19 +79,21 @@ def _with_jvp(
     def run(*operands: Any) -> Any:
         return tuple(jaxprs.evaluate(body, *operands))
 
-    def rule(*operands_and_tangents: Any) -> Any:
-        operands, tangents = (
-            operands_and_tangents[: len(avals)],
-            operands_and_tangents[len(avals) :],
-        )
-        still = [_no_tangent(aval.shape) for aval in avals]
-        outputs, out_tangents = jax.jvp(original, operands, tuple(_filled(moving, tangents, still)))
-        return *outputs, *(out_tangents[i] for i in moved)
-
-    @run.defjvp
     def jvp(operands: Any, tangents: Any) -> Any:
-        inputs = [*operands, *(tangents[i] for i in moving)]
-        types = [*avals, *(avals[i] for i in moving)]
+        given = [i for i in moving if not _is_zero(tangents[i])]
+
+        def rule(*operands_and_tangents: Any) -> Any:
+            operands = operands_and_tangents[: len(avals)]
+
+            def of_given(*values: Any) -> Any:
+                return original(*_filled(given, values, operands))
+
+            primals = tuple(operands[i] for i in given)
+            outputs, out_tangents = jax.jvp(of_given, primals, operands_and_tangents[len(avals) :])
+            return *outputs, *(out_tangents[i] for i in moved)
+
+        inputs = [*operands, *(tangents[i] for i in given)]
+        types = [*avals, *(avals[i] for i in given)]
         with tracing_for(rewriter.settings.half_dtype):
             results = rewriter.transformed(rule, types, inputs, _keep)
         dtypes = body.out_avals
@@ -100,6 +102,8 @@ def _with_jvp(
         still = [_no_tangent(aval.shape) for aval in out_avals]
         return tuple(outputs), tuple(_filled(moved, out_tangents, still))
 
+    # A rule may ask what is not differentiated.
+    run.defjvp(jvp, symbolic_zeros=True)
     return run
 
 
@@ -125,16 +129,17 @@ def _with_vjp(
                 "over, for which its rule says nothing: pass the array as an argument"
             )
         operands = [primal.value for primal in primals]
+        given = [i for i in moving if primals[i].perturbed]
         residual_types: list[Any] = []
         structure: Any = None
 
         def rule(*operands: Any) -> Any:
             nonlocal structure, residual_types
 
-            def of_moving(*values: Any) -> Any:
-                return original(*_filled(moving, values, operands))
+            def of_given(*values: Any) -> Any:
+                return original(*_filled(given, values, operands))
 
-            outputs, pull = jax.vjp(of_moving, *(operands[i] for i in moving))
+            outputs, pull = jax.vjp(of_given, *(operands[i] for i in given))
             residuals, structure = jax.tree.flatten(pull)
             residual_types = [jax.typeof(residual) for residual in residuals]
             return *outputs, *residuals
@@ -142,7 +147,7 @@ def _with_vjp(
         with tracing_for(rewriter.settings.half_dtype):
             results = rewriter.transformed(rule, avals, operands, _keep)
         outputs, residuals = results[: len(out_avals)], results[len(out_avals) :]
-        back = jax.tree_util.Partial(_Pull(structure, tuple(residual_types)), *residuals)
+        back = jax.tree_util.Partial(_Pull(structure, tuple(residual_types), given), *residuals)
         return tuple(_like(outputs, body.out_avals)), back
 
     def backward(back: Any, cotangents: Any) -> Any:
@@ -159,15 +164,23 @@ def _with_vjp(
         with tracing_for(rewriter.settings.half_dtype):
             results = rewriter.transformed(rule, types, inputs, _keep)
         return tuple(
-            _filled(moving, _like(results, [body.in_avals[i] for i in moving]), [None] * len(avals))
+            _filled(
+                pull.given,
+                _like(results, [body.in_avals[i] for i in pull.given]),
+                [None] * len(avals),
+            )
         )
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run
 
 
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
 def _instantiated(cotangent: Any) -> Any:
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+    if _is_zero(cotangent):
         aval: Any = cotangent.aval  # with its sharding and the axes that it varies over
         return jnp.zeros_like(aval)
     return cotangent
@@ -176,9 +189,12 @@ def _instantiated(cotangent: Any) -> Any:
 class _Pull:
     """What the backward rule needs besides arrays."""
 
-    def __init__(self, structure: Any, residual_types: tuple[Any, ...]) -> None:
+    def __init__(
+        self, structure: Any, residual_types: tuple[Any, ...], given: Sequence[int]
+    ) -> None:
         self.structure = structure
         self.residual_types = residual_types
+        self.given = given
 
     def __call__(self, *residuals: Any) -> Any:
         raise NotImplementedError("only carries its fields")

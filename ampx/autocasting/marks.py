@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
+
+from ampx import flax_modules
 
 # Names of jitted regions: grad, vmap, scan and remat all keep them.
 NATIVE_MARK = "ampx_as_written"
@@ -33,23 +36,26 @@ def active_half_dtype() -> Any:
 
 def as_written(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls `fun` in a region that autocast leaves alone; nothing inside sees an autocast."""
-
-    def region(args: Any, kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
-
-    region.__name__ = region.__qualname__ = NATIVE_MARK
     with _tracing_for(None):
-        return _jitted_with_statics(region, args, kwargs)
+        return _marked(NATIVE_MARK, fun, args, kwargs)
 
 
-def _jitted_with_statics(region: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    arrays, merge = split_arrays((args, kwargs))
+def _marked(mark: str, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `fun` as a jitted region of this name, which the rewriter opens again."""
+    call = flax_modules.pure_call(fun, args, kwargs)
+    arrays, merge = split_arrays(call.operands)
+    merge_results: Callable[[Any], Any] = lambda results: results  # noqa: E731
 
-    def of_arrays(*arrays: Any) -> Any:
-        return region(*merge(arrays))
+    def region(*arrays: Any) -> Any:
+        nonlocal merge_results
+        results, merge_results = split_arrays(call.fun(*merge(arrays)))
+        return results
 
-    of_arrays.__name__ = of_arrays.__qualname__ = region.__name__
-    return jax.jit(of_arrays)(*arrays)
+    region.__name__ = region.__qualname__ = mark
+    results = jax.jit(region)(*arrays)
+    result, state = merge_results(results)
+    call.write_back(state)
+    return result
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
@@ -67,18 +73,24 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, traced or not. Python numbers are not: they stay themselves."""
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
+    """Whether a leaf is an array that JAX takes. Numbers of Python and NumPy stay themselves."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSU"
+    if isinstance(leaf, type | np.generic):
+        return False
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
 def _cast(tree: Any, dtype: Any, only: Any = None) -> Any:
+    """Casts floating arrays; nnx objects stay, for a copy would lose what is written to it."""
+
     def cast_leaf(leaf: Any) -> Any:
         floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not floating or (only is not None and leaf.dtype != only):
             return leaf
         return lax.convert_element_type(leaf, dtype)
 
-    return jax.tree.map(cast_leaf, tree)
+    return jax.tree.map(cast_leaf, tree, is_leaf=flax_modules.is_nnx_object)
 
 
 def half_function(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +101,8 @@ def half_function(fun: Callable[..., Any]) -> Callable[..., Any]:
     jit, grad, vmap, scan and remat, inside or outside of autocast.
 
     Args:
-      fun: a function of pytrees of arrays (and anything else, which is passed on).
+      fun: a function of pytrees of arrays (and anything else, which is passed on; nnx modules keep
+        the dtypes that they hold).
 
     Returns:
       A function with the same signature. To code around it, half results look like float32.
@@ -111,7 +124,10 @@ def half_function(fun: Callable[..., Any]) -> Callable[..., Any]:
             return fun(*args, **kwargs)
         args, kwargs = _cast((args, kwargs), half, only=jnp.float32)
         result = as_written(fun, *args, **kwargs)
-        return jax.tree.map(lambda leaf: _relabelled(leaf) if leaf.dtype == half else leaf, result)
+        return jax.tree.map(
+            lambda leaf: _relabelled(leaf) if is_array(leaf) and leaf.dtype == half else leaf,
+            result,
+        )
 
     return in_half
 
@@ -182,11 +198,7 @@ def promote_function(fun: Callable[..., Any]) -> Callable[..., Any]:
         if active_half_dtype() is None:
             return fun(*args, **kwargs)
 
-        def region(args: Any, kwargs: Any) -> Any:
-            return fun(*args, **kwargs)
-
-        region.__name__ = PROMOTE_MARK
-        return _jitted_with_statics(region, args, kwargs)
+        return _marked(PROMOTE_MARK, fun, args, kwargs)
 
     return in_widest
 

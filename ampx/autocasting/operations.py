@@ -19,11 +19,13 @@ from ampx.autocasting.values import (
     Value,
     Vote,
     blended,
+    filled_with,
+    fits,
     is_float32,
     moved,
-    outlives,
     result,
     serves_every_example,
+    span_of,
 )
 
 OUT_OF_RANGE = "a constant leaves the range of half"
@@ -93,11 +95,22 @@ def full(eqn: Any, values: tuple[Value, ...], rule: str) -> Decision:
         if known.half or known.vote is Vote.HALF:
             known = COMPUTED
     else:
-        known = blended(touched)
+        known = _folded(eqn, touched) or blended(touched, name in tables.PICKING)
     outputs = tuple(known if is_float32(out) else AS_TRACED for out in eqn.outvars)
     involved = touched or any(is_float32(out) for out in eqn.outvars)
     operands = tuple(False if is_float32(atom) else None for atom in eqn.invars)
     return Decision("float32" if involved else "as traced", rule, operands, outputs)
+
+
+def _folded(eqn: Any, operands: Sequence[Value]) -> Value | None:
+    """A constant computed from constants, such as the root of a head's size."""
+    compute = tables.FOLDED.get(eqn.primitive.name)
+    constants = [value.constant for value in operands]
+    if compute is None or None in constants or len(constants) != len(eqn.invars):
+        return None
+    with np.errstate(all="ignore"):
+        number = compute(*map(np.float32, constants))
+    return filled_with(float(number)) if number == number else None
 
 
 def _half(eqn: Any, rule: str) -> Decision:
@@ -114,7 +127,8 @@ def _asked_for_half(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -
         return _unknown_in_half(eqn, rule, half)
     if name in tables.WITHOUT_HALF_FORM:
         return full(eqn, values, "has no half form")
-    if name not in tables.HALF_BY_DEFAULT and not all(_fits(value, half) for value in values):
+    in_range = all(value.span is None or fits(value.span, half) for value in values)
+    if name not in tables.HALF_BY_DEFAULT and not in_range:
         return full(eqn, values, OUT_OF_RANGE)
     return _half(eqn, rule)
 
@@ -137,7 +151,7 @@ def _unknown_in_half(eqn: Any, rule: str, half: Any) -> Decision:
 def _widest(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -> Decision:
     """Half if some operand is and all others agree, otherwise float32."""
     name = eqn.primitive.name
-    some_half = False
+    some_half, reason = False, ""
     for atom, value in zip(eqn.invars, values, strict=True):
         if not is_float32(atom):
             continue
@@ -147,14 +161,22 @@ def _widest(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -> Decisi
             objection = _objection(name, atom, value, half)
             if objection is not None:
                 return full(eqn, values, objection or rule)
+            if value.span is None and name in tables.SPREADING:
+                reason = "float32, for a number that is not known"
         elif not _yields(eqn, atom, value):
             return full(eqn, values, rule)
+        elif name in ("mul", "div"):
+            reason = "float32, for the range of a parameter"
     if not some_half:
         return full(eqn, values, rule)
     if _sums_when_transposed(eqn):
-        return full(eqn, values, "float32, for the sum of its transpose")._replace(
-            outputs=(Value(False, Vote.HALF),), follows=True
-        )
+        fill = eqn.params.get("fill_value")
+        if fill is not None and not fits(span_of(float(fill)), half):
+            return full(eqn, values, OUT_OF_RANGE)
+        reason = "float32, for the sum of its transpose"
+    if reason:
+        outputs = (Value(False, Vote.HALF),)
+        return full(eqn, values, reason)._replace(outputs=outputs, follows=True)
     return _half(eqn, rule)._replace(follows=name not in tables.TRANSFERS)
 
 
@@ -164,16 +186,13 @@ def _objection(name: str, atom: Any, constant: Value, half: Any) -> str | None:
         number = constant.constant
         exact = number is not None and float(np.asarray(number, half)) == number
         return None if exact else ""
-    fill = not jaxprs.is_literal(atom) and constant.constant is not None
+    fill = not jaxprs.is_literal(atom) and constant.constant == 0
     if fill and atom.aval.ndim and name in tables.ACCUMULATING:
-        return "summed into a constant array"
-    if name in tables.SELECTING and (constant.constant is None or abs(constant.constant) > 1):
-        return None  # narrowed to the nearest number in range
-    return None if _fits(constant, half) else OUT_OF_RANGE
-
-
-def _fits(value: Value, half: Any) -> bool:
-    return outlives(value.constant, half) and value.largest <= float(jnp.finfo(half).max)
+        return "summed into zeros"
+    if name in tables.SPREADING and constant.span is None:
+        return None  # a number, or its operation would promote: computed in float32
+    saturates = name in tables.SELECTING
+    return None if fits(constant.span, half, saturates) else OUT_OF_RANGE
 
 
 def _yields(eqn: Any, atom: Any, value: Value) -> bool:
@@ -205,7 +224,9 @@ def _conversion(
         return Decision("as traced", rule, (None,), (AS_TRACED,))
     if precision == "half" and rule != eqn.primitive.name:
         return Decision("half", rule, (None,), (IN_HALF,))
-    if value.constant is not None or source.aval.dtype == np.bool_:
+    if source.aval.dtype == np.bool_:
+        return Decision("float32", rule, (None,), (filled_with(1.0)._replace(constant=None),))
+    if value.constant is not None:
         return Decision("float32", rule, (None,), (value,))
     return Decision("float32", rule, (None,), (COMPUTED,))
 
@@ -231,8 +252,9 @@ def _spreads(eqn: Any) -> bool:
         return serves_every_example(eqn.invars[0], eqn.outvars[0])
     if name != "broadcast_in_dim" or not eqn.outvars[0].aval.ndim:
         return False
-    sizes = zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True)
-    return dict(sizes).get(0, 1) == 1 and eqn.outvars[0].aval.shape[0] != 1
+    sizes = dict(zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True))
+    # A new first axis of size 1 is that of a bias in a batch of one.
+    return 0 not in sizes or (sizes[0] == 1 and eqn.outvars[0].aval.shape[0] != 1)
 
 
 def _opts_out(eqn: Any, half_dtype: Any) -> bool:

@@ -226,14 +226,14 @@ def _asks(eqn: Any, decision: Decision, wanted: Sequence[Demand]) -> Sequence[De
     name = eqn.primitive.name
     if decision.bodies:
         return calls.asks(eqn, decision)
-    if name in tables.SUMMING_WHEN_TRANSPOSED and wanted[0] is Demand.HALF:
-        wanted = (Demand.KEEP,)
-    passes_on = name in tables.MOVING or name in tables.SUMMING_WHEN_TRANSPOSED
-    if passes_on and len(eqn.outvars) == 1 and is_float32(eqn.outvars[0]):
-        return [wanted[0] if is_float32(atom) else Demand.NONE for atom in eqn.invars]
+    if name in tables.MOVING and len(eqn.outvars) == 1 and is_float32(eqn.outvars[0]):
+        # What is narrowed before it is repeated has its cotangents summed in half.
+        sums = name in tables.SUMMING_WHEN_TRANSPOSED and wanted[0] is Demand.HALF
+        passed = Demand.KEEP if sums else wanted[0]
+        return [passed if is_float32(atom) else Demand.NONE for atom in eqn.invars]
     if decision.follows and _serves_float32(wanted):
         demand = Demand.FLOAT32
-    elif decision.precision == "float32":
+    elif decision.precision == "float32" and not decision.follows:
         demand = Demand.FLOAT32
     elif decision.follows and not any(is_float32(out) for out in eqn.outvars):
         demand = Demand.NONE

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ampx import jaxprs
+from ampx import flax_modules, jaxprs
 from ampx.autocasting.decisions import Decision, Plan
 from ampx.autocasting.planner import CLOSED_BOOK
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
@@ -175,7 +175,7 @@ def explain(
 
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        call = traced(fun, settings, output, args, kwargs)
+        call = traced(flax_modules.pure_call(fun, args, kwargs), settings, output)
         half = np.dtype(settings.half_dtype)
         rows = tuple(_rows(call.jaxpr, call.plan, half, ()))
         deciding = {row.rule for row in rows}

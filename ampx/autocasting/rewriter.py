@@ -11,7 +11,7 @@ import numpy as np
 from ampx import jaxprs
 from ampx.autocasting import custom_rules, tables
 from ampx.autocasting.decisions import Decision, Plan, Settings
-from ampx.autocasting.marks import RELABEL_MARK
+from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK
 from ampx.autocasting.planner import Planner
 from ampx.autocasting.values import (
     IN_HALF,
@@ -21,10 +21,10 @@ from ampx.autocasting.values import (
     actual_aval,
     actual_dtype,
     constant_value,
+    fits,
     input_value,
     is_float32,
     literal_value,
-    outlives,
     same_shape,
     saturated,
 )
@@ -113,6 +113,12 @@ class _Rewriting:
             if not all(body.changes_nothing for body in decision.bodies):
                 self._splice(eqn, decision, operands)
                 return
+        if jaxprs.call_name(eqn) in (NATIVE_MARK, PROMOTE_MARK):
+            (body,) = self._rewritten_bodies(eqn, decision) or jaxprs.bodies_of(eqn)
+            if not jaxprs.has_constants(body):
+                # Left a call, it would be compiled anew each time.
+                self._insert(eqn, decision, *jaxprs.opened_call(body, operands, eqn))
+                return
         outvars = [
             self._output(out, value)
             for out, value in zip(eqn.outvars, decision.outputs, strict=True)
@@ -185,9 +191,7 @@ class _Rewriting:
 
     def _narrowed_constant(self, atom: Any, value: Value, eqn: Any) -> Any:
         """A constant in half: what is finite stays finite."""
-        if value.constant is not None and (
-            outlives(value.constant, self.half) or abs(value.constant) < 1
-        ):
+        if fits(value.span, self.half):
             return self._converted(atom, eqn)
         eqns, (safe,) = jaxprs.spliced(_saturate(self.half), [atom], eqn)
         self.eqns.extend(eqns)
@@ -217,8 +221,15 @@ class _Rewriting:
         return self.rewriter.rewritten(jaxpr, plan)
 
     def _rewritten_bodies(self, eqn: Any, decision: Decision) -> list[jaxprs.Jaxpr]:
+        if not decision.bodies:
+            return []
         pairs = zip(jaxprs.bodies_of(eqn), decision.bodies, strict=True)
         return [self.rewriter.rewritten(body, plan) for body, plan in pairs]
+
+    def _insert(self, eqn: Any, decision: Decision, eqns: Sequence[Any], atoms: Any) -> None:
+        self.eqns.extend(eqns)
+        for out, atom, value in zip(eqn.outvars, atoms, decision.outputs, strict=True):
+            self._define(out, atom, value)
 
     def _splice(self, eqn: Any, decision: Decision, operands: Sequence[Any]) -> None:
         """Equations that only their own public function can build."""
@@ -232,10 +243,7 @@ class _Rewriting:
         else:
             (body,) = self._rewritten_bodies(eqn, decision)
             fun = custom_rules.transformed(eqn, self.opened, body, self.rewriter)
-        eqns, outputs = jaxprs.spliced(fun, operands, eqn)
-        self.eqns.extend(eqns)
-        for out, atom, value in zip(eqn.outvars, outputs, decision.outputs, strict=True):
-            self._define(out, atom, value)
+        self._insert(eqn, decision, *jaxprs.spliced(fun, operands, eqn))
 
 
 def _saturate(half: Any) -> Callable[..., Any]:

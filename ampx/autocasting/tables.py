@@ -7,8 +7,11 @@ gets the dtypes that it was traced with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 Precision = Literal["half", "float32", "widest", "pass", "recurse", "opaque", "banned"]
 
@@ -126,6 +129,30 @@ ACCUMULATING = frozenset(("add", "add_any", "sub", "scatter-add", "scatter-sub")
 
 # These pick among their operands, so a constant that is too large may become the largest one.
 SELECTING = frozenset(("select_n", "max", "min", "clamp", "pad", "concatenate", "scatter"))
+
+# Each number of a result is one of an operand, but for its sign.
+PICKING = SELECTING | frozenset(
+    """abs neg sort reduce_max reduce_min cummax cummin gather tile dynamic_update_slice""".split()
+)
+
+# What constants make of constants is a constant.
+FOLDED: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "div": np.divide,
+        "neg": np.negative,
+        "max": np.maximum,
+        "min": np.minimum,
+        "pow": np.power,
+        "square": np.square,
+        "sqrt": np.sqrt,
+        "rsqrt": lambda x: 1 / np.sqrt(x),
+        "exp": np.exp,
+        "log": np.log,
+    }
+)
 
 # Results that are not numbers computed in the operand's precision: exact after any upcast.
 COMPARING = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"))

@@ -41,28 +41,17 @@ class Traced(NamedTuple):
     rewriter: Rewriter
     arrays: list[Any]
     structure: Any
-    write_back: Callable[[Any], None]
 
     def run(self) -> Any:
-        """The result, computed as planned."""
+        """The result and the state of nnx modules, computed as planned."""
         rewritten = self.rewriter.rewritten(self.jaxpr, self.plan)
-        outputs = jaxprs.evaluate(rewritten, *self.arrays)
-        result, state = jax.tree.unflatten(self.structure, outputs)
-        self.write_back(state)
-        return result
+        return jax.tree.unflatten(self.structure, jaxprs.evaluate(rewritten, *self.arrays))
 
 
-def traced(
-    fun: Callable[..., Any],
-    settings: Settings,
-    output: Output,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Traced:
-    """Traces `fun(*args, **kwargs)` in the dtypes it is given and plans its precision."""
-    call = flax_modules.pure_call(fun, args, kwargs)
+def traced(call: flax_modules.PureCall, settings: Settings, output: Output) -> Traced:
+    """Traces a call in the dtypes it is given and plans its precision."""
     arrays, merge = split_arrays(call.operands)
-    arrays = [jnp.asarray(a) if isinstance(a, np.ndarray | np.generic) else a for a in arrays]
+    arrays = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arrays]
 
     def of_arrays(*arrays: Any) -> Any:
         return call.fun(*merge(arrays))
@@ -75,7 +64,7 @@ def traced(
     inputs = [input_value(var.aval) for var in jaxprs.open_jaxpr(jaxpr).invars]
     rewriter = _rewriter(settings)
     plan = rewriter.planner.plan(jaxpr, inputs, demands)
-    return Traced(jaxpr, plan, rewriter, arrays, jax.tree.structure(shapes), call.write_back)
+    return Traced(jaxpr, plan, rewriter, arrays, jax.tree.structure(shapes))
 
 
 def settings_of(
@@ -155,11 +144,14 @@ def autocast(
                 else as_written(fun, *args, **kwargs)
             )
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return traced(fun, settings, output, args, kwargs).run()
+        call = flax_modules.pure_call(fun, args, kwargs)
 
-        if active_half_dtype() is None:
-            return run(*args, **kwargs)
-        return as_written(run, *args, **kwargs)
+        def run(*operands: Any) -> Any:
+            return traced(call._replace(operands=operands), settings, output).run()
+
+        nested = active_half_dtype() is not None
+        result, state = as_written(run, *call.operands) if nested else run(*call.operands)
+        call.write_back(state)
+        return result
 
     return at_mixed_precision

@@ -29,13 +29,13 @@ class Value(NamedTuple):
       half: whether it really is half. A value may vote half and still be float32.
       vote: see `Vote`.
       constant: the number it is filled with, where that is known.
-      largest: the largest magnitude of the finite numbers in the program that it is made of.
+      span: least and largest magnitude of its finite numbers other than zero, where that is known.
     """
 
     half: bool
     vote: Vote
     constant: float | None = None
-    largest: float = 0.0
+    span: tuple[float, float] | None = None
 
 
 AS_TRACED = Value(False, Vote.NEUTRAL)
@@ -90,7 +90,9 @@ def input_value(aval: Any) -> Value:
     """What is known of an input of the whole function."""
     if getattr(aval, "dtype", None) != np.float32:
         return AS_TRACED
-    return Value(False, Vote.NEUTRAL if aval.weak_type else Vote.PARAMETER)
+    # A weakly typed array came from somewhere; a weakly typed scalar is a number of the program.
+    weak_number = aval.weak_type and aval.ndim == 0
+    return Value(False, Vote.NEUTRAL if weak_number else Vote.PARAMETER)
 
 
 def constant_value(aval: Any) -> Value:
@@ -102,19 +104,37 @@ def constant_value(aval: Any) -> Value:
 
 def literal_value(atom: Any) -> Value:
     """What is known of a constant written into an equation."""
-    number = np.ndim(atom.val) == 0 and np.isrealobj(atom.val) and atom.val == atom.val
-    if not number:
+    number = np.asarray(atom.val)
+    if number.ndim or number.dtype.kind not in "fiub" or number != number:
         return AS_TRACED
-    constant = float(atom.val)
-    return Value(False, Vote.NEUTRAL, constant, abs(constant) if np.isfinite(constant) else 0.0)
+    return filled_with(float(number))
 
 
-def outlives(constant: float | None, dtype: Any) -> bool:
-    """Whether a number keeps its kind in `dtype`: nonzero stays nonzero, finite stays finite."""
-    if constant is None or constant == 0.0 or not np.isfinite(constant):
-        return True
-    largest, least = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).smallest_subnormal)
-    return least <= abs(constant) <= largest
+def filled_with(constant: float) -> Value:
+    """What is known of an array filled with a number."""
+    return Value(False, Vote.NEUTRAL, constant, span_of(constant))
+
+
+NOTHING = (np.inf, 0.0)  # the span of zeros
+
+
+def span_of(constant: float) -> tuple[float, float]:
+    """The span of one number."""
+    counts = constant != 0 and np.isfinite(constant)
+    return (abs(constant), abs(constant)) if counts else NOTHING
+
+
+def fits(span: tuple[float, float] | None, dtype: Any, saturates: bool = False) -> bool:
+    """Whether numbers of this span keep their kind in `dtype`: nonzero and finite stay so.
+
+    With `saturates`, too large ones may become the largest one.
+    """
+    if span is None:
+        return False
+    least, largest = span
+    limits = jnp.finfo(dtype)
+    enough = saturates or largest <= float(limits.max)
+    return enough and least >= float(limits.smallest_subnormal)
 
 
 def saturated(constant: float, dtype: Any) -> np.ndarray:
@@ -132,12 +152,20 @@ def moved(value: Value, spreads: bool) -> Value:
     return value
 
 
-def blended(values: Iterable[Value]) -> Value:
-    """What is known of a float32 result of these operands: constants make a constant."""
+def blended(values: Iterable[Value], picks: bool) -> Value:
+    """What is known of a float32 result of these operands: constants make a constant.
+
+    Args:
+      values: of the float32 operands.
+      picks: whether each number of the result is one of an operand.
+    """
     values = list(values)
     if any(value.vote is not Vote.NEUTRAL for value in values):
         return COMPUTED
-    return AS_TRACED._replace(largest=max((value.largest for value in values), default=0.0))
+    spans = [value.span for value in values]
+    if not picks or None in spans:
+        return AS_TRACED
+    return AS_TRACED._replace(span=(min(s[0] for s in spans), max(s[1] for s in spans)))
 
 
 def same_shape(first: Any, second: Any) -> bool:
@@ -154,12 +182,14 @@ def serves_every_example(first: Any, second: Any) -> bool:
 
 
 def result(aval: Any, value: Value) -> Value:
-    """What is known of an output, by its type: weakly typed results stay neutral."""
+    """What is known of an output, by its type: weakly typed numbers stay neutral."""
     if getattr(aval, "dtype", None) != np.float32:
         return value if value.vote is Vote.NEUTRAL else AS_TRACED
-    if aval.weak_type and not value.half:
-        return value._replace(vote=Vote.NEUTRAL)
-    return value
+    if value.half or value.vote is not Vote.NEUTRAL:
+        weak_number = aval.weak_type and aval.ndim == 0 and not value.half
+        return value._replace(vote=Vote.NEUTRAL) if weak_number else value
+    # Of an array of unknown numbers, only those written into the program are neutral.
+    return COMPUTED if aval.ndim and value.span is None else value
 
 
 def actual_dtype(aval: Any, value: Value, half_dtype: Any) -> Any:
