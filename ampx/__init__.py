@@ -11,6 +11,8 @@ from ampx.autocasting.marks import (
 from ampx.autocasting.report import Explanation, explain
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import autocast
+from ampx.backward_reduction import reduce_in_backward
+from ampx.bucket_clipping import clip_by_bucket_norm
 from ampx.buckets import Bucket, BucketLayout, bucket_layout
 from ampx.loss_scale_state import (
     LossScaleState,
@@ -28,6 +30,7 @@ from ampx.loss_scaling import (
 )
 from ampx.masters import MasterWeightsState, apply_updates, master_params, master_weights
 from ampx.opt_levels import Recipe, as_recipe, opt_level
+from ampx.overlap import OverlapReport, check_overlap, forward_order
 from ampx.precision import Policy, cast_floating, get_policy, is_norm_path, norm_rule
 from ampx.reduction import ReductionState, all_reduce
 from ampx.sharding import Zero1State, zero1, zero1_specs
@@ -48,6 +51,7 @@ __all__ = [
     "LossScaleState",
     "MasterWeightsState",
     "MultiStepsState",
+    "OverlapReport",
     "Policy",
     "Recipe",
     "ReductionState",
@@ -65,6 +69,8 @@ __all__ = [
     "bucket_layout",
     "cast",
     "cast_floating",
+    "check_overlap",
+    "clip_by_bucket_norm",
     "count_nonfinite",
     "current_loss_scale",
     "densify",
@@ -73,6 +79,7 @@ __all__ = [
     "explain",
     "find_loss_scale_state",
     "float_function",
+    "forward_order",
     "get_policy",
     "half_function",
     "is_norm_path",
@@ -86,6 +93,7 @@ __all__ = [
     "opt_level",
     "promote_function",
     "raise_if_exhausted",
+    "reduce_in_backward",
     "select_if_finite",
     "split_microbatches",
     "static_loss_scale",

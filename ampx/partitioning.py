@@ -178,7 +178,7 @@ class _Partition:
                     return [part.value for part in outputs]
                 return [
                     varying(part.value, self.axes)
-                    if part.dim == dim
+                    if part.dim is not None
                     else own_shard(part.value, dim, self.axes)
                     for part, dim in zip(outputs, dims_of_all, strict=True)
                 ]

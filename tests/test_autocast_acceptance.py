@@ -134,6 +134,16 @@ def test_masks_made_of_constants_stay_finite_in_float16_when_scores_are_added():
     assert all_finite(scores)
 
 
+def test_infinite_fills_beside_finite_ones_stay_infinite():
+    def masked(x, w, mask):
+        return jnp.where(mask, x @ w, jnp.where(mask[::-1], -1e9, -jnp.inf))
+
+    mask = jnp.arange(32).reshape(4, 8) % 3 == 0
+    scores = float16(masked)(X, W, mask)
+    assert scores.dtype == jnp.float16
+    np.testing.assert_array_equal(scores == -jnp.inf, ~mask & ~mask[::-1])
+
+
 # Loops.
 
 

@@ -1,0 +1,165 @@
+"""Starts the processes of one distributed program on this machine, and sees all of them end.
+
+Each process has one CPU device and speaks gloo over loopback. What it computes is a function of
+`process_workers.py`. No process outlives a call: whoever is still there at the end is killed.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WORKERS = pathlib.Path(__file__).with_name("process_workers.py")
+ROOT = WORKERS.parents[1]
+LOG_LINES = 25
+# After this much silence of one process, JAX ends the others.
+HEARTBEAT_SECONDS = 5
+
+
+class End(NamedTuple):
+    """How one process ended: `code` is negative for a signal, as in `subprocess`."""
+
+    rank: int
+    code: int
+    seconds: float
+    killed_here: bool = False
+    log: str = ""
+
+    def __str__(self) -> str:
+        how = f"exit code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
+        how = "still running, killed from outside" if self.killed_here else how
+        return f"process {self.rank}: {how} after {self.seconds:.1f} s"
+
+
+class ProcessesFailed(Exception):  # noqa: N818
+    """Some process did not end well. `ends` tells of each, in the order of ranks."""
+
+    def __init__(self, worker: str, ends: list[End], why: str) -> None:
+        self.ends = sorted(ends)
+        lines = [f"{worker!r} on {len(ends)} processes: {why}"]
+        lines += [f"  {end}" for end in self.ends]
+        for end in self.ends:
+            tail = "\n".join(end.log.splitlines()[-LOG_LINES:]) or "(nothing)"
+            lines.append(f"--- last lines of process {end.rank} ---\n{tail}")
+        super().__init__("\n".join(lines))
+
+
+def run_processes(
+    worker: str,
+    count: int,
+    *,
+    timeout: float = 60.0,
+    grace: float = 20.0,
+    args: dict[str, Any] | None = None,
+) -> list[dict[str, np.ndarray]]:
+    """Runs a function of `process_workers.py` in `count` processes.
+
+    Args:
+      worker: name of the function.
+      count: number of processes.
+      timeout: seconds for all of it; afterwards they are killed.
+      grace: once one has failed, seconds in which the others may end by themselves and say why.
+      args: keyword arguments of the function, as JSON holds them.
+
+    Returns:
+      What each process returned, by rank.
+
+    Raises:
+      ProcessesFailed: if any process ended with another exit code than 0, or had to be killed.
+    """
+    with tempfile.TemporaryDirectory() as directory, reserved_port() as port:
+        setup = {
+            "worker": worker,
+            "count": count,
+            "address": f"127.0.0.1:{port}",
+            "heartbeat": HEARTBEAT_SECONDS,
+            # Should this process be killed itself, the workers do not stay behind.
+            "alarm": int(timeout) + 5,
+            "directory": directory,
+            "args": args or {},
+        }
+        ends = _run(setup, timeout, grace)
+        if any(end.code for end in ends):
+            raise ProcessesFailed(worker, ends, _cause(ends, timeout))
+        results = []
+        for rank in range(count):
+            with np.load(f"{directory}/{rank}.npz") as arrays:
+                results.append(dict(arrays))
+        return results
+
+
+def _run(setup: dict[str, Any], timeout: float, grace: float) -> list[End]:
+    """Starts all and waits for all; their ends, in the order in which they came."""
+    start = time.monotonic()
+    deadline = start + timeout
+    logs = [pathlib.Path(setup["directory"], f"{rank}.log") for rank in range(setup["count"])]
+    processes = []
+    ends: list[End] = []
+    news: queue.Queue[End] = queue.Queue()
+
+    def wait(rank: int, process: subprocess.Popen) -> None:
+        news.put(End(rank, process.wait(), time.monotonic() - start))
+
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, str(WORKERS), json.dumps({"rank": rank, **setup})],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment(),
+                )
+            processes.append(process)
+            threading.Thread(target=wait, args=(rank, process), daemon=True).start()
+        with contextlib.suppress(queue.Empty):
+            while len(ends) < len(processes):
+                ends.append(news.get(timeout=max(0, deadline - time.monotonic())))
+                if ends[-1].code:
+                    deadline = min(deadline, time.monotonic() + grace)
+    finally:
+        for process in processes:
+            process.kill()  # does nothing to those that have ended
+    while len(ends) < len(processes):
+        ends.append(news.get()._replace(killed_here=True))
+    return [end._replace(log=logs[end.rank].read_text(errors="replace")) for end in ends]
+
+
+def _cause(ends: list[End], timeout: float) -> str:
+    failed = [end for end in ends if end.code and not end.killed_here]
+    # An exit code, or the SIGABRT with which JAX ends the others, may be an effect of a signal.
+    failed.sort(key=lambda end: end.code >= 0 or end.code == -signal.SIGABRT)
+    return f"failed first: {failed[0]}" if failed else f"not done within {timeout:g} s"
+
+
+def environment() -> dict[str, str]:
+    """This environment without what would change devices, flags or the way to loopback."""
+    dropped = ("XLA_", "JAX_", "SLURM_", "OMPI_", "KUBERNETES_")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(dropped) and not name.lower().endswith("_proxy")
+    }
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port that stays ours until the coordinator, who shares it, listens."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
