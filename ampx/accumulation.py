@@ -20,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ampx import flax_modules
 from ampx.aux_outputs import AuxReduction, reduce_aux
 from ampx.checking import check_choice, check_positive_int
+from ampx.mapped_axes import divided, reduced_axes, unreduced_zeros
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.precision import Policy, wider_dtype
 from ampx.sparse_rows import densify, merge_stacked, partition, read_tables
@@ -287,9 +288,11 @@ def _widen(grad: jax.Array, accumulator_dtype: DTypeLike) -> jax.Array:
 
 
 def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
-    """Zeros sharded, and varying over mapped axes, as the parameter and its gradient are."""
+    """Zeros sharded, and varying over mapped axes, as the gradient of the parameter is."""
     param = jnp.asarray(param)
     dtype = wider_dtype(param.dtype, accumulator_dtype)
+    if reduced_axes(param):
+        return unreduced_zeros(param, dtype)
     return jnp.zeros_like(param, dtype=dtype)
 
 
@@ -377,9 +380,11 @@ def _normalized(
     def divide(total: jax.Array) -> jax.Array:
         if not is_floating(total):
             return total
+        if normalize == "mean" and number == 1:
+            return total
+        mean = divided(total, number if normalize == "mean" else divisor.astype(total.dtype))
         if normalize == "mean":
-            return total / number if number > 1 else total
-        mean = total / divisor.astype(total.dtype)
+            return mean
         return jnp.where(weight == 0, jnp.zeros_like(mean), mean)
 
     aux = reduce_aux(auxes, weights, divisor, aux_reduction, axes, num_rows)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -49,10 +50,33 @@ def tracks_varying(axis: str) -> bool:
     return axis in varying_over(lax.axis_index(axis))
 
 
+def _spec_of(leaf: Any) -> Any:
+    return getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", None)
+
+
 def unreduced_axes(leaf: Any) -> frozenset[str]:
     """Explicit mesh axes along which a value is a sum that is still due."""
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
-    return frozenset(getattr(getattr(sharding, "spec", None), "unreduced", ()))
+    return frozenset(getattr(_spec_of(leaf), "unreduced", ()))
+
+
+def reduced_axes(leaf: Any) -> frozenset[str]:
+    """Explicit mesh axes along which the gradient of a value will be a sum that is still due."""
+    return frozenset(getattr(_spec_of(leaf), "reduced", ()))
+
+
+def unreduced_zeros(leaf: Any, dtype: Any) -> jax.Array:
+    """Zeros of the type that the gradient of a value with `reduced_axes` has."""
+    spec = jax.P(*_spec_of(leaf).partitions, unreduced=reduced_axes(leaf))
+    return jax.reshard(jnp.zeros(leaf.shape, dtype), spec)
+
+
+def divided(total: jax.Array, divisor: Any) -> jax.Array:
+    """A quotient, also of a sum that is still due, which only a product can scale."""
+    axes = unreduced_axes(total)
+    if not axes:
+        return total / divisor
+    factor = jnp.asarray(1 / divisor, total.dtype)
+    return total * jax.reshard(factor, jax.P(reduced=axes))
 
 
 def has_automatic_axes() -> bool:

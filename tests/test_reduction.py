@@ -436,3 +436,32 @@ def test_unreduced_gradients_of_explicit_axes_are_reduced_once_outside_the_loop(
     rows = np.asarray(x).reshape(-1, 8)
     np.testing.assert_allclose(result, 2 * rows.T @ rows, rtol=1e-5)
     assert text.count(" all-reduce(") == 1
+
+
+@pytest.mark.parametrize("normalize", ["mean", "weights"])
+def test_micro_batches_over_explicit_axes_are_reduced_once(normalize):
+    mesh = make_mesh((4,), ("data",), "Explicit")
+    tx = optax.chain(ampx.all_reduce("data", op="sum"), optax.sgd(1.0))
+
+    def loss(w, x):
+        squares = jnp.tanh(x @ w) ** 2
+        return jnp.mean(squares) if normalize == "mean" else (jnp.sum(squares), jnp.float32(x.size))
+
+    grads_of = ampx.value_and_grad(loss, num_microbatches=4, normalize=normalize)
+
+    def step(w, x):
+        local = jax.reshard(w, P(reduced={"data"}))  # its gradient is left unreduced
+        result = grads_of(local, x)
+        updates, _ = tx.update(result.grads, tx.init(w), w)
+        return w + updates, result.loss
+
+    w, x = jnp.eye(8), jax.random.normal(jax.random.key(0), (16, 8))
+    expected = grads_of(w, x)
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(x, NamedSharding(mesh, P("data")))
+        compiled = jax.jit(step).lower(w, spread).compile()
+        new, value = compiled(jax.device_put(w, NamedSharding(mesh, P())), spread)
+    np.testing.assert_allclose(value, expected.loss, rtol=1e-6)
+    np.testing.assert_allclose(new, w - expected.grads, rtol=1e-5, atol=1e-7)
+    whole = [line for line in compiled.as_text().splitlines() if " all-reduce(" in line]
+    assert len([line for line in whole if "f32[8,8]" in line]) == 1
