@@ -187,7 +187,9 @@ def bucket_layout(
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
     sizes = [math.prod(shape) for shape in shapes]
-    dtypes = [None if is_float0(leaf) else np.dtype(jnp.result_type(leaf)) for leaf in leaves]
+    dtypes: list[Any] = [
+        None if is_float0(leaf) else np.dtype(jnp.result_type(leaf)) for leaf in leaves
+    ]
     held = {i for i, size in enumerate(sizes) if size and dtypes[i] is not None}
     if bucket_bytes is None:
         bucket_bytes = default_bucket_bytes(sum(sizes[i] * dtypes[i].itemsize for i in held))
@@ -197,7 +199,7 @@ def bucket_layout(
             f"order must be a permutation of the {len(leaves)} leaves, got {list(order)}"
         )
 
-    open_buckets: dict[Hashable, list[int]] = {}
+    open_buckets: dict[Any, list[int]] = {}
     closed: list[tuple[Any, list[int]]] = []
     for i in reversed(range(len(leaves)) if order is None else order):
         if i not in held:

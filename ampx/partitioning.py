@@ -151,7 +151,7 @@ class _Partition:
     def _reduced(self, eqn: jaxprs.Equation, part: Part) -> Part:
         axes = eqn.params["axes"]
         (value,) = jaxprs.bound(eqn, [part.value])
-        if part.dim in axes:
+        if part.dim is None or part.dim in axes:
             return Part(_OVER_DEVICES[eqn.primitive.name](value, self.axes))
         return Part(value, part.dim - sum(axis < part.dim for axis in axes))
 

@@ -138,8 +138,8 @@ class TrainStep:
         grads = densify(result.grads)
         extra_args: dict[str, Any] = {"weight": result.weight}
         if self.reduction is not None:
-            grads, about_reduction = self._reduced(grads, now.opt_state)
-            extra_args |= about_reduction
+            grads, about = _reduced(self.reduction, grads, now.opt_state)
+            extra_args |= about
         if is_nnx:
             new_state = train_states.apply_to_nnx(state, grads, result.model_state, extra_args)
             new_opt_state = train_states.read(new_state, self.tx).opt_state
@@ -154,21 +154,6 @@ class TrainStep:
             new_state = train_states.write(state, following)
         result = result._replace(grads=grads)
         return new_state, self._report(now, new_opt_state, result, scale)
-
-    def _reduced(self, grads: Any, opt_state: Any) -> tuple[Any, dict[str, Any]]:
-        """Gradients as `tx` wants them, over devices, and what it should know of them."""
-        axes = self.reduction.axes
-        verdict = Verdict(count_nonfinite(grads, axis_names=axes), axes)
-        judges = isinstance(opt_state, LossScaleState)
-        about = {"verdict": verdict} if judges else {}
-        if find_nodes(opt_state, Zero1State):
-            return grads, {**about, "reduce_op": self.reduction.op}
-        if find_nodes(opt_state, ReductionState):
-            raise ValueError(
-                f"tx reduces gradients, and so does train_step(axis_name={axes}): leave all_reduce "
-                "out of tx"
-            )
-        return self.reduction(grads, jnp.sum(verdict.counts)), about
 
     def _report(
         self, now: TrainState, new_opt_state: Any, result: GradResult, scale: jax.Array
@@ -203,6 +188,22 @@ class TrainStep:
             )
             return found[0][1] if len(found) == 1 else None
         return jnp.asarray(rate(now.step) if callable(rate) else rate, jnp.float32)
+
+
+def _reduced(reduction: Reduction, grads: Any, opt_state: Any) -> tuple[Any, dict[str, Any]]:
+    """Gradients as `tx` wants them, over devices, and what it should know of them."""
+    axes = reduction.axes
+    verdict = Verdict(count_nonfinite(grads, axis_names=axes), axes)
+    judges = isinstance(opt_state, LossScaleState)
+    about = {"verdict": verdict} if judges else {}
+    if find_nodes(opt_state, Zero1State):
+        return grads, {**about, "reduce_op": reduction.op}
+    if find_nodes(opt_state, ReductionState):
+        raise ValueError(
+            f"tx reduces gradients, and so does train_step(axis_name={axes}): leave all_reduce "
+            "out of tx"
+        )
+    return reduction(grads, jnp.sum(verdict.counts)), about
 
 
 def train_step(

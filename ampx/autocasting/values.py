@@ -162,8 +162,8 @@ def blended(values: Iterable[Value], picks: bool) -> Value:
     values = list(values)
     if any(value.vote is not Vote.NEUTRAL for value in values):
         return COMPUTED
-    spans = [value.span for value in values]
-    if not picks or None in spans:
+    spans = [value.span for value in values if value.span is not None]
+    if not picks or len(spans) < len(values):
         return AS_TRACED
     return AS_TRACED._replace(span=(min(s[0] for s in spans), max(s[1] for s in spans)))
 

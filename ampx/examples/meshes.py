@@ -1,0 +1,259 @@
+"""A training step over the devices of a mesh, in one process or in several.
+
+`None` in the place of a mesh is one device, and leaves everything as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ampx
+
+AXIS = "data"
+_PROCESS_FLAGS = ("coordinator", "num_processes", "process_id")
+
+
+def device_count(mesh: str | None) -> int:
+    """How many devices a `--mesh` asks for.
+
+    Args:
+      mesh: `"data=N"`, or None for one device without a mesh.
+
+    Returns:
+      The number of devices.
+
+    Raises:
+      ValueError: for anything else.
+
+    Examples:
+      >>> from ampx.examples import meshes
+      >>> meshes.device_count("data=4")
+      4
+    """
+    found = re.fullmatch(rf"{AXIS}=([1-9]\d*)", "data=1" if mesh is None else mesh)
+    if found is None:
+        raise ValueError(f"mesh must be {AXIS}=N for a number of devices N, got {mesh!r}")
+    return int(found[1])
+
+
+def add_process_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `start` takes to a command line.
+
+    Args:
+      parser: where to add them.
+
+    Examples:
+      >>> import argparse
+      >>> from ampx.examples import meshes
+      >>> parser = argparse.ArgumentParser()
+      >>> meshes.add_process_flags(parser)
+      >>> parser.parse_args(["--process-id", "1"]).process_id
+      1
+    """
+    flag = parser.add_argument
+    flag("--coordinator", metavar="HOST:PORT", help="where process 0 of several listens")
+    flag("--num-processes", type=int, metavar="N", help="how many processes share the mesh")
+    flag("--process-id", type=int, metavar="I", help="which of them this one is, from 0")
+
+
+def start(
+    mesh: str | None,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Gets the devices of a mesh, before anything else in the program touches one.
+
+    On CPU there are as many virtual devices as the mesh needs, in equal parts in all processes.
+
+    Args:
+      mesh: `"data=N"`, or None for one device without a mesh.
+      coordinator: address and port of process 0. Without the three arguments there is one process.
+      num_processes: how many there are.
+      process_id: the number of this one.
+
+    Raises:
+      ValueError: for arguments that do not fit together, and for a mesh without its devices.
+
+    Examples:
+      >>> from ampx.examples import meshes
+      >>> meshes.start(None)
+    """
+    given = dict(zip(_PROCESS_FLAGS, (coordinator, num_processes, process_id), strict=True))
+    if mesh is None:
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{_flag(name)} needs --mesh {AXIS}=N, N devices in all processes")
+        return
+    if len({value is None for value in given.values()}) > 1:
+        missing = next(name for name, value in given.items() if value is None)
+        raise ValueError(f"{_flag(missing)} is missing: {', '.join(map(_flag, given))} are for all")
+    processes = 1
+    if coordinator is not None and num_processes is not None and process_id is not None:
+        processes = num_processes
+        _check_processes(device_count(mesh), coordinator, num_processes, process_id)
+    wanted = device_count(mesh) // processes
+    if jax.config.jax_num_cpu_devices < wanted or processes > 1:
+        try:
+            jax.config.update("jax_num_cpu_devices", wanted)
+        except RuntimeError as error:
+            if processes > 1 or len(jax.devices()) < wanted:
+                raise ValueError(
+                    f"too late for --mesh {mesh}: JAX has been used already, with "
+                    f"{len(jax.devices())} {jax.default_backend()} devices. Start a new process"
+                ) from error
+    if processes > 1:
+        # An exception would wait for the other processes, which wait for this one.
+        sys.excepthook = _exit_at_once
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+    make_mesh(mesh)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_processes(devices: int, coordinator: str, num_processes: int, process_id: int) -> None:
+    if not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(f"--coordinator must be HOST:PORT, got {coordinator}")
+    if num_processes < 1 or devices % num_processes:
+        raise ValueError(f"a mesh of {devices} devices has no {num_processes} equal parts")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"--process-id must be 0 to {num_processes - 1}, got {process_id}")
+
+
+def _exit_at_once(*error: Any) -> None:
+    traceback.print_exception(*error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def make_mesh(mesh: str | None) -> Mesh | None:
+    """The mesh that is asked for.
+
+    Args:
+      mesh: `"data=N"`, or None.
+
+    Returns:
+      A mesh of the first N devices, or None.
+
+    Raises:
+      ValueError: if there are too few devices, or too many in several processes.
+
+    Examples:
+      >>> from ampx.examples import meshes
+      >>> meshes.make_mesh("data=1").shape["data"]
+      1
+    """
+    if mesh is None:
+        return None
+    count, devices = device_count(mesh), jax.devices()
+    backend, processes = jax.default_backend(), jax.process_count()
+    if len(devices) < count:
+        raise ValueError(
+            f"a mesh {mesh} needs {count} devices, and {backend} has {len(devices)}. For virtual "
+            f"ones set JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES={count // processes} before JAX "
+            "starts"
+        )
+    if processes > 1 and len(devices) > count:
+        raise ValueError(f"{processes} processes have {len(devices)} devices: use all in the mesh")
+    return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:count])
+
+
+def spread(
+    step: ampx.TrainStep, params: Any, mesh: Mesh | None
+) -> tuple[Callable[[Any, Any], Any], ampx.TrainState]:
+    """Maps a step over a mesh: the state is the same on all devices, but for what ZeRO-1 divides.
+
+    Args:
+      step: made with `axis_name="data"` if there is a mesh.
+      params: the first parameters.
+      mesh: a mesh, or None.
+
+    Returns:
+      A function `(state, batch) -> (state, report)`, not yet jitted, and the first state.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp, optax
+      >>> from ampx.examples import meshes
+      >>> mesh = meshes.make_mesh("data=1")
+      >>> step = ampx.train_step(lambda w, x: jnp.sum(w * x), optax.sgd(1.0), axis_name="data")
+      >>> mapped, state = meshes.spread(step, jnp.array(3.0), mesh)
+      >>> state, report = jax.jit(mapped)(state, meshes.split(jnp.ones(2), mesh))
+      >>> print(state.params, report.loss)
+      1.0 6.0
+    """
+    if mesh is None:
+        return step, step.init(params)
+    shapes = jax.eval_shape(step.init, params)
+    everywhere: Any = P()
+    specs = jax.tree.map(lambda _: everywhere, shapes)
+    if _is_divided(shapes.opt_state):
+        specs = specs._replace(opt_state=ampx.zero1_specs(step.tx, shapes.params, mesh, AXIS))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P()))
+    return mapped, jax.jit(step.init, out_shardings=shardings)(params)
+
+
+def _is_divided(opt_state: Any) -> bool:
+    def is_zero1(node: Any) -> bool:
+        return isinstance(node, ampx.Zero1State)
+
+    return any(map(is_zero1, jax.tree.leaves(opt_state, is_leaf=is_zero1)))
+
+
+def split(batch: Any, mesh: Mesh | None) -> Any:
+    """Puts an equal part of a batch on each device.
+
+    Args:
+      batch: an array that all processes hold whole; each puts down what its own devices need.
+      mesh: a mesh, or None.
+
+    Returns:
+      The batch as a global array; without a mesh as it was.
+
+    Examples:
+      >>> import numpy as np
+      >>> from ampx.examples import meshes
+      >>> meshes.split(np.ones((4, 2)), meshes.make_mesh("data=1")).shape
+      (4, 2)
+    """
+    if mesh is None:
+        return batch
+    batch = np.asarray(batch)
+    rows = NamedSharding(mesh, P(AXIS))
+    return jax.make_array_from_callback(batch.shape, rows, lambda index: batch[index])
+
+
+def gather(tree: Any, mesh: Mesh | None) -> Any:
+    """Whole arrays on one device of this process. All processes must call it.
+
+    Args:
+      tree: arrays on the mesh.
+      mesh: a mesh, or None.
+
+    Returns:
+      The same values; without a mesh the same arrays.
+
+    Examples:
+      >>> import numpy as np
+      >>> from ampx.examples import meshes
+      >>> mesh = meshes.make_mesh("data=1")
+      >>> print(meshes.gather(meshes.split(np.ones(2), mesh), mesh))
+      [1. 1.]
+    """
+    if mesh is None:
+        return tree
+    whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
