@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.mapped_axes import as_axes, bound_size
+from ampx.mapped_axes import as_axes, bound_size, varying_over
 from ampx.precision import wider_dtype
+from ampx.trees import path_name
 from ampx.verdicts import is_float0, is_floating, varying
 
 
@@ -36,7 +37,9 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
 
     Raises:
       NameError: outside of a `shard_map` that maps the axes.
-      ValueError: if `accumulator` has another structure than `params`.
+      ValueError: if `accumulator` has another structure than `params`, or the parameters vary over
+        the axes already, as those do that `ampx.value_and_grad(axis_name=...)` gives to a loss:
+        take `jax.value_and_grad` of each device's share of the loss instead.
 
     References:
       Li et al., PyTorch Distributed, https://arxiv.org/abs/2006.15704; accumulators that are added
@@ -55,6 +58,13 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
     """
     axes = as_axes(axis_name)
     bound_size(axes)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if varying_over(leaf) & set(axes):
+            raise ValueError(
+                f"the parameter at {path_name(path) or 'the root'} may differ over {axes}, so that "
+                "its gradient is each device's own: take jax.value_and_grad of each device's share "
+                "of the loss, with parameters that are the same everywhere"
+            )
     if accumulator is None:
         return jax.tree.map(lambda leaf: _reducing(axes)(leaf, None), params)
     structures = jax.tree.structure(params), jax.tree.structure(accumulator)

@@ -55,7 +55,7 @@ class Reduction:
     reduce_dtype: Any = np.dtype(np.float32)
     wire_dtype: Any = None
     bucket_bytes: int | None = None
-    tail_overlap: bool = True
+    tail_overlap: bool | None = None
     gradient_predivide_factor: float | None = None
     hierarchical: bool = False
     group_of: Callable[[str, Any], Hashable] | None = None
@@ -131,7 +131,10 @@ class Reduction:
             group_of=group,
             order=self.order,
         )
-        chained = self.tail_overlap and (len(layout.buckets) > 1 or first is not None)
+        overlaps = self.tail_overlap
+        if overlaps is None:
+            overlaps = jax.default_backend() != "cpu"
+        chained = overlaps and (len(layout.buckets) > 1 or first is not None)
         layout = dataclasses.replace(
             layout, buckets=tuple(self._with_room(b, chained) for b in layout.buckets)
         )
@@ -230,7 +233,7 @@ def all_reduce(
     reduce_dtype: DTypeLike = jnp.float32,
     wire_dtype: DTypeLike | None = None,
     bucket_bytes: int | None = None,
-    tail_overlap: bool = True,
+    tail_overlap: bool | None = None,
     gradient_predivide_factor: float | None = None,
     hierarchical: bool = False,
     group_of: Callable[[str, Any], Hashable] | None = None,
@@ -253,7 +256,8 @@ def all_reduce(
       bucket_bytes: see `ampx.bucket_layout`.
       tail_overlap: make each bucket wait for the one before it, so that XLA keeps them apart and
         the first parameters can be updated before the last bucket has arrived. Off, XLA may merge
-        them. `ampx.check_overlap` tells whether the rest of a step lets them.
+        them. None: on, except on CPUs, where nothing runs beside a reduction.
+        `ampx.check_overlap` tells whether the rest of a step lets them.
       gradient_predivide_factor: a mean divides by this before the sum and by the rest after it.
         None: by all of the devices before, so that a sum of finite gradients is finite.
       hierarchical: with axes such as `("host", "device")`: scatter over the inner ones, sum over

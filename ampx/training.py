@@ -254,7 +254,7 @@ def train_step(
         is an `ampx.zero1`. Under plain `jit` leave it out: arrays are global there. Statistics in a
         model's state stay each device's own, unless `loss_fn` averages them.
       bucket_bytes: see `ampx.bucket_layout`; for `axis_name`.
-      tail_overlap: see `ampx.all_reduce`; for `axis_name`, where it is True unless told otherwise.
+      tail_overlap: see `ampx.all_reduce`; for `axis_name`.
 
     Returns:
       A `TrainStep`.
@@ -312,7 +312,7 @@ def _reduction(
 ) -> Reduction | None:
     if axis_name:
         return checked_reduction(
-            axis_name, op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap is not False
+            axis_name, op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap
         )
     for name, value in (("tail_overlap", tail_overlap), ("bucket_bytes", bucket_bytes)):
         if value:

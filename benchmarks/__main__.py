@@ -1,4 +1,4 @@
-"""`python -m benchmarks [scaling|accumulation|tail|compile|autocast ...]`, all without a name."""
+"""`python -m benchmarks [NAME ...]`, as `--help` lists them, or all without a name."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import ampx
-from benchmarks import autocast, model
+from benchmarks import autocast, distributed, model
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -203,6 +203,7 @@ BENCHMARKS = {
     "tail": tail,
     "accumulation": accumulation,
     "compile": compiling,
+    "distributed": distributed.distributed,
     "autocast": autocast.autocasting,
 }
 

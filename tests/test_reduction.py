@@ -67,7 +67,7 @@ def sums(trees, op):
 def test_it_is_the_sum_or_mean(name, op, kind, check_vma):
     shape, names = MESHES[name]
     trees = local_trees(int(np.prod(shape)))
-    tx = ampx.all_reduce(names, op=op, bucket_bytes=128)
+    tx = ampx.all_reduce(names, op=op, bucket_bytes=128, tail_overlap=True)
     result = reduced(tx, trees, shape, names, kind, check_vma)
     if name == "three" and op == "mean":  # thirds are rounded before the sum
         for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(sums(trees, op)), strict=True):
@@ -88,13 +88,13 @@ def test_it_is_the_sum_or_mean(name, op, kind, check_vma):
         dict(order=(4, 1, 0, 2, 3)),
         dict(group_of=lambda path, leaf: path),
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 @CHECKED
 def test_options_change_no_number(options, check_vma):
     shape, names = MESHES["two axes"]
     trees = local_trees(8)
-    tx = ampx.all_reduce(names, **{"bucket_bytes": 128, **options})
+    tx = ampx.all_reduce(names, **{"bucket_bytes": 128, "tail_overlap": True, **options})
     assert_bit_equal(reduced(tx, trees, shape, names, "Auto", check_vma), sums(trees, "mean"))
 
 
@@ -136,7 +136,8 @@ def train(num_microbatches, tx, leaves=6, check_vma=True):
 @CHECKED
 def test_one_all_reduce_for_a_bucket_however_many_micro_batches(k, leaves, check_vma):
     """DDP's no_sync, lingvo's apply_crs_to_grad: counted in the compiled program."""
-    tx = optax.chain(ampx.all_reduce("data", op="sum", bucket_bytes=8 * 8 * 4 * 2), optax.sgd(0.1))
+    reduce = ampx.all_reduce("data", op="sum", bucket_bytes=8 * 8 * 4 * 2, tail_overlap=True)
+    tx = optax.chain(reduce, optax.sgd(0.1))
     step, args = train(k, tx, leaves, check_vma)
     # One for two leaves each, and one for loss and weight, which XLA may merge with the first.
     found = all_reduces(step, *args)
@@ -159,7 +160,7 @@ def test_a_step_over_devices_is_the_step_of_one(check_vma, scaled):
         tx = optax.chain(*links, optax.adamw(1e-2))
         return ampx.dynamic_loss_scale(tx, axis_names=axes) if scaled else tx
 
-    reduce = ampx.all_reduce("data", op="sum", bucket_bytes=512)
+    reduce = ampx.all_reduce("data", op="sum", bucket_bytes=512, tail_overlap=True)
     step, (params, state, _) = train(2, wrapped(reduce, axes="data"), check_vma=check_vma)
     alone, _ = train(2, wrapped())
     x = jax.random.normal(jax.random.key(0), (32, 8))
@@ -194,7 +195,9 @@ def test_a_step_over_devices_is_the_step_of_one(check_vma, scaled):
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 @pytest.mark.parametrize("where", [0, 3])
 def test_one_bad_device_makes_all_skip(bad, where, check_vma):
-    chain = optax.chain(ampx.all_reduce("data", op="sum", bucket_bytes=256), optax.adamw(0.1))
+    chain = optax.chain(
+        ampx.all_reduce("data", op="sum", bucket_bytes=256, tail_overlap=True), optax.adamw(0.1)
+    )
     tx = ampx.dynamic_loss_scale(chain, axis_names="data", init_scale=8.0)
     step, (params, state, x) = train(2, tx, check_vma=check_vma)
     step = jax.jit(step)

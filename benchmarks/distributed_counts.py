@@ -1,0 +1,185 @@
+"""How many reductions a data-parallel step has, and what its updates wait for."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+import ampx
+from ampx.overlap import check_overlap
+from benchmarks.distributed_steps import (
+    AXIS,
+    SPLIT,
+    Apply,
+    Step,
+    applied,
+    loss_fn,
+    make_batch,
+    make_params,
+    make_step,
+    on_devices,
+    placed,
+    reduced_by_ampx,
+    start,
+    summed_leaf_by_leaf,
+)
+
+_NO_COMBINER = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+
+
+def executed_all_reduces(text: str) -> int:
+    """How many all-reduces a run of a compiled program executes."""
+    bodies: dict[str, list[str]] = {}
+    entry = ""
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            lines = bodies.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif bodies:
+            lines.append(line)
+
+    def count(name: str) -> int:
+        total = 0
+        for line in bodies[name]:
+            if " all-reduce(" in line:
+                total += 1
+            elif body := re.search(r" while\(.*body=%?([\w.\-]+)", line):
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+                total += int(trips[1]) * count(body[1])
+            elif called := re.search(r" (?:call|fusion)\(.*(?:to_apply|calls)=%?([\w.\-]+)", line):
+                total += count(called[1])
+        return total
+
+    return count(entry)
+
+
+def _summed_in_each_microbatch(num_microbatches: int) -> Step:
+    """As it is written where gradients are reduced as soon as there are any."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state, _ = state
+        local = lax.pcast(params, AXIS, to="varying")
+
+        def one(x: jax.Array) -> tuple[Any, jax.Array]:
+            loss, grads = jax.value_and_grad(loss_fn)(local, x)
+            return jax.tree.map(lambda g: lax.psum(g, AXIS), grads), loss
+
+        def body(sums: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+            grads, loss = one(x)
+            return jax.tree.map(jnp.add, sums, grads), loss
+
+        if num_microbatches == 1:
+            grads, losses = one(x)
+        else:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            grads, losses = lax.scan(body, zeros, ampx.split_microbatches(x, num_microbatches))
+        number = num_microbatches * lax.axis_size(AXIS)
+        loss = lax.psum(jnp.sum(losses), AXIS) / number
+        grads = optax.tree.scale(1 / number, grads)
+        return (*applied(optax.sgd(0.1))(grads, opt_state, params), loss)
+
+    return step
+
+
+def counts(leaves: int, num_microbatches: int) -> dict[str, list[int]]:
+    """All-reduces as the program asks for them, and as XLA leaves them."""
+    width = 32
+    sgd = optax.sgd(0.1)
+    params = make_params(leaves, width)
+    quarter = leaves // 4 * width * width * 4
+    batch = placed(make_batch(width, 16 * jax.device_count()), SPLIT)
+    steps = {"in each micro-batch": _summed_in_each_microbatch(num_microbatches)}
+    for name, reduction in {
+        "after accumulation": summed_leaf_by_leaf(),
+        "all_reduce": reduced_by_ampx(),
+        "all_reduce, 4 buckets": reduced_by_ampx(bucket_bytes=quarter, tail_overlap=True),
+    }.items():
+        apply = applied(optax.chain(reduction, sgd))
+        steps[name] = make_step(apply, num_microbatches=num_microbatches)
+    found = {}
+    for name, step in steps.items():
+        # A reduction of the chain has no state, so that all begin alike.
+        tx = sgd if name == "in each micro-batch" else optax.chain(summed_leaf_by_leaf(), sgd)
+        lowered = jax.jit(on_devices(step)).lower(start(tx, params), batch)
+        found[name] = [
+            executed_all_reduces(lowered.compile(compiler_options=options).as_text() or "")
+            for options in (_NO_COMBINER, None)
+        ]
+    return found
+
+
+def _with_one_cond(reduction: Any, inner: optax.GradientTransformation) -> Apply:
+    """The verdict is known before the reductions, but one branch holds all updates."""
+
+    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        is_good = jnp.all(ampx.count_nonfinite(grads, axis_names=(AXIS,)) == 0)
+        grads, _ = reduction.update(grads, reduction.init(params))
+        return lax.cond(
+            is_good, lambda: applied(inner)(grads, state, params), lambda: (params, state)
+        )
+
+    return apply
+
+
+def _with_verdict_after(reduction: Any, inner: optax.GradientTransformation) -> Apply:
+    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        grads, _ = reduction.update(grads, reduction.init(params))
+        new = applied(inner)(grads, state, params)
+        is_good = jnp.all(ampx.count_nonfinite(grads) == 0)
+        return jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, (params, state))
+
+    return apply
+
+
+def waits() -> dict[str, list[list[int]]]:
+    """For each design: how many reductions each bucket waits for, in the program and compiled."""
+    layers, width = 12, 32
+    params = make_params(layers, width)
+    batch = placed(make_batch(width, 16 * jax.device_count()), SPLIT)
+    size = 3 * width * width * 4
+    layout = ampx.bucket_layout(params, bucket_bytes=size)
+    adamw = optax.adamw(1e-3)
+    chained, loose = (
+        reduced_by_ampx(bucket_bytes=size, tail_overlap=overlap) for overlap in (True, False)
+    )
+
+    def scaled(reduction: Any) -> optax.GradientTransformation:
+        return ampx.dynamic_loss_scale(optax.chain(reduction, adamw), axis_names=AXIS)
+
+    transformations = {
+        "clip_by_global_norm": optax.chain(chained, optax.clip_by_global_norm(1.0), adamw),
+        "apply_if_finite": optax.chain(chained, optax.apply_if_finite(adamw, 5)),
+        "clip_by_bucket_norm": optax.chain(
+            chained, ampx.clip_by_bucket_norm(1.0, bucket_bytes=size), adamw
+        ),
+        "loss scale": scaled(chained),
+        "loss scale, no tail overlap": scaled(loose),
+    }
+    designs = {
+        "verdict after": (_with_verdict_after(chained, adamw), adamw),
+        "one cond": (_with_one_cond(chained, adamw), adamw),
+        **{name: (applied(tx), tx) for name, tx in transformations.items()},
+    }
+    found = {}
+    for name, (apply, tx) in designs.items():
+        report = check_overlap(
+            on_devices(make_step(apply)), start(tx, params), batch, compiled=True
+        )
+        of_params = report.outputs[:layers]
+        found[name] = [
+            [
+                max(_numbers(of_params[i], report)[column] for i in bucket.leaves)
+                for column in (0, 1)
+            ]
+            for bucket in layout.buckets
+        ]
+    return found
+
+
+def _numbers(output: Any, report: Any) -> tuple[int, int]:
+    """Gradient reductions that an output waits for; one merged of four counts as four."""
+    merged = sum(report.compiled[place].gradients for place in output.compiled_waits_for)
+    return len(output.waits_for), merged
