@@ -15,7 +15,7 @@ demo: $(VENV)/.ready ## train a small language model in six precisions and compa
 	$(BIN)/python -m ampx.examples.language_model $(ARGS)
 
 test: $(VENV)/.ready ## run the tests: unit tests, doctests, notebooks
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.ready-lint ## check formatting, lint rules and types
 	$(BIN)/ruff format --check .

@@ -330,6 +330,12 @@ def _clipped(
 
     def init(params: optax.Params) -> optax.OptState:
         state = chain.init(params)
+        if find_nodes(state, Zero1State):
+            raise ValueError(
+                f"max_grad_norm={max_grad_norm} around zero1 would clip gradients that are not "
+                "reduced yet: clip inside, as in "
+                "zero1(optax.chain(optax.clip_by_global_norm(1.0), optimizer), axis_name)"
+            )
         if find_nodes(state, LossScaleState):
             raise ValueError(
                 f"max_grad_norm={max_grad_norm} around a loss scale would clip scaled gradients: "

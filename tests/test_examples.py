@@ -3,15 +3,20 @@
 import contextlib
 import dataclasses
 import io
+import json
 import pathlib
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
 import numpy as np
+import optax
 import pytest
+from processes import environment, reserved_port
 
 import ampx
-from ampx.examples import language_model, reporting, text, transformer
+from ampx.examples import language_model, meshes, reporting, text, transformer
 from ampx.examples.language_model import Config
 
 
@@ -150,11 +155,105 @@ def test_microbatches_change_rounding_only_and_on_step_sees_all(short, model, co
         (dict(batch_size=6, microbatches=4), "batch of 6 has no 4 equal"),
         (dict(learning_rate=float("nan")), "learning_rate must be positive"),
         (dict(seed=-1), "seed must not be negative, got -1"),
+        (dict(max_grad_norm=0.0), "max_grad_norm must be positive"),
+        (dict(mesh="4"), "mesh must be data=N for a number of devices N, got '4'"),
+        (dict(mesh="data=0"), "mesh must be data=N"),
+        (dict(mesh="model=2"), "mesh must be data=N"),
+        (dict(mesh="data=3"), "a batch of 4 has no 3 equal parts for the mesh data=3"),
+        (dict(mesh="data=2", microbatches=4), "batch of 2 on each device has no 4 equal micro-"),
+        (dict(zero1=True), "zero1 needs a mesh data=N"),
     ],
 )
 def test_config_is_checked(changes, match) -> None:
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(CONFIG, **changes)
+
+
+# --- over a mesh ----------------------------------------------------------------------------------
+
+SHORT = dataclasses.replace(CONFIG, steps=20, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def alone(short, model) -> language_model.Run:
+    return language_model.train(SHORT, corpus=short, model=model)
+
+
+def assert_same_training(history, expected) -> None:
+    """Each of the 20 losses, the norms, the scales and the skips, at float32."""
+    # The losses and gradients of 8 windows in another order: some units of 2**-24 relative, of
+    # which AdamW makes more where a second moment is nearly zero. Found: 4e-7 and 3e-7.
+    np.testing.assert_allclose(history.loss, expected.loss, rtol=2e-6)
+    np.testing.assert_allclose(history.global_norm, expected.global_norm, rtol=2e-6)
+    np.testing.assert_array_equal(history.loss_scale, expected.loss_scale)
+    np.testing.assert_array_equal(history.overflow, expected.overflow)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(mesh="data=4"),
+        dict(mesh="data=2", microbatches=2),
+        dict(mesh="data=1"),
+        dict(mesh="data=4", zero1=True),
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_a_mesh_changes_rounding_only(short, model, alone, changes) -> None:
+    config = dataclasses.replace(SHORT, **changes)
+    run = language_model.train(config, corpus=short, model=model)
+    assert_same_training(run.history, alone.history)
+    np.testing.assert_allclose(run.held_out_loss, alone.held_out_loss, rtol=1e-5)
+    assert run.devices == int(config.mesh[-1]) and alone.devices == 1
+    assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(run.state))
+    for leaf, expected in zip(
+        jax.tree.leaves(run.state.params), jax.tree.leaves(alone.state.params), strict=True
+    ):
+        assert leaf.shape == expected.shape and leaf.dtype == expected.dtype
+
+
+def test_a_mesh_finds_its_scale_by_skipping_together(short, model, scaled) -> None:
+    float16 = dict(precision="O2", half="float16", loss_scale="dynamic", init_scale=2.0**24)
+    config = dataclasses.replace(CONFIG, steps=20, mesh="data=4", **float16)
+    summed, divided = (
+        language_model.train(dataclasses.replace(config, zero1=zero1), corpus=short, model=model)
+        for zero1 in (False, True)
+    )
+    # Gradients are the same bits until they are summed, in float32. What that changes in a
+    # parameter can be one unit of its float16 copy, 2**-11, for some of the model.
+    np.testing.assert_allclose(summed.history.loss, divided.history.loss, rtol=1e-3)
+    np.testing.assert_array_equal(summed.history.overflow, divided.history.overflow)
+    # As with micro-batches, each device's mean is of fewer rows, each of which then weighs more:
+    # the scale that overflows is up to four times lower than on one device.
+    first, first_alone = (np.argmin(run.history.overflow) for run in (summed, scaled))
+    assert 2 <= first_alone <= first <= first_alone + 2
+    np.testing.assert_allclose(
+        summed.history.loss[:first_alone], scaled.history.loss[:first_alone], rtol=1e-3
+    )
+
+
+def test_zero1_divides_the_moments(model) -> None:
+    config = dataclasses.replace(SHORT, mesh="data=4", zero1=True)
+    variables = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 8), np.int32))
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), variables["params"])
+    step = language_model.make_step(config, transformer.make_loss(model))
+    _, state = meshes.spread(step, params, meshes.make_mesh(config.mesh))
+    moments = optax.tree.get(state.opt_state, "mu")
+    for tree, rows in ((state.params, 64), (moments, 16)):
+        position = tree["position"]
+        assert position.shape == (64, 16)
+        assert position.sharding.shard_shape(position.shape) == (rows, 16)
+
+
+def test_a_mesh_needs_its_devices(short, model) -> None:
+    config = dataclasses.replace(SHORT, batch_size=32, mesh="data=16")
+    with pytest.raises(ValueError, match=r"data=16 needs 16 devices, and cpu has 8.*before JAX"):
+        language_model.train(config, corpus=short, model=model)
+
+
+def test_table_says_how_many_devices(alone) -> None:
+    assert "Trained over" not in reporting.format_table([alone], 3.25)
+    assert "over 4 devices in 1 process;" in reporting.format_table([alone._replace(devices=4)], 3)
 
 
 # --- several runs ---------------------------------------------------------------------------------
@@ -213,6 +312,9 @@ def test_table_counts_updates_held_back(scaled) -> None:
 # --- the command line -----------------------------------------------------------------------------
 
 
+PROCESSES = "--coordinator 127.0.0.1:1 --num-processes"
+
+
 @pytest.fixture
 def configs_of(monkeypatch):
     def configs_of(flags: str) -> list[Config]:
@@ -239,6 +341,11 @@ def configs_of(monkeypatch):
             Config("O2", init_scale=1024.0, batch_size=8, learning_rate=0.1, seed=3),
         ),
         ("--precision O3 --max-grad-norm 0.5", Config(precision="O3", max_grad_norm=0.5)),
+        ("--precision O2 --mesh data=4", Config(precision="O2", mesh="data=4")),
+        (
+            "--precision O0 --mesh data=8 --zero1 --microbatches 2",
+            Config(precision="O0", mesh="data=8", zero1=True, microbatches=2),
+        ),
     ],
 )
 def test_flags(configs_of, flags, expected) -> None:
@@ -274,6 +381,19 @@ def test_no_precision_compares_six(configs_of) -> None:
         ("--microbatches 3", "batch of 16 has no 3 equal micro-batches"),
         ("--max-grad-norm 0", "max_grad_norm must be positive"),
         ("--seed -1", "seed must not be negative"),
+        ("--mesh 4", "mesh must be data=N for a number of devices N, got '4'"),
+        ("--mesh data=3", "a batch of 16 has no 3 equal parts"),
+        ("--mesh data=16", "data=16 needs 16 devices, and cpu has 8"),
+        ("--zero1", "zero1 needs a mesh data=N"),
+        ("--num-processes 2", "--num-processes needs --mesh data=N"),
+        ("--mesh data=2 --coordinator localhost:1", "--num-processes is missing"),
+        (f"--mesh data=2 {PROCESSES} 2 --process-id 2", "--process-id must be 0 to 1, got 2"),
+        (f"--mesh data=4 {PROCESSES} 3 --process-id 0", "4 devices has no 3 equal parts"),
+        (f"--mesh data=2 {PROCESSES} 2 --process-id 0", "JAX has been used already"),
+        (
+            "--mesh data=2 --coordinator here --num-processes 2 --process-id 0",
+            "--coordinator must be HOST:PORT, got here",
+        ),
         ("--output picture.doc", "must be a .png file in a folder that exists, got picture.doc"),
         ("--output no/such/folder/picture.png", "in a folder that exists"),
         ("--stpes 3", "unrecognized arguments"),
@@ -298,3 +418,74 @@ def test_main_trains(short, model, monkeypatch, tmp_path, capsys) -> None:
     out, err = capsys.readouterr()
     assert picture.exists() and not err
     assert "O2 float16, scale 128" in out and "2^7" in out
+
+
+# --- in processes of their own --------------------------------------------------------------------
+
+# The command line, with the small model and few held-out characters, and the losses in a file.
+COMMAND = """
+import json, pathlib, sys
+import numpy as np
+from ampx.examples import language_model as lm, text, transformer
+corpus = text.load_corpus()
+corpus = corpus._replace(held_out=corpus.held_out[:2000])
+text.load_corpus = lambda: corpus
+lm.make_model = lambda corpus: transformer.make_model(corpus, layers=1, width=16, heads=2)
+runs, compare = [], lm.compare
+lm.compare = lambda *args, **kwargs: runs.extend(compare(*args, **kwargs))
+lm.main(sys.argv[2:])
+losses = np.asarray(runs[0].history.loss, float).tolist()
+pathlib.Path(sys.argv[1]).write_text(json.dumps([runs[0].held_out_loss, *losses]))
+"""
+FLAGS = "--precision float32 --steps 20 --batch-size 8 --learning-rate 0.01"
+
+
+def run_commands(folder: pathlib.Path, *commands: str) -> list[tuple[str, str, list[float]]]:
+    """What each command, all of them running at once, has printed, and its losses."""
+    started = []
+    try:
+        for number, flags in enumerate(commands):
+            own = folder / str(number)
+            own.mkdir()
+            with (own / "out").open("wb") as out, (own / "err").open("wb") as err:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", COMMAND, "losses", *flags.split()],
+                        cwd=own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        env=environment() | {"MPLBACKEND": "Agg"},
+                    )
+                )
+        ends = [process.wait(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()  # does nothing to those that have ended
+            process.wait()
+    shown = [
+        [(folder / str(i) / name).read_text() for name in ("out", "err")] for i in range(len(ends))
+    ]
+    assert not any(ends), shown
+    losses = [json.loads((folder / str(i) / "losses").read_text()) for i in range(len(ends))]
+    return [(*two, own) for two, own in zip(shown, losses, strict=True)]
+
+
+def test_command_line_makes_virtual_devices(tmp_path, alone) -> None:
+    ((out, _, losses),) = run_commands(tmp_path, f"{FLAGS} --mesh data=4 --zero1")
+    assert "Trained over 4 devices in 1 process;" in out
+    np.testing.assert_allclose(losses[0], alone.held_out_loss, rtol=1e-5)
+
+
+def test_two_processes_train_as_one_does(tmp_path, alone) -> None:
+    with reserved_port() as port:
+        flags = f"{FLAGS} --mesh data=2 --coordinator 127.0.0.1:{port} --num-processes 2"
+        first, second = run_commands(tmp_path, f"{flags} --process-id 0", f"{flags} --process-id 1")
+    assert first[2] == second[2], "all processes have the same numbers"
+    np.testing.assert_allclose(first[2][0], alone.held_out_loss, rtol=1e-5)
+    np.testing.assert_allclose(first[2][1:], alone.history.loss, rtol=2e-6)
+    # Only the first prints, shows progress and draws.
+    assert "Trained over 2 devices in 2 processes;" in first[0] and "100%" in first[1]
+    assert "held-out" not in second[0] and "%" not in second[1]
+    pictures = [path.parent.name for path in tmp_path.glob("*/language_model.png")]
+    assert pictures == ["0"]

@@ -203,9 +203,8 @@ def test_half_parameters_have_sharded_masters():
 
 def test_train_step_takes_it_in_the_place_of_an_optimizer():
     mesh = make_mesh((4,), ("data",))
-    options = dict(loss_scale="dynamic", max_grad_norm=0.1, num_microbatches=2)
+    options = dict(loss_scale="dynamic", num_microbatches=2)
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-    options.pop("max_grad_norm")
     step = ampx.train_step(loss_fn, ampx.zero1(inner, "data"), axis_name="data", **options)
     alone = ampx.train_step(loss_fn, inner, **options)
     state, expected = step.init(PARAMS), alone.init(PARAMS)
@@ -247,6 +246,13 @@ def test_a_state_that_is_not_sharded_is_refused():
 def test_specs_need_a_zero1():
     with pytest.raises(ValueError, match=r"there is no ampx\.zero1"):
         ampx.zero1_specs(optax.adam(1e-2), PARAMS, make_mesh((4,), ("data",)))
+
+
+def test_clipping_before_the_reduction_is_refused():
+    tx = ampx.zero1(optax.sgd(0.1), "data")
+    step = ampx.train_step(loss_fn, tx, axis_name="data", max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="max_grad_norm=1.0 around zero1.*clip inside"):
+        step.init(PARAMS)
 
 
 def test_parameters_are_needed():

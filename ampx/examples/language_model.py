@@ -25,7 +25,7 @@ from flax import linen as nn
 
 import ampx
 from ampx import plotting
-from ampx.examples import reporting, text
+from ampx.examples import meshes, reporting, text
 from ampx.examples.transformer import CONTEXT, make_loss, make_model
 
 EVALUATION_BATCH = 64
@@ -48,6 +48,8 @@ class Config:
       learning_rate: its peak, after a tenth of the steps.
       max_grad_norm: gradients are clipped to this global norm.
       seed: of the first parameters and of the batches.
+      mesh: `"data=N"` splits each batch over N devices; None is one device.
+      zero1: divide the optimizer's state over the mesh.
 
     Examples:
       >>> from ampx.examples.language_model import Config
@@ -66,17 +68,16 @@ class Config:
     learning_rate: float = 5e-3
     max_grad_norm: float = 1.0
     seed: int = 0
+    mesh: str | None = None
+    zero1: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("microbatches", "steps", "batch_size", "learning_rate"):
+        for name in ("microbatches", "steps", "batch_size", "learning_rate", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
-        if self.batch_size % self.microbatches:
-            raise ValueError(
-                f"a batch of {self.batch_size} has no {self.microbatches} equal micro-batches"
-            )
+        meshes.check(self.mesh, self.batch_size, self.microbatches, self.zero1)
 
     @property
     def label(self) -> str:
@@ -108,7 +109,8 @@ class Run(NamedTuple):
       milliseconds: mean time of a step, without compilation.
       compile_seconds: time to trace and compile the step.
       temporary_bytes: memory of the compiled step beyond its inputs and outputs.
-      state: the last `ampx.TrainState`.
+      state: the last `ampx.TrainState`; whole arrays, also after training over a mesh.
+      devices: how many there were.
 
     Examples:
       >>> from ampx.examples import language_model, text
@@ -127,6 +129,7 @@ class Run(NamedTuple):
     compile_seconds: float
     temporary_bytes: int
     state: ampx.TrainState
+    devices: int = 1
 
     @property
     def skipped(self) -> int:
@@ -173,14 +176,19 @@ def make_step(config: Config, loss_fn: Callable[[Any, jax.Array], jax.Array]) ->
             growth_interval=config.growth_interval,
             max_scale=max(2.0**24, config.init_scale),
         )
+    optimizer, max_grad_norm = optax.adamw(schedule), config.max_grad_norm
+    if config.zero1:  # gradients are summed over devices in it, and clipped after that
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        optimizer, max_grad_norm = ampx.zero1(optax.chain(clip, optimizer), meshes.AXIS), None
     return ampx.train_step(
         loss_fn,
-        optax.adamw(schedule),
+        optimizer,
         policy=recipe,
         loss_scale=loss_scale,
-        max_grad_norm=config.max_grad_norm,
+        max_grad_norm=max_grad_norm,
         num_microbatches=config.microbatches,
         learning_rate=schedule,
+        axis_name=meshes.AXIS if config.mesh else None,
     )
 
 
@@ -204,7 +212,7 @@ def train(
       A `Run`.
 
     Raises:
-      ValueError: for settings that ampx refuses.
+      ValueError: for settings that ampx refuses, and for a mesh without enough devices.
 
     Examples:
       >>> from ampx.examples import language_model, text
@@ -217,22 +225,23 @@ def train(
     corpus = text.load_corpus() if corpus is None else corpus
     model = make_model(corpus) if model is None else model
     loss_fn = make_loss(model)
-    step = make_step(config, loss_fn)
+    mesh = meshes.make_mesh(config.mesh)
 
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(text.random_windows, corpus.train, rng, config.batch_size, CONTEXT + 1)
     params = jax.jit(model.init)(jax.random.key(config.seed), draw()[:, :-1])["params"]
-    state = step.init(params)
+    step, state = meshes.spread(make_step(config, loss_fn), params, mesh)
 
     started = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=0).lower(state, draw()).compile()
+    jitted = jax.jit(step, donate_argnums=0)
+    compiled = jitted.lower(state, meshes.split(draw(), mesh)).compile()
     compile_seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
 
     reports = []
     started = time.perf_counter()
     for _ in range(config.steps):
-        state, report = compiled(state, draw())
+        state, report = compiled(state, meshes.split(draw(), mesh))
         if on_step and reports:
             on_step(reports[-1])
         reports.append(report)
@@ -241,6 +250,7 @@ def train(
     if on_step:
         on_step(reports[-1])
 
+    state = meshes.gather(state, mesh)
     return Run(
         label=config.label,
         history=jax.tree.map(lambda *values: np.stack(values), *jax.device_get(reports)),
@@ -251,6 +261,7 @@ def train(
         compile_seconds=compile_seconds,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
         state=state,
+        devices=meshes.device_count(config.mesh),
     )
 
 
@@ -318,7 +329,7 @@ def compare(
     output: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> list[Run]:
-    """Trains each configuration, prints a table and saves a picture.
+    """Trains each configuration, prints a table and saves a picture; of several processes, one.
 
     Args:
       configs: the runs; the first is the one that the others are compared with.
@@ -338,12 +349,16 @@ def compare(
       >>> runs = lm.compare(lm.compared_configs(lm.Config()), output="demo.png")  # doctest: +SKIP
     """
     corpus = text.load_corpus() if corpus is None else corpus
-    runs = []
+    runs, is_first = [], jax.process_index() == 0
     for config in configs:
         tokens = config.batch_size * CONTEXT
-        bar = reporting.progress_bar(config.label, config.steps, tokens, disable=not progress)
+        bar = reporting.progress_bar(
+            config.label, config.steps, tokens, disable=not (progress and is_first)
+        )
         with bar as on_step:
             runs.append(train(config, corpus=corpus, model=model, on_step=on_step))
+    if not is_first:
+        return runs
     print(reporting.format_table(runs, text.unigram_entropy(corpus)))
     if output is not None:
         axes, _ = plotting.plot_training({run.label: run.history for run in runs})
@@ -370,13 +385,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     flags = vars(parser.parse_args(argv))
     output, progress = flags.pop("output"), not flags.pop("no_progress")
+    processes = {name: flags.pop(name) for name in meshes.PROCESS_FLAGS}
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         configs = _configs(given)
-        for config in configs:
-            make_step(config, lambda params, windows: jnp.zeros(()))
         if output.suffix != ".png" or not output.parent.is_dir():
             raise ValueError(f"--output must be a .png file in a folder that exists, got {output}")
+        meshes.start(configs[0].mesh, **processes)
+        for config in configs:
+            make_step(config, lambda params, windows: jnp.zeros(()))
     except (NotImplementedError, TypeError, ValueError) as error:
         parser.error(str(error))
     compare(configs, output=output, progress=progress)
@@ -414,6 +431,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--learning-rate", type=float, metavar="X", help=f"its peak ({Config.learning_rate})")
     flag("--max-grad-norm", type=float, metavar="X", help=f"clip to ({Config.max_grad_norm})")
     flag("--seed", type=int, metavar="N", help=f"of parameters and batches ({Config.seed})")
+    meshes.add_flags(parser)
     flag(
         "--output",
         type=Path,

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 import ampx
 
 AXIS = "data"
-_PROCESS_FLAGS = ("coordinator", "num_processes", "process_id")
+PROCESS_FLAGS = ("coordinator", "num_processes", "process_id")
+_CPU_DEVICES = "jax_num_cpu_devices"
 
 
 def device_count(mesh: str | None) -> int:
@@ -47,8 +48,39 @@ def device_count(mesh: str | None) -> int:
     return int(found[1])
 
 
-def add_process_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `start` takes to a command line.
+def check(mesh: str | None, batch_size: int, microbatches: int, zero1: bool) -> None:
+    """Checks that a batch can be divided over a mesh and into micro-batches.
+
+    Args:
+      mesh: `"data=N"`, or None.
+      batch_size: rows of a batch.
+      microbatches: slices of what one device has.
+      zero1: whether the optimizer's state is to be divided too.
+
+    Raises:
+      ValueError: if they do not go together.
+
+    Examples:
+      >>> from ampx.examples import meshes
+      >>> meshes.check("data=4", batch_size=6, microbatches=1, zero1=False)
+      Traceback (most recent call last):
+      ValueError: a batch of 6 has no 4 equal parts for the mesh data=4
+    """
+    devices = device_count(mesh)
+    if batch_size % devices:
+        raise ValueError(
+            f"a batch of {batch_size} has no {devices} equal parts for the mesh {mesh}"
+        )
+    rows = batch_size // devices
+    if rows % microbatches:
+        batch = f"a batch of {rows}" + (" on each device" if mesh else "")
+        raise ValueError(f"{batch} has no {microbatches} equal micro-batches")
+    if zero1 and mesh is None:
+        raise ValueError(f"zero1 needs a mesh {AXIS}=N to divide the optimizer's state over")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a mesh and of processes to a command line.
 
     Args:
       parser: where to add them.
@@ -57,11 +89,13 @@ def add_process_flags(parser: argparse.ArgumentParser) -> None:
       >>> import argparse
       >>> from ampx.examples import meshes
       >>> parser = argparse.ArgumentParser()
-      >>> meshes.add_process_flags(parser)
-      >>> parser.parse_args(["--process-id", "1"]).process_id
-      1
+      >>> meshes.add_flags(parser)
+      >>> parser.parse_args(["--mesh", "data=4"]).mesh
+      'data=4'
     """
     flag = parser.add_argument
+    flag("--mesh", metavar=f"{AXIS}=N", help="split batches over N devices (on CPU virtual ones)")
+    flag("--zero1", action="store_true", default=None, help="divide the optimizer's state too")
     flag("--coordinator", metavar="HOST:PORT", help="where process 0 of several listens")
     flag("--num-processes", type=int, metavar="N", help="how many processes share the mesh")
     flag("--process-id", type=int, metavar="I", help="which of them this one is, from 0")
@@ -90,7 +124,7 @@ def start(
       >>> from ampx.examples import meshes
       >>> meshes.start(None)
     """
-    given = dict(zip(_PROCESS_FLAGS, (coordinator, num_processes, process_id), strict=True))
+    given = dict(zip(PROCESS_FLAGS, (coordinator, num_processes, process_id), strict=True))
     if mesh is None:
         for name, value in given.items():
             if value is not None:
@@ -104,15 +138,12 @@ def start(
         processes = num_processes
         _check_processes(device_count(mesh), coordinator, num_processes, process_id)
     wanted = device_count(mesh) // processes
-    if jax.config.jax_num_cpu_devices < wanted or processes > 1:
+    if processes > 1 or getattr(jax.config, _CPU_DEVICES) < wanted:
         try:
-            jax.config.update("jax_num_cpu_devices", wanted)
+            jax.config.update(_CPU_DEVICES, wanted)
         except RuntimeError as error:
-            if processes > 1 or len(jax.devices()) < wanted:
-                raise ValueError(
-                    f"too late for --mesh {mesh}: JAX has been used already, with "
-                    f"{len(jax.devices())} {jax.default_backend()} devices. Start a new process"
-                ) from error
+            if processes > 1:
+                raise ValueError("too late for --coordinator: JAX has been used already") from error
     if processes > 1:
         # An exception would wait for the other processes, which wait for this one.
         sys.excepthook = _exit_at_once

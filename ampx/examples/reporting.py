@@ -134,6 +134,11 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
         f"ms/step: without compilation. jax {jax.__version__}, {os.cpu_count()} CPUs, "
         f"backend {jax.default_backend()}.",
     ]
+    if runs and runs[0].devices > 1:
+        lines.append(
+            f"Trained over {runs[0].devices} devices in {jax.process_count()} process"
+            f"{'es' if jax.process_count() > 1 else ''}; temp MiB: of one device."
+        )
     if jax.default_backend() == "cpu":
         lines.append("Most CPUs have no half arithmetic: its speed shows on accelerators only.")
     return "\n".join(lines)
