@@ -59,8 +59,8 @@ def zero1(
     `inner` may be any transformation that works element by element and by reductions: AdamW, LAMB,
     `clip_by_global_norm`, `ampx.master_weights`, schedules. It is traced as if it saw whole arrays,
     and its sums over a parameter go on over the devices, so that norms are those of the whole. An
-    operation that shards do not allow, such as a matrix product, is refused. Clipping belongs inside:
-    before `zero1` gradients are each device's own.
+    operation that shards do not allow, such as a matrix product, is refused. Clipping belongs
+    inside: before `zero1` gradients are each device's own.
 
     A parameter is divided along its longest axis that n divides; one without such an axis is
     updated on every device. The state keeps the shapes that `inner` gives it, so a checkpoint does
