@@ -14,6 +14,7 @@ from ampx.accumulation import Normalize
 from ampx.checking import check_choice, check_positive_int, check_transformation
 from ampx.loss_scale_state import LossScaleState
 from ampx.precision import wider_dtype
+from ampx.reduction import ReductionState
 from ampx.trees import find_nodes
 
 OnNonfinite = Literal["drop_window", "drop_micro_step"]
@@ -85,7 +86,8 @@ def multi_steps(
     Raises:
       TypeError: if `inner` is not a gradient transformation or `every_k` neither int nor function.
       ValueError: for `every_k` < 1, an unknown choice, a missing weight, or dropping micro-steps
-        around a loss scale, which would then never see an overflow.
+        around a loss scale, which would then never see an overflow; or a reduction inside without
+        `axis_names`.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -131,6 +133,11 @@ def multi_steps(
         weight: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, MultiStepsState]:
+        if find_nodes(state.inner_state, ReductionState) and not axis_names:
+            raise ValueError(
+                "the transformation inside reduces gradients over mapped axes, so all devices must "
+                "agree on what to drop: give multi_steps axis_names, as in axis_names='data'"
+            )
         if normalize == "weights" and weight is None:
             raise ValueError("normalize='weights' needs update(..., weight=<float scalar>)")
         weight = jnp.asarray(weight if normalize == "weights" else 1.0, jnp.float32)

@@ -306,7 +306,10 @@ def test_horovod_local_aggregation():
     """test_tensorflow.py: gradient = rank, k calls summed locally, one reduction a window."""
     k, count = 4, 4
     tx = ampx.multi_steps(
-        optax.chain(ampx.all_reduce("data", op="sum"), optax.sgd(1.0)), k, normalize="sum"
+        optax.chain(ampx.all_reduce("data", op="sum"), optax.sgd(1.0)),
+        k,
+        normalize="sum",
+        axis_names="data",
     )
     mesh = make_mesh((count,), ("data",))
 
@@ -338,6 +341,13 @@ def test_gradients_that_jax_has_summed_already_are_refused():
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match="at a is the same on all devices along 'data'.*n times"):
         jax.jit(mapped)({"a": jnp.ones(())}, jnp.ones(8))
+
+
+def test_a_window_that_asks_nobody_is_refused():
+    tx = ampx.multi_steps(optax.chain(ampx.all_reduce("data"), optax.sgd(0.1)), 2)
+    step, args = train(1, tx)
+    with pytest.raises(ValueError, match="all devices must agree on what to drop"):
+        jax.jit(step)(*args)
 
 
 def test_without_a_mapped_axis_there_is_nothing_to_reduce():
