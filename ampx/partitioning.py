@@ -120,7 +120,8 @@ class _Partition:
         if name in _PLACEMENTS:
             return operands
         if name in _OVER_DEVICES:
-            return [self._reduced(eqn, operands[0])]
+            ((value, dim),) = operands
+            return [self._reduced(eqn, value, dim)]
         if name == "broadcast_in_dim":
             return [self._broadcast(eqn, operands[0])]
         if name == "transpose":
@@ -148,12 +149,12 @@ class _Partition:
 
         return [Part(value, dim) for value in jaxprs.bound(eqn, [aligned(p) for p in operands])]
 
-    def _reduced(self, eqn: jaxprs.Equation, part: Part) -> Part:
+    def _reduced(self, eqn: jaxprs.Equation, shard: Any, dim: Any) -> Part:
         axes = eqn.params["axes"]
-        (value,) = jaxprs.bound(eqn, [part.value])
-        if part.dim is None or part.dim in axes:
+        (value,) = jaxprs.bound(eqn, [shard])
+        if dim in axes:
             return Part(_OVER_DEVICES[eqn.primitive.name](value, self.axes))
-        return Part(value, part.dim - sum(axis < part.dim for axis in axes))
+        return Part(value, dim - sum(axis < dim for axis in axes))
 
     def _broadcast(self, eqn: jaxprs.Equation, part: Part) -> Part:
         dim = eqn.params["broadcast_dimensions"][part.dim]

@@ -126,7 +126,7 @@ def _every_conversion_dropped(is_alias, self, eqn, decision):
 
 
 def _without_spreading(original):
-    return lambda self, eqn, atom, target, decision: self._as(atom, target, eqn)
+    return lambda self, eqn, atom, target: self._as(atom, target, eqn)
 
 
 def _sharing(original):

@@ -106,7 +106,7 @@ class _Rewriting:
                 self._define(out, self._as(source, None, eqn), value)
             return
         operands = [
-            self._operand(eqn, atom, target, decision)
+            self._operand(eqn, atom, target)
             for atom, target in zip(eqn.invars, decision.operands, strict=True)
         ]
         if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "shard_map"):
@@ -152,7 +152,7 @@ class _Rewriting:
     def _value(self, atom: Any) -> Value:
         return literal_value(atom) if jaxprs.is_literal(atom) else self.values[atom]
 
-    def _operand(self, eqn: Any, atom: Any, target: bool | None, decision: Decision) -> Any:
+    def _operand(self, eqn: Any, atom: Any, target: bool | None) -> Any:
         spreads = (
             target
             and eqn.primitive.name in (*tables.SPREADING, "max", "min")
