@@ -1,5 +1,6 @@
 """ampx: functional training transforms for JAX and Flax."""
 
+from ampx import pipelining
 from ampx.accumulation import GradResult, split_microbatches, value_and_grad
 from ampx.autocasting.marks import (
     banned_function,
@@ -91,6 +92,7 @@ __all__ = [
     "no_loss_scale",
     "norm_rule",
     "opt_level",
+    "pipelining",
     "promote_function",
     "raise_if_exhausted",
     "reduce_in_backward",

@@ -9,7 +9,6 @@ a batch that is sharded over devices stays so.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,16 +17,16 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ampx import flax_modules
-from ampx.aux_outputs import AuxReduction, reduce_aux
+from ampx.aux_outputs import AuxReduction
 from ampx.checking import check_choice, check_positive_int
-from ampx.mapped_axes import divided, reduced_axes, unreduced_zeros
+from ampx.mapped_axes import reduced_axes, unreduced_zeros
+from ampx.normalization import Normalize, loss_and_weight, normalized, unpacked
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.precision import Policy, wider_dtype
 from ampx.sparse_rows import densify, merge_stacked, partition, read_tables
 from ampx.trees import map_by_path
-from ampx.verdicts import cast_like, is_floating, varying
+from ampx.verdicts import cast_like, varying
 
-Normalize = Literal["mean", "sum", "weights"]
 Remainder = Literal["error", "mask"]
 
 
@@ -40,6 +39,8 @@ class GradResult(NamedTuple):
       weight: float32 scalar, the total weight: over micro-batches and, with `axis_name`, devices.
       aux: auxiliary output, reduced over micro-batches; None without `has_aux`.
       model_state: the state after the last micro-batch; None where none was given.
+      verdict: int32 of shape (2,), what `ampx.count_nonfinite` found before gradients were reduced;
+        None where they are not reduced yet.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -53,6 +54,7 @@ class GradResult(NamedTuple):
     weight: jax.Array
     aux: Any = None
     model_state: Any = None
+    verdict: jax.Array | None = None
 
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
@@ -78,8 +80,15 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
       Array([[0, 2, 4],
              [1, 3, 5]], dtype=int32)
     """
+    return jax.tree.map(
+        lambda x: jnp.swapaxes(x, 0, 1), rows_of_microbatches(batch, num_microbatches)
+    )
+
+
+def rows_of_microbatches(batch: Any, num_microbatches: int) -> Any:
+    """The same split without moving anything: leaves of shape (B/k, k, ...)."""
     check_positive_int("num_microbatches", num_microbatches)
-    size = _batch_size(batch)
+    size = batch_size(batch)
     if size % num_microbatches:
         raise ValueError(
             f"a batch of {size} rows is not divisible into {num_microbatches} micro-batches: "
@@ -88,12 +97,11 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
     # Not optax.microbatching.reshape_batch_axis, which fails on Explicit meshes: it compares jax
     # versions as strings and takes 0.10 for older than 0.7.
     rows = size // num_microbatches
-    return jax.tree.map(
-        lambda x: jnp.swapaxes(jnp.reshape(x, (rows, num_microbatches, *x.shape[1:])), 0, 1), batch
-    )
+    return jax.tree.map(lambda x: jnp.reshape(x, (rows, num_microbatches, *x.shape[1:])), batch)
 
 
-def _batch_size(batch: Any) -> int:
+def batch_size(batch: Any) -> int:
+    """The length of the leading axis that all leaves share."""
     sizes = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.shape(leaf):
@@ -109,7 +117,7 @@ def _batch_size(batch: Any) -> int:
 
 def _pad_and_mask(batch: Any, num_microbatches: int) -> tuple[Any, jax.Array]:
     """Repeats the last row up to a multiple of k; the mask is False on the repeats."""
-    size = _batch_size(batch)
+    size = batch_size(batch)
     padding = -size % num_microbatches
     padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], padding, 0)]), batch)
     return padded, jnp.arange(size + padding) < size
@@ -216,10 +224,10 @@ def value_and_grad(
             kwargs = {} if mask is None else {"mask": mask}
             if has_state:
                 kwargs["model_state"] = state
-            value, aux, state = _unpack(
+            value, aux, state = unpacked(
                 fun(params, microbatch, *args, **kwargs), has_aux, has_state
             )
-            loss, weight = _loss_and_weight(value, normalize)
+            loss, weight = loss_and_weight(value, normalize)
             return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
 
         def one(microbatch: Any, mask: Any, index: Any, state: Any) -> tuple[Any, ...]:
@@ -234,7 +242,7 @@ def value_and_grad(
 
         mask = num_rows = None
         if remainder == "mask":
-            num_rows = _batch_size(batch)
+            num_rows = batch_size(batch)
             batch, mask = _pad_and_mask(batch, num_microbatches)
         if num_microbatches == 1:
             grads, model_state, (loss, weight, aux) = one(batch, mask, 0, model_state)
@@ -247,9 +255,10 @@ def value_and_grad(
         if axes:
             grads = densify(grads)
         losses, weights, auxes = per_microbatch
-        return _normalized(
-            grads, losses, weights, auxes, model_state, normalize, aux_reduction, axes, num_rows
+        loss, grads, weight, aux = normalized(
+            grads, losses, weights, auxes, normalize, aux_reduction, axes, num_rows
         )
+        return GradResult(loss, grads, weight, aux, model_state)
 
     return grads_of
 
@@ -304,7 +313,7 @@ def _as_function(
 
     def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
         copy = flax_modules.merge_nnx(graphdef, params, model_state)
-        value, aux, _ = _unpack(fun(copy, *args, **kwargs), has_aux, has_state=False)
+        value, aux, _ = unpacked(fun(copy, *args, **kwargs), has_aux, has_state=False)
         rest = flax_modules.nnx_rest(copy, wrt)
         return (value, aux, rest) if has_aux else (value, rest)
 
@@ -318,79 +327,6 @@ def _check_same_structure(new_state: Any, state: Any) -> None:
             f"loss_fn returned a model_state of structure {new}, but was given {old}: return all "
             "of what came in, and nothing more"
         )
-
-
-def _unpack(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
-    if not has_aux and not has_state:
-        return out, None, None
-    expected = ["value", *["aux"] * has_aux, *["new state"] * has_state]
-    if not isinstance(out, tuple) or len(out) != len(expected):
-        raise TypeError(
-            f"loss_fn must return a tuple ({', '.join(expected)}), got {type(out).__name__}"
-        )
-    return out[0], out[1] if has_aux else None, out[-1] if has_state else None
-
-
-def _loss_and_weight(value: Any, normalize: Normalize) -> tuple[jax.Array, jax.Array]:
-    """Loss in float32 or wider, before any scaling, and its weight."""
-    if normalize == "weights":
-        if not isinstance(value, tuple) or len(value) != 2:
-            raise TypeError(
-                "normalize='weights': loss_fn must return the pair (sum of losses, sum of "
-                f"weights) as its value, got {type(value).__name__}"
-            )
-        loss, weight = value
-    else:
-        loss, weight = value, jnp.ones((), jnp.float32)
-    for name, number in (("loss", loss), ("weight", weight)):
-        if isinstance(number, tuple | list | dict):
-            raise TypeError(
-                f"the {name} must be a scalar, got {type(number).__name__}: pass has_aux=True, or "
-                "model_state, if loss_fn returns more than its loss"
-            )
-        if jnp.shape(number):
-            raise TypeError(f"the {name} must be a scalar, got shape {jnp.shape(number)}")
-    if not is_floating(loss):
-        raise TypeError(f"the loss must be floating, got {jnp.result_type(loss)}")
-    loss = jnp.asarray(loss)
-    weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(jnp.float32))
-    return loss.astype(wider_dtype(loss.dtype, jnp.float32)), weight
-
-
-def _normalized(
-    grads: Any,
-    losses: jax.Array,
-    weights: jax.Array,
-    auxes: Any,
-    model_state: Any,
-    normalize: Normalize,
-    aux_reduction: Any,
-    axes: tuple[str, ...],
-    num_rows: int | None,
-) -> GradResult:
-    number = losses.size * math.prod(jax.lax.axis_size(axis) for axis in axes)
-    totals = (jnp.sum(losses), jnp.sum(weights) if normalize == "weights" else None)
-    loss, weight = jax.lax.psum(totals, axes) if axes else totals
-    if weight is None:
-        # Known while tracing, so that the compiler may turn the division into a product.
-        weight = divisor = jnp.float32(number)
-    else:
-        divisor = jnp.where(weight == 0, 1.0, weight)
-
-    def divide(total: jax.Array) -> jax.Array:
-        if not is_floating(total):
-            return total
-        if normalize == "mean" and number == 1:
-            return total
-        mean = divided(total, number if normalize == "mean" else divisor.astype(total.dtype))
-        if normalize == "mean":
-            return mean
-        return jnp.where(weight == 0, jnp.zeros_like(mean), mean)
-
-    aux = reduce_aux(auxes, weights, divisor, aux_reduction, axes, num_rows)
-    if normalize != "sum":
-        loss, grads = jax.tree.map(divide, (loss, grads))
-    return GradResult(loss, grads, weight, aux, model_state)
 
 
 def _check_arguments(

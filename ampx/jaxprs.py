@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,10 +31,16 @@ _BODIES = {
     "while": ("cond_jaxpr", "body_jaxpr"),
 }
 _REPEATED = ("scan", "while")
+_CALLS = ("jit", "pjit", "remat2", "checkpoint", "closed_call", "call", "core_call")
 _AXES_OF_REDUCTIONS = {
     **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "axes"),
     **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "all_to_all"), "axis_name"),
 }
+# These name mapped axes, too, but each device runs them alone.
+_LOCAL = (
+    *("axis_index", "pvary", "pcast", "preduced"),
+    *("reduced_vary_cast", "reduced_vary_cast_p", "vary_unreduced_cast", "vary_unreduced_cast_p"),
+)
 _JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 
 
@@ -143,6 +149,24 @@ def reduced_axes(eqn: Equation) -> tuple[Any, ...] | None:
         return None
     axes = eqn.params[name]
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def collective_axes(eqn: Equation) -> tuple[str, ...]:
+    """The mapped axes along which devices must run an equation together."""
+    if eqn.primitive.name in _LOCAL:
+        return ()
+    names = (eqn.params.get(name, ()) for name in ("axes", "axis_name"))
+    flat = [n if isinstance(n, tuple | list) else (n,) for n in names]
+    return tuple(axis for group in flat for axis in group if isinstance(axis, str))
+
+
+def collectives(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """All equations, also inside others, that devices must run together."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if collective_axes(eqn):
+            yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from collectives(inner)
 
 
 def scan_sizes(eqn: Equation) -> tuple[int, int]:
@@ -281,6 +305,38 @@ def opened_call(
         for eqn in body.eqns
     ]
     return eqns, [renamed(atom) for atom in body.outvars]
+
+
+def inlined(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr in which calls, also those that recompute, are replaced by what they call."""
+    opened = open_jaxpr(jaxpr)
+    names: dict[Any, Atom] = {}
+
+    def renamed(atom: Atom) -> Atom:
+        return atom if is_literal(atom) else names.get(atom, atom)
+
+    eqns: list[Equation] = []
+    for eqn in opened.eqns:
+        eqn = eqn.replace(invars=[renamed(atom) for atom in eqn.invars])
+        body = called_body(eqn) if eqn.primitive.name in _CALLS else None
+        if body is None or has_constants(body):
+            eqns.append(eqn)
+            continue
+        called, outs = opened_call(inlined(body), eqn.invars, eqn)
+        eqns.extend(called)
+        names.update(zip(eqn.outvars, outs, strict=True))
+    return rebuilt(jaxpr, opened.invars, [renamed(atom) for atom in opened.outvars], eqns)
+
+
+def equations_for(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> list[int]:
+    """The equations, by number, that some of a jaxpr's values are computed by."""
+    needed = {atom for atom in outputs if not is_literal(atom)}
+    chosen = []
+    for number, eqn in reversed(list(enumerate(open_jaxpr(jaxpr).eqns))):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            chosen.append(number)
+            needed.update(atom for atom in eqn.invars if not is_literal(atom))
+    return chosen[::-1]
 
 
 def rebuilt(

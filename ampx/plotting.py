@@ -1,4 +1,4 @@
-"""Pictures of training: losses side by side, and the loss scale with the steps it cost.
+"""Pictures: losses side by side, the loss scale with the steps it cost, and pipeline schedules.
 
 matplotlib is imported when a picture is drawn, so that ampx itself does without it.
 """
@@ -12,6 +12,10 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from ampx.pipelining.actions import Action
+    from ampx.pipelining.schedules import Schedule
+    from ampx.pipelining.simulation import Simulation
 
 # Okabe and Ito's colours, which people of any colour vision can tell apart.
 _COLORS = ("#000000", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#0072B2")
@@ -90,14 +94,18 @@ def plot_training(
     return loss_axes, scale_axes
 
 
-def _new_axes() -> tuple[Axes, Axes]:
+def _pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(
             "plotting needs matplotlib, which comes with the extra ampx-jax[examples]"
         ) from error
-    _, (loss_axes, scale_axes) = plt.subplots(
+    return plt
+
+
+def _new_axes() -> tuple[Axes, Axes]:
+    _, (loss_axes, scale_axes) = _pyplot().subplots(
         2, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
     )
     for axes in (loss_axes, scale_axes):
@@ -191,3 +199,118 @@ def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
     sums = np.convolve(np.where(finite, values, 0.0), kernel, "same")
     counts = np.convolve(finite, kernel, "same")
     return np.where(finite, sums / np.maximum(counts, 1), np.nan)
+
+
+# A colour for each kind of action, from the first chunk of a device to its last: the later, the
+# darker. Numbers are black or white, whichever can be read.
+_KINDS = {
+    "F": ("forward", "#BBD9F0", "#1F5F99"),
+    "B": ("backward", "#F6CFA8", "#B8560B"),
+    "I": ("input gradient", "#F6CFA8", "#B8560B"),
+    "W": ("weight gradient", "#BFE3C8", "#1E7A3E"),
+}
+_MIDDLE = 0.3
+_WAITING = "#ECECEC"
+
+
+def plot_schedule(schedule: Schedule, *, axes: Axes | None = None, **simulation: Any) -> Axes:
+    """Draws what each device of a pipeline does when, as a simulation finds it.
+
+    A row is a device, a box an action with the number of its micro-batch, where that fits. Of
+    several stages on a device the later ones are darker. Grey is waiting.
+
+    Args:
+      schedule: what to draw.
+      axes: where to draw; a new figure by default.
+      **simulation: what `Schedule.simulate` takes: `mode`, `forward`, `backward` and so on.
+
+    Returns:
+      The axes. Their `figure` has `savefig`.
+
+    Raises:
+      ImportError: if matplotlib is missing.
+      ValueError: as `Schedule.simulate`.
+
+    Examples:
+      >>> import ampx.plotting
+      >>> from ampx.pipelining.generators import one_f_one_b
+      >>> axes = ampx.plotting.plot_schedule(one_f_one_b(num_stages=4, num_microbatches=8))
+      >>> axes.get_title(loc="left")
+      '1f1b: 4 stages on 4 devices, 8 micro-batches'
+      >>> axes.get_title(loc="right")
+      '27.3% idle'
+      >>> axes.figure.savefig("1f1b.png")  # doctest: +SKIP
+    """
+    result = schedule.simulate(**simulation)
+    if axes is None:
+        size = (11, 1.3 + 0.42 * schedule.num_devices)
+        _, axes = _pyplot().subplots(figsize=size, layout="constrained")
+    for device in range(schedule.num_devices):
+        axes.broken_barh([(0, result.makespan)], (device - 0.42, 0.84), color=_WAITING, zorder=0)
+    _draw_actions(axes, schedule, result)
+    axes.set_xlim(0, result.makespan)
+    axes.set_ylim(schedule.num_devices - 0.5, -0.5)
+    axes.set_yticks(range(schedule.num_devices), map(str, range(schedule.num_devices)))
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_ylabel("device")
+    chunked = schedule.num_stages > schedule.num_devices
+    axes.set_xlabel(
+        "time" + (" (darker: later stages of the model)" if chunked else ""), loc="left"
+    )
+    shape = f"{schedule.num_stages} stages on {schedule.num_devices} devices"
+    title = f"{schedule.name}: {shape}, {schedule.num_microbatches} micro-batches"
+    axes.set_title(title + (", in lockstep" if result.mode == "lockstep" else ""), loc="left")
+    axes.set_title(f"{result.bubble_fraction:.1%} idle", loc="right")
+    _draw_legend(axes, {action.kind for action in result.times})
+    return axes
+
+
+def _draw_actions(axes: Axes, schedule: Schedule, result: Simulation) -> None:
+    bars: dict[tuple[int, str, float], list[tuple[float, float]]] = {}
+    width = axes.bbox.width / axes.figure.dpi * 72  # points, to see which numbers fit
+    size = min(9.0, 0.55 * axes.bbox.height / axes.figure.dpi * 72 / schedule.num_devices)
+    shortest = min(end - start for start, end in result.times.values()) / result.makespan * width
+    for action, (start, end) in result.times.items():
+        device, shade = _place(schedule, action)
+        bars.setdefault((device, action.kind, shade), []).append((start, end - start))
+        text = str(action.microbatch)
+        if size >= 4 and (end - start) / result.makespan * width > 0.65 * size * (len(text) + 0.4):
+            axes.text(
+                (start + end) / 2,
+                device,
+                text,
+                ha="center",
+                va="center_baseline",
+                fontsize=size,
+                color="white" if shade > 0.5 else "black",
+                clip_on=True,
+            )
+    for (device, kind, shade), spans in bars.items():
+        axes.broken_barh(
+            spans,
+            (device - 0.42, 0.84),
+            facecolor=_mixed(*_KINDS[kind][1:], shade),
+            edgecolor="white",
+            linewidth=min(0.6, shortest / 8),
+        )
+
+
+def _place(schedule: Schedule, action: Action) -> tuple[int, float]:
+    """The device of an action, and how dark its stage is: from 0, the first, to 1, the last."""
+    device = schedule.device_of[action.stage]
+    stages = schedule.stages_on(device)
+    return device, stages.index(action.stage) / (len(stages) - 1) if len(stages) > 1 else _MIDDLE
+
+
+def _mixed(light: str, dark: str, shade: float) -> tuple[float, ...]:
+    pairs = ((int(light[i : i + 2], 16), int(dark[i : i + 2], 16)) for i in (1, 3, 5))
+    return tuple((a + (b - a) * shade) / 255 for a, b in pairs)
+
+
+def _draw_legend(axes: Axes, kinds: set[str]) -> None:
+    for kind, (label, light, dark) in _KINDS.items():
+        if kind in kinds:
+            axes.broken_barh([], (0, 0), facecolor=_mixed(light, dark, _MIDDLE), label=label)
+    axes.broken_barh([], (0, 0), facecolor=_WAITING, label="waiting")
+    axes.legend(loc="upper right", bbox_to_anchor=(1, 0), borderaxespad=2, ncols=5, frameon=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +13,14 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx import flax_modules, train_states
-from ampx.accumulation import GradResult, Normalize, Remainder, value_and_grad
+from ampx.accumulation import GradResult, Remainder, value_and_grad
 from ampx.checking import check_transformation
 from ampx.loss_scale_state import LossScaleState, current_loss_scale
 from ampx.loss_scaling import loss_scale as choose_loss_scale
 from ampx.masters import apply_updates
+from ampx.normalization import Normalize
 from ampx.opt_levels import Recipe, as_recipe
+from ampx.pipelining.gradients import PipelineGradients
 from ampx.precision import Policy
 from ampx.reduction import Reduction, ReductionState, checked_reduction
 from ampx.sharding import Zero1State
@@ -140,6 +143,8 @@ class TrainStep:
         if self.reduction is not None:
             grads, about = _reduced(self.reduction, grads, now.opt_state)
             extra_args |= about
+        elif result.verdict is not None and isinstance(now.opt_state, LossScaleState):
+            extra_args["verdict"] = Verdict(result.verdict, ())
         if is_nnx:
             new_state = train_states.apply_to_nnx(state, grads, result.model_state, extra_args)
             new_opt_state = train_states.read(new_state, self.tx).opt_state
@@ -231,7 +236,8 @@ def train_step(
     With its defaults it does what the same lines of optax do, bit for bit.
 
     Args:
-      loss_fn: see `ampx.value_and_grad`.
+      loss_fn: see `ampx.value_and_grad`. Or what `ampx.pipelining.value_and_grad` returns; the
+        arguments that are about gradients are then its own, and not given here.
       tx: any optax transformation. It may hold its loss scale already.
       policy: a `Policy`, a `Recipe`, or a string: `"O2"`, `"p=f32,c=bf16,o=f32"`.
       loss_scale: what `ampx.loss_scale` takes, or a function that wraps a transformation, such as
@@ -280,6 +286,21 @@ def train_step(
     check_transformation("tx", tx)
     if not isinstance(local_norm, bool) and not callable(local_norm):
         raise TypeError(f"local_norm must be a bool or a function, got {local_norm!r}")
+    if isinstance(loss_fn, PipelineGradients):
+        _refuse_options(
+            policy=policy,
+            num_microbatches=num_microbatches,
+            normalize=normalize,
+            has_aux=has_aux,
+            aux_reduction=aux_reduction,
+            accumulator_dtype=accumulator_dtype,
+            remainder=remainder,
+            sparse_rows=sparse_rows,
+            axis_name=axis_name,
+            bucket_bytes=bucket_bytes,
+            tail_overlap=tail_overlap,
+        )
+        policy = loss_fn.recipe
     recipe = as_recipe(policy)
     if isinstance(loss_scale, str) and loss_scale == "policy":
         loss_scale = None if recipe is None else recipe.loss_scale
@@ -289,22 +310,36 @@ def train_step(
         if not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}: None is off")
         tx = _clipped(tx, max_grad_norm)
-    grads_of = value_and_grad(
-        loss_fn,
-        num_microbatches=num_microbatches,
-        policy=recipe,
-        normalize=normalize,
-        has_aux=has_aux,
-        aux_reduction=aux_reduction,
-        accumulator_dtype=accumulator_dtype,
-        axis_name=axis_name,
-        remainder=remainder,
-        sparse_rows=sparse_rows,
+    grads_of = (
+        loss_fn
+        if isinstance(loss_fn, PipelineGradients)
+        else value_and_grad(
+            loss_fn,
+            num_microbatches=num_microbatches,
+            policy=recipe,
+            normalize=normalize,
+            has_aux=has_aux,
+            aux_reduction=aux_reduction,
+            accumulator_dtype=accumulator_dtype,
+            axis_name=axis_name,
+            remainder=remainder,
+            sparse_rows=sparse_rows,
+        )
     )
     group_of = _first_component if local_norm is True else (local_norm or None)
     tx = optax.with_extra_args_support(choose_loss_scale(loss_scale, tx))
     reduction = _reduction(axis_name, bucket_bytes, tail_overlap)
     return TrainStep(tx, grads_of, recipe, learning_rate, group_of, reduction)
+
+
+def _refuse_options(**options: Any) -> None:
+    defaults = inspect.signature(train_step).parameters
+    for name, value in options.items():
+        if value is not defaults[name].default and value != defaults[name].default:
+            raise ValueError(
+                f"{name}={value!r} belongs to the pipeline: give it to "
+                "ampx.pipelining.value_and_grad, or leave it out if it has no such argument"
+            )
 
 
 def _reduction(

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from ampx import verdicts
-from ampx.accumulation import Normalize
 from ampx.checking import check_choice, check_positive_int, check_transformation
 from ampx.loss_scale_state import LossScaleState
+from ampx.normalization import Normalize
 from ampx.precision import wider_dtype
 from ampx.reduction import ReductionState
 from ampx.trees import find_nodes

@@ -19,14 +19,18 @@ MODULES = sorted(info.name for info in pkgutil.walk_packages(ampx.__path__, "amp
 DOCTEST_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@pytest.mark.parametrize("name", ampx.__all__)
-def test_every_public_name_has_a_docstring_with_an_example(name):
-    value = getattr(ampx, name)
+FACES = {"ampx": ampx, "ampx.pipelining": ampx.pipelining}
+PUBLIC = [(face, name) for face, module in FACES.items() for name in module.__all__]
+
+
+@pytest.mark.parametrize(("face", "name"), PUBLIC)
+def test_every_public_name_has_a_docstring_with_an_example(face, name):
+    value = getattr(FACES[face], name)
     assert inspect.getdoc(value), f"{name} has no docstring"
     found = doctest.DocTestFinder(recurse=False).find(value, name)
     assert found and found[0].examples, f"{name} has no example"
     # The test below runs the examples of modules: this one must be among them.
-    assert value.__module__ in MODULES
+    assert (value.__name__ if inspect.ismodule(value) else value.__module__) in MODULES
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -44,20 +48,22 @@ def public_objects(module):
     }
 
 
-def test_all_is_sorted_and_complete():
-    assert list(ampx.__all__) == sorted(set(ampx.__all__))
+@pytest.mark.parametrize("face", FACES.values(), ids=FACES)
+def test_all_is_sorted_and_complete(face):
+    assert list(face.__all__) == sorted(set(face.__all__))
     imported = {
         alias.asname or alias.name
-        for node in ast.parse(Path(ampx.__file__).read_text()).body
+        for node in ast.parse(Path(face.__file__).read_text()).body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert set(ampx.__all__) == imported, "what is imported into ampx is what it offers"
+    assert set(face.__all__) == imported, "what is imported into a face is what it offers"
 
 
 def test_no_module_and_public_function_share_a_name():
-    parts = {part for module in MODULES for part in module.split(".")[1:]}
-    assert not parts & set(ampx.__all__)
+    parts = {part for module in set(MODULES) - set(FACES) for part in module.split(".")[1:]}
+    for face in FACES.values():
+        assert not (parts - {"pipelining"}) & set(face.__all__)
     for module in MODULES:
         own = module.rpartition(".")[2]
         assert own not in public_objects(importlib.import_module(module)), module

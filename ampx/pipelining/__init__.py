@@ -1,0 +1,38 @@
+"""Pipeline parallelism: schedules as data, and one compiled program that runs them.
+
+Examples:
+  >>> import ampx
+  >>> schedule = ampx.pipelining.one_f_one_b(num_stages=2, num_microbatches=4)
+  >>> print(f"{schedule.simulate(forward=1, backward=2).bubble_fraction:.2f}")
+  0.20
+"""
+
+from ampx.pipelining.actions import Action
+from ampx.pipelining.generators import (
+    eager_one_f_one_b,
+    forward_only,
+    gpipe,
+    interleaved,
+    looped_breadth_first,
+    make_schedule,
+    one_f_one_b,
+)
+from ampx.pipelining.gradients import PipelineGradients, value_and_grad
+from ampx.pipelining.schedules import Schedule
+from ampx.pipelining.zero_bubbles import zero_bubble, zero_bubble_v
+
+__all__ = [
+    "Action",
+    "PipelineGradients",
+    "Schedule",
+    "eager_one_f_one_b",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "looped_breadth_first",
+    "make_schedule",
+    "one_f_one_b",
+    "value_and_grad",
+    "zero_bubble",
+    "zero_bubble_v",
+]

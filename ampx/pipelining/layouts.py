@@ -1,0 +1,355 @@
+"""Parameters as they are stored, and as the stages of a schedule see them.
+
+They are stored as a model has them: with a leading axis of layers, or one tree for each stage. What
+a schedule needs is a view, made anew in every step, so that a checkpoint knows nothing of stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ampx.pipelining.schedules import Schedule
+
+
+class Layout(Protocol):
+    """How the parameters of the stages are stored and seen."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether what is stored can be divided over the devices as it is."""
+        ...
+
+    def arranged(self, stored: Any) -> Any:
+        """Global arrays that are divided over devices along their first axis."""
+        ...
+
+    def local(self, arranged: Any, axis_name: str) -> Any:
+        """A device's part of them, with a leading axis of chunks. In `shard_map`."""
+        ...
+
+    def select(self, view: Any, stage: int, chunk: Any) -> Any:
+        """The parameters of one stage, which is one of those that compute as `stage` does."""
+        ...
+
+    def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
+        """`total`, in the shape of the view, with the gradients of one stage added."""
+        ...
+
+    def returned(self, total: Any, axis_name: str) -> Any:
+        """What `local` did undone."""
+        ...
+
+    def restored(self, arranged: Any, stored: Any) -> Any:
+        """What `arranged` did undone."""
+        ...
+
+
+def chunk_numbers(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage, which of its device's chunks it is."""
+    return tuple(
+        schedule.stages_on(device).index(stage) for stage, device in enumerate(schedule.device_of)
+    )
+
+
+def stacked_layout(
+    schedule: Schedule, stages: Any, layers_per_stage: tuple[int, ...] | None
+) -> StackedLayers:
+    """The layout of layers that are stacked.
+
+    Raises:
+      ValueError: if leaves have different numbers of layers, or the stages cannot share them so.
+    """
+    numbers = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(stages)}
+    if len(numbers) != 1 or () in numbers:
+        raise ValueError(
+            "all leaves of params['stages'] need the same leading axis of layers, got sizes "
+            f"{sorted(numbers)}"
+        )
+    ((number,),) = numbers
+    count = schedule.num_stages
+    if layers_per_stage is None:
+        if number % count:
+            raise ValueError(
+                f"{number} layers have no {count} equal parts: give layers_per_stage, such as "
+                f"balance([1] * {number}, {count})"
+            )
+        layers_per_stage = (number // count,) * count
+    if len(layers_per_stage) != count or sum(layers_per_stage) != number:
+        raise ValueError(
+            f"layers_per_stage must be {count} numbers that add up to {number}, got "
+            f"{layers_per_stage}"
+        )
+    if min(layers_per_stage) < 1:
+        raise ValueError(f"every stage needs a layer, got layers_per_stage={layers_per_stage}")
+    unrolled = schedule.splits_backward or max(layers_per_stage) == 1
+    return StackedLayers(schedule, layers_per_stage, unrolled)
+
+
+def separate_layout(schedule: Schedule, stages: Any) -> SeparateStages:
+    """The layout of stages that differ.
+
+    Raises:
+      TypeError: if there is not one tree for each stage.
+    """
+    if not isinstance(stages, list | tuple) or len(stages) != schedule.num_stages:
+        raise TypeError(
+            "stage is a sequence, so params['stages'] must be a list of trees, one for each of "
+            f"{schedule.num_stages} stages, got {type(stages).__name__}"
+        )
+    types = [
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree) for tree in stages
+    ]
+    return SeparateStages(schedule, tuple(types))
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedLayers:
+    """Parameters of layers of one kind, with a leading axis of layers.
+
+    Attributes:
+      schedule: gives stages and devices.
+      counts: how many layers each stage has.
+      unrolled: whether a stage gets a list of layers instead of stacked ones.
+    """
+
+    schedule: Schedule
+    counts: tuple[int, ...]
+    unrolled: bool
+
+    @property
+    def is_divided(self) -> bool:
+        """See `Layout`."""
+        return self.is_even
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all stages have equally many layers."""
+        return len(set(self.counts)) == 1
+
+    @property
+    def first_layer(self) -> np.ndarray:
+        """The number of each stage's first layer."""
+        return np.cumsum([0, *self.counts[:-1]]).astype(np.int32)
+
+    def arranged(self, stored: Any) -> Any:
+        """As stored; padded and in the order of devices, if stages have different numbers."""
+        if self.is_even:
+            return stored
+        return jax.tree.map(lambda leaf: jnp.take(leaf, self._padded_order(), axis=0), stored)
+
+    def restored(self, arranged: Any, stored: Any) -> Any:
+        """In the order of the model."""
+        if self.is_even:
+            return arranged
+        places = np.zeros(sum(self.counts), np.int32)
+        places[self._padded_order()[::-1]] = np.arange(len(self._padded_order()))[::-1]
+        return jax.tree.map(lambda leaf: jnp.take(leaf, places, axis=0), arranged)
+
+    def _padded_order(self) -> np.ndarray:
+        """The layers of all devices in turn; a stage with few layers repeats its first."""
+        longest, starts = max(self.counts), self.first_layer
+        order = [
+            starts[stage] + np.where(np.arange(longest) < self.counts[stage], np.arange(longest), 0)
+            for device in range(self.schedule.num_devices)
+            for stage in self.schedule.stages_on(device)
+        ]
+        return np.concatenate(order)
+
+    def local(self, arranged: Any, axis_name: str) -> Any:
+        """Layers with a leading axis of chunks, fetched from the devices that store them."""
+        chunks = self.schedule.num_stages // self.schedule.num_devices
+        view = jax.tree.map(lambda leaf: leaf.reshape(chunks, -1, *leaf.shape[1:]), arranged)
+        return self._moved(view, axis_name, back=False)
+
+    def returned(self, total: Any, axis_name: str) -> Any:
+        """Sent back to where they are stored."""
+        total = self._moved(total, axis_name, back=True)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), total)
+
+    def _moved(self, view: Any, axis_name: str, back: bool) -> Any:
+        """Each stage's layers on the device that runs it, or where they are stored."""
+        if not self.is_even or self.schedule.num_stages == self.schedule.num_devices:
+            return view
+        device = lax.axis_index(axis_name)
+        moved = jax.tree.map(jnp.zeros_like, view)
+        for pairs, sent, received in _rounds(self.schedule):
+            if back:
+                pairs, sent, received = [(t, s) for s, t in pairs], received, sent
+            take, put = jnp.asarray(sent)[device], jnp.asarray(received)[device]
+
+            def move(leaf: jax.Array, into: jax.Array, take=take, put=put, pairs=pairs) -> Any:
+                block = lax.dynamic_index_in_dim(leaf, take, keepdims=False)
+                block = lax.ppermute(block, axis_name, pairs)
+                return lax.dynamic_update_index_in_dim(into, block, put, 0)
+
+            moved = jax.tree.map(move, view, moved)
+        return moved
+
+    def select(self, view: Any, stage: int, chunk: Any) -> Any:
+        """The layers of a stage, stacked or as a list."""
+        count = self.counts[stage]
+
+        def own(leaf: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(leaf, chunk, keepdims=False)[:count]
+
+        layers = jax.tree.map(own, view)
+        if not self.unrolled:
+            return layers
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count)]
+
+    def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
+        """Adds to the layers of one chunk."""
+        if self.unrolled:
+            gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
+
+        def add(sums: jax.Array, gradient: jax.Array) -> jax.Array:
+            start = (chunk, *[0] * gradient.ndim)
+            old = lax.dynamic_slice(sums, start, (1, *gradient.shape))
+            return lax.dynamic_update_slice(sums, old + gradient.astype(sums.dtype), start)
+
+        return jax.tree.map(add, total, gradients)
+
+
+def _rounds(schedule: Schedule) -> list[tuple[list[tuple[int, int]], list[int], list[int]]]:
+    """How blocks stored in order get to their devices: one block a device in every exchange.
+
+    For each round the pairs (sender, receiver), the block that each device sends, and where each
+    puts what it receives.
+    """
+    devices = range(schedule.num_devices)
+    chunks = schedule.num_stages // schedule.num_devices
+    places = chunk_numbers(schedule)
+    left = {device: list(range(device * chunks, (device + 1) * chunks)) for device in devices}
+    rounds = []
+    for _ in range(chunks):
+        chosen = _matching(left, schedule.device_of)
+        for device, stage in chosen.items():
+            left[device].remove(stage)
+        received = {schedule.device_of[stage]: places[stage] for stage in chosen.values()}
+        rounds.append(
+            (
+                [(device, schedule.device_of[stage]) for device, stage in chosen.items()],
+                [chosen[device] % chunks for device in devices],
+                [received[device] for device in devices],
+            )
+        )
+    return rounds
+
+
+def _matching(left: dict[int, list[int]], device_of: Sequence[int]) -> dict[int, int]:
+    """One stage for each device that stores it, all for different receivers (Kuhn's algorithm)."""
+    sender_of: dict[int, tuple[int, int]] = {}
+
+    def assign(device: int, tried: set[int]) -> bool:
+        for stage in left[device]:
+            receiver = device_of[stage]
+            if receiver in tried:
+                continue
+            tried.add(receiver)
+            if receiver not in sender_of or assign(sender_of[receiver][0], tried):
+                sender_of[receiver] = device, stage
+                return True
+        return False
+
+    for device in left:
+        assign(device, set())
+    return dict(sender_of.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class SeparateStages:
+    """Parameters of stages that differ, one tree for each.
+
+    Every stage's are packed into flat arrays, one for each dtype, as long as the longest.
+
+    Attributes:
+      schedule: gives stages and devices.
+      types: for each stage its parameters, as types.
+    """
+
+    schedule: Schedule
+    types: tuple[Any, ...]
+
+    @property
+    def is_divided(self) -> bool:
+        """See `Layout`."""
+        return False
+
+    def arranged(self, stored: Any) -> Any:
+        """Flat arrays with a row for each stage, in the order of devices."""
+        order = [s for d in range(self.schedule.num_devices) for s in self.schedule.stages_on(d)]
+        rows = [self._flat(stage, jax.tree.leaves(stored[stage])) for stage in order]
+        return {dtype: jnp.stack([row[dtype] for row in rows]) for dtype in self._dtypes}
+
+    def restored(self, arranged: Any, stored: Any) -> Any:
+        """One tree for each stage."""
+        order = [s for d in range(self.schedule.num_devices) for s in self.schedule.stages_on(d)]
+        row_of = {stage: row for row, stage in enumerate(order)}
+        trees = [
+            self._unflat(stage, {dtype: arranged[dtype][row_of[stage]] for dtype in arranged})
+            for stage in range(self.schedule.num_stages)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(stored), jax.tree.leaves(trees))
+
+    @property
+    def _dtypes(self) -> list[str]:
+        return sorted({str(leaf.dtype) for leaf in jax.tree.leaves(self.types)})
+
+    def _sizes(self, stage: int, dtype: str) -> list[int]:
+        leaves = jax.tree.leaves(self.types[stage])
+        return [int(np.prod(leaf.shape, dtype=int)) for leaf in leaves if str(leaf.dtype) == dtype]
+
+    def _flat(self, stage: int, leaves: Sequence[Any]) -> dict[str, jax.Array]:
+        """One array for each dtype of the parameters; gradients may have another dtype."""
+        types = jax.tree.leaves(self.types[stage])
+        flat = {}
+        for dtype in self._dtypes:
+            longest = max(sum(self._sizes(s, dtype)) for s in range(len(self.types)))
+            parts = [
+                jnp.ravel(leaf)
+                for leaf, like in zip(leaves, types, strict=True)
+                if str(like.dtype) == dtype
+            ]
+            kind = parts[0].dtype if parts else dtype
+            padding = jnp.zeros(longest - sum(part.size for part in parts), kind)
+            flat[dtype] = jnp.concatenate([*parts, padding])
+        return flat
+
+    def _unflat(self, stage: int, flat: dict[str, jax.Array]) -> Any:
+        leaves, offsets = [], dict.fromkeys(flat, 0)
+        for like in jax.tree.leaves(self.types[stage]):
+            dtype, size = str(like.dtype), int(np.prod(like.shape, dtype=int))
+            start = offsets[dtype]
+            offsets[dtype] += size
+            leaves.append(flat[dtype][start : start + size].reshape(like.shape))
+        return jax.tree.unflatten(jax.tree.structure(self.types[stage]), leaves)
+
+    def local(self, arranged: Any, axis_name: str) -> Any:
+        """The rows of a device."""
+        return arranged
+
+    def returned(self, total: Any, axis_name: str) -> Any:
+        """The rows of a device."""
+        return total
+
+    def select(self, view: Any, stage: int, chunk: Any) -> Any:
+        """The tree of a stage, from its row."""
+        row: dict[str, jax.Array] = {
+            k: lax.dynamic_index_in_dim(v, chunk, keepdims=False) for k, v in view.items()
+        }
+        return self._unflat(stage, row)
+
+    def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
+        """Adds to a row."""
+        flat = self._flat(stage, jax.tree.leaves(gradients))
+        return {
+            dtype: sums.at[chunk].add(flat[dtype].astype(sums.dtype))
+            for dtype, sums in total.items()
+        }

@@ -1,0 +1,182 @@
+"""The functions of a model as what its stages compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ampx.checking import check_choice
+from ampx.normalization import Normalize, loss_and_weight, unpacked
+from ampx.opt_levels import Recipe
+from ampx.pipelining.assembly import StageKind
+from ampx.pipelining.layouts import StackedLayers
+from ampx.pipelining.lowering import Edge
+from ampx.pipelining.schedules import Schedule
+from ampx.pipelining.stage_programs import Compute, StageInputs, StageOutputs
+
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The functions that `ampx.pipelining.value_and_grad` is given, and how they are to be run."""
+
+    first: Callable[..., Any]
+    stage: Callable[..., Any] | Sequence[Callable[..., Any]]
+    last: Callable[..., Any]
+    schedule: Schedule
+    recipe: Recipe | None
+    normalize: Normalize
+    has_aux: bool
+    has_aux_loss: bool
+    stash: str | Callable[..., Any]
+    skips: Mapping[str, Edge]
+
+    def __post_init__(self) -> None:
+        own = self.stage if isinstance(self.stage, Sequence) else [self.stage]
+        for function in (self.first, self.last, *own):
+            if not callable(function):
+                raise TypeError(
+                    f"first, stage and last must be functions, got {type(function).__name__}"
+                )
+        if not callable(self.stash):
+            check_choice("stash", self.stash, ("inputs", "residuals"))
+        count = self.schedule.num_stages
+        if not callable(self.stage) and len(self.stage) != count:
+            raise ValueError(
+                f"the schedule has {count} stages, and stage is a sequence of {len(self.stage)}"
+            )
+        if self.skips and not self.is_separate:
+            raise ValueError("skips are between stages that differ: give stage as a sequence")
+        for name, (source, target) in self.skips.items():
+            if not 0 <= source < target < count:
+                raise ValueError(
+                    f"the skip {name!r} goes from stage {source} to {target}: it must go forward, "
+                    f"between stages 0 and {count - 1}"
+                )
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether each stage has a function and a tree of parameters of its own."""
+        return not callable(self.stage)
+
+    @property
+    def wires(self) -> list[list[Edge]]:
+        """The edges between stages: to the next one, and those that skip some."""
+        count = self.schedule.num_stages
+        return [[(s, s + 1) for s in range(count - 1)], *([edge] for edge in self.skips.values())]
+
+    def kinds(self, layout: Any) -> list[StageKind]:
+        """Stages that compute alike, and what they compute."""
+        stages: dict[Any, list[int]] = {}
+        for stage in range(self.schedule.num_stages):
+            stages.setdefault(self._alike(stage, layout), []).append(stage)
+        return [
+            StageKind(tuple(group), self._uses(group[0]), self._compute(group[0], layout))
+            for group in stages.values()
+        ]
+
+    def _alike(self, stage: int, layout: Any) -> Any:
+        if self.is_separate:
+            return stage
+        return stage == 0, stage == self.schedule.num_stages - 1, layout.counts[stage]
+
+    def _uses(self, stage: int) -> tuple[str, ...]:
+        """The parts of the parameters that a stage reads."""
+        is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
+        used = {"first": is_first, "stages": True, "last": is_last, "shared": is_first or is_last}
+        return tuple(part for part, is_used in used.items() if is_used)
+
+    def _compute(self, stage: int, layout: Any) -> Compute:
+        is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
+        own = self._separate(stage) if self.is_separate else self._layers(layout)
+        number_of_layers = self.schedule.num_stages if self.is_separate else sum(layout.counts)
+        first, last = self._at_precision(self.first), self._at_precision(self.last)
+        if self.stash != "inputs":
+            first, last = _recomputed(first), _recomputed(last)
+
+        def compute(inputs: StageInputs) -> StageOutputs:
+            params, key = inputs.params, inputs.key
+            x = inputs.received[0]
+            if is_first:
+                x = first(params["first"], params["shared"], inputs.microbatch, _folded(key, 0))
+            x, skipped, extra_loss = own(params["stages"], x, inputs)
+            if not is_last:
+                return StageOutputs((x, *skipped), extra_loss)
+            key = _folded(key, number_of_layers + 1)
+            out = last(params["last"], params["shared"], x, inputs.microbatch, key)
+            value, aux, _ = unpacked(out, self.has_aux, False, "last")
+            loss, weight = loss_and_weight(value, self.normalize, "last")
+            loss = loss if extra_loss is None else loss + extra_loss.astype(loss.dtype)
+            return StageOutputs((None, *skipped), loss, weight, aux)
+
+        return _recomputed(compute) if self.stash == "inputs" else compute
+
+    def _at_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return fun if self.recipe is None else functools.partial(self.recipe.call, fun)
+
+    def _with_stash(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return _recomputed(fun, policy=self.stash) if callable(self.stash) else fun
+
+    def _layers(self, layout: StackedLayers) -> Callable[..., Any]:
+        """All layers of a stage, one after the other."""
+        assert callable(self.stage)
+        call = self._at_precision(self.stage)
+
+        def layer(params: Any, x: Any, key: Any, number: jax.Array) -> Any:
+            out = call(params, x, _folded(key, number + 1))
+            return out if self.has_aux_loss else (out, None)
+
+        layer = self._with_stash(layer)
+
+        def own(params: Any, x: Any, inputs: StageInputs) -> Any:
+            start = jnp.asarray(layout.first_layer)[inputs.stage]
+
+            def body(x: Any, layer_and_number: Any) -> Any:
+                return layer(layer_and_number[0], x, inputs.key, layer_and_number[1])
+
+            if layout.unrolled:
+                losses = []
+                for place, params_of_layer in enumerate(params):
+                    x, loss = body(x, (params_of_layer, start + place))
+                    losses.append(loss)
+            else:
+                number = jax.tree.leaves(params)[0].shape[0]
+                x, losses = lax.scan(body, x, (params, start + jnp.arange(number)))
+            return x, [None] * len(self.skips), _sum(losses) if self.has_aux_loss else None
+
+        return own
+
+    def _separate(self, stage: int) -> Callable[..., Any]:
+        """The function of one stage, with what it takes from skips and gives to them."""
+        assert not callable(self.stage)
+        gives = [name for name, (source, _) in self.skips.items() if source == stage]
+        takes = [name for name, (_, target) in self.skips.items() if target == stage]
+        call = self._with_stash(self._at_precision(self.stage[stage]))
+
+        def own(params: Any, x: Any, inputs: StageInputs) -> Any:
+            arrived = dict(zip(self.skips, inputs.received[1:], strict=True))
+            args = [{name: arrived[name] for name in takes}] if takes else []
+            out = call(params, x, _folded(inputs.key, stage + 1), *args)
+            x, *rest = out if gives or self.has_aux_loss else (out,)
+            given = rest.pop(0) if gives else {}
+            skipped = [given[name] if name in gives else None for name in self.skips]
+            return x, skipped, _sum(rest) if self.has_aux_loss else None
+
+        return own
+
+
+def _folded(key: jax.Array | None, number: Any) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _sum(losses: Any) -> jax.Array:
+    return jnp.sum(jnp.stack(list(losses)) if isinstance(losses, list) else losses).astype(
+        jnp.float32
+    )
