@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ampx.trees import path_name
+
 _NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "InstanceNorm")
 _HALF = (jnp.float16, jnp.bfloat16)
 
@@ -44,6 +46,18 @@ def is_nnx_module(value: Any) -> bool:
     """Whether `value` is an nnx module."""
     nnx = _loaded("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Module)
+
+
+def batch_statistics(params: Any) -> str | None:
+    """Path of a running mean or variance that lies among parameters, if there is any."""
+    nnx = _loaded("flax.nnx")
+    kind = nnx.BatchStat if nnx else ()
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, kind))
+    for path, leaf in leaves:
+        name = path_name(path)
+        if isinstance(leaf, kind) or "batch_stats" in name.split("/"):
+            return name
+    return None
 
 
 def norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:

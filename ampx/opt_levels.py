@@ -125,15 +125,41 @@ class Recipe:
           >>> recipe.call(lambda w, x: (w.dtype.name, x.dtype.name), jnp.ones(2), jnp.ones(2))
           ('float16', 'float32')
         """
+        return self._call(self.policy.cast_to_output, fun, params, *args, **kwargs)
+
+    def call_part(self, fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+        """`call` for a part of a model, such as a stage: flax models in it cast no results.
+
+        What one part passes to the next is no output of the model, and stays as it is.
+
+        Args:
+          fun: see `call`.
+          params: see `call`.
+          *args: passed on.
+          **kwargs: passed on.
+
+        Returns:
+          What `fun` returns.
+        """
+        return self._call(lambda result: result, fun, params, *args, **kwargs)
+
+    def _call(
+        self,
+        cast_output: Callable[[Any], Any],
+        fun: Callable[..., Any],
+        params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if self.autocast_dtype is not None:
             cast_operations = autocast(
                 fun, half_dtype=self.autocast_dtype, rules=self.rules, output="original"
             )
             return cast_operations(params, *args, **kwargs)
-        casts = dict(
+        casts: dict[str, Any] = dict(
             norms_in_float32=self.stays_float32 is not None,
             cast_input=self.policy.cast_to_compute,
-            cast_output=self.policy.cast_to_output,
+            cast_output=cast_output,
         )
         with flax_modules.linen_casts(**casts):
             if not flax_modules.is_nnx_module(params):

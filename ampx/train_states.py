@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ampx import flax_modules, verdicts
 from ampx.loss_scale_state import LossScaleState, find_loss_scale_state, is_skipped
@@ -38,6 +39,29 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     key: jax.Array | None = None
     model_state: Any = None
+
+
+def placed_beside(params: Any, state: Any) -> Any:
+    """A state whose counts and the like lie on all devices of the mesh that parameters lie on.
+
+    Left where they are made, the first step would move them, and the next be compiled anew.
+    """
+    meshes = {
+        leaf.sharding.mesh
+        for leaf in jax.tree.leaves(params)
+        if isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)
+        and isinstance(leaf.sharding, NamedSharding)
+    }
+    if len(meshes) != 1:
+        return state
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+
+    def place(leaf: Any) -> Any:
+        is_free = isinstance(leaf, jax.Array) and not leaf.committed
+        return jax.device_put(leaf, everywhere) if is_free else leaf
+
+    return jax.tree.map(place, state)
 
 
 def is_nnx_pair(state: Any) -> bool:

@@ -20,7 +20,7 @@ from ampx.loss_scaling import loss_scale as choose_loss_scale
 from ampx.masters import apply_updates
 from ampx.normalization import Normalize
 from ampx.opt_levels import Recipe, as_recipe
-from ampx.pipelining.gradients import PipelineGradients
+from ampx.pipelining.pipeline_gradients import PipelineGradients
 from ampx.precision import Policy
 from ampx.reduction import Reduction, ReductionState, checked_reduction
 from ampx.sharding import Zero1State
@@ -107,7 +107,8 @@ class TrainStep:
         stored = params if self.recipe is None else self.recipe.cast_params(params)
         stored, key, model_state = jax.tree.map(jnp.copy, (stored, key, model_state))
         step = jnp.zeros((), jnp.int32)
-        return TrainState(step, stored, self.tx.init(stored), key, model_state)
+        state = TrainState(step, stored, self.tx.init(stored), key, model_state)
+        return train_states.placed_beside(params, state)
 
     def __call__(
         self, state: Any, batch: Any, *, key: jax.Array | None = None

@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pipeline_steps
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ampx
+from ampx import pipelining
 
 ROWS, WIDTH = 16, 8
 
@@ -277,6 +279,69 @@ def stalled_step(tx, seconds):
         arguments = jax.block_until_ready(step(*arguments, rows))
         jax.effects_barrier()
     return {event: at - start for event, at in times.items()}
+
+
+# --- a pipeline whose stages are in different processes -------------------------------------------
+
+PIPELINES = {"1f1b": pipelining.one_f_one_b, "interleaved": pipelining.interleaved}
+PIPELINE_BATCHES = 3
+
+
+def make_pipeline_step(name, data, stages):
+    return ampx.train_step(
+        pipeline_steps.make_grads_of(PIPELINES[name](stages, 4), data),
+        optax.adamw(1e-2),
+        loss_scale="dynamic",
+        max_grad_norm=1.0,
+    )
+
+
+def make_pipeline_batch(step):
+    """The second one is infinite in the gradient of the last layer, and of the last row alone."""
+    return pipeline_steps.make_batch(step, spoilt=(15, 3) if step == 1 else None)
+
+
+def pipeline(name, data, stages):
+    """Losses, and this process's part of the parameters and what it is a part of."""
+    step = make_pipeline_step(name, data, stages)
+    mesh = step.grads_of.mesh
+    rows = NamedSharding(mesh, P("data"))
+    # Not device_put, which compiles a comparison of the values on all processes.
+    state = jax.tree.map(
+        lambda leaf, place: jax.make_array_from_callback(
+            leaf.shape, place, lambda index: np.asarray(leaf)[index]
+        ),
+        *pipeline_state(step),
+    )
+    run, losses, skips = jax.jit(step), [], []
+    for number in range(PIPELINE_BATCHES):
+        batch = jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, rows, lambda index: x[index]),
+            make_pipeline_batch(number),
+        )
+        state, report = run(state, batch)
+        losses.append(float(report.loss))
+        skips.append(bool(report.overflow))
+    starts = [leaf.addressable_shards[0].index for leaf in jax.tree.leaves(state.params["stages"])]
+    return {
+        "losses": losses,
+        "skips": skips,
+        "devices": [jax.device_count(), jax.local_device_count()],
+        "first layer": [(index[0].start or 0) if index else 0 for index in starts],
+        **local(state.params),
+    }
+
+
+def pipeline_state(step):
+    """A first state, and where each of its arrays should lie."""
+    state = step.init(pipeline_steps.make_params())
+    everywhere = NamedSharding(step.grads_of.mesh, P())
+    layers = NamedSharding(step.grads_of.mesh, P("stage"))
+
+    def place(path, leaf):
+        return layers if "['stages']" in jax.tree_util.keystr(path) else everywhere
+
+    return state, jax.tree_util.tree_map_with_path(place, state)
 
 
 # --- start and end of a process -------------------------------------------------------------------

@@ -17,21 +17,28 @@ from ampx.pipelining.generators import (
     make_schedule,
     one_f_one_b,
 )
-from ampx.pipelining.gradients import PipelineGradients, value_and_grad
+from ampx.pipelining.gradients import value_and_grad
+from ampx.pipelining.partition import balance, layer_costs
+from ampx.pipelining.pipeline_gradients import PipelineGradients
+from ampx.pipelining.planning import Plan, plan
 from ampx.pipelining.schedules import Schedule
 from ampx.pipelining.zero_bubbles import zero_bubble, zero_bubble_v
 
 __all__ = [
     "Action",
     "PipelineGradients",
+    "Plan",
     "Schedule",
+    "balance",
     "eager_one_f_one_b",
     "forward_only",
     "gpipe",
     "interleaved",
+    "layer_costs",
     "looped_breadth_first",
     "make_schedule",
     "one_f_one_b",
+    "plan",
     "value_and_grad",
     "zero_bubble",
     "zero_bubble_v",

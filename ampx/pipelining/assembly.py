@@ -99,7 +99,9 @@ def assemble(
     ]
     outputs = [(p.outputs.loss, p.outputs.weight, p.outputs.aux) for p in programs]
     results = tuple(
-        jax.tree.map(lambda leaf: _of(leaf, base), next((v for v in values if v is not None), None))
+        jax.tree.map(
+            lambda leaf: _of(leaf, base), next((v for v in values[::-1] if v is not None), None)
+        )
         for values in zip(*outputs, strict=True)
     )
     return Executor(

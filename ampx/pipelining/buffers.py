@@ -180,14 +180,12 @@ def pool(owned: Sequence[Sequence[ArrayType]]) -> Pool:
     types: dict[tuple[Any, ...], ArrayType] = {}
     places = []
     for values in owned:
-        seen: Counter[Any] = Counter()
+        seen: Counter[ArrayType] = Counter()
         own = []
         for t in values:
-            name = t.shape, t.dtype, seen[t.shape, t.dtype]
-            seen[t.shape, t.dtype] += 1
-            before = types.get(name, t)
-            types[name] = dataclasses.replace(t, axes=t.axes | before.axes)
-            own.append(name)
+            own.append((t, seen[t]))
+            types[own[-1]] = t
+            seen[t] += 1
         places.append(own)
     number_of = {name: i for i, name in enumerate(types)}
     return Pool(tuple(types.values()), tuple(tuple(number_of[n] for n in own) for own in places))

@@ -156,8 +156,10 @@ class Executor:
                 inputs = self._inputs(number, carry, row.forward, slots)
                 outputs, kept = self.programs[number].run(inputs)
                 sent = tuple(
-                    c.pack(jax.tree.leaves(leaves)) if jax.tree.leaves(leaves) else c.nothing()
-                    for c, leaves in zip(self.activations, outputs.sent, strict=True)
+                    c.pack([as_numbers(x) for x in jax.tree.leaves(tree)])
+                    if tree is not None
+                    else c.nothing()
+                    for c, tree in zip(self.activations, outputs.sent, strict=True)
                 )
                 kept = self.kept.fill(number, [as_numbers(leaf) for leaf in kept])
                 return sent, kept, self._results(outputs)
@@ -253,9 +255,7 @@ class Executor:
     ) -> StageInputs:
         stage, microbatch = now
         received = tuple(
-            jax.tree.unflatten(jax.tree.structure(tree), c.unpack(number, read(buffers, slot)))
-            if jax.tree.leaves(tree)
-            else tree
+            None if tree is None else self._arrived(tree, c.unpack(number, read(buffers, slot)))
             for tree, c, buffers, slot in zip(
                 self.programs[number].inputs.received,
                 self.activations,
@@ -275,6 +275,10 @@ class Executor:
             stage,
         )
         return jax.tree.map(as_varying_as, inputs, self.programs[number].inputs)
+
+    def _arrived(self, types: Any, values: Sequence[jax.Array]) -> Any:
+        avals, structure = jax.tree.flatten(types)
+        return jax.tree.unflatten(structure, map(as_before, values, avals))
 
     def _chunk(self, stage: jax.Array) -> jax.Array:
         return jnp.asarray(self.chunk_of, jnp.int32)[stage]

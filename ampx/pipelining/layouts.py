@@ -58,6 +58,13 @@ def chunk_numbers(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
+def _slots(schedule: Schedule) -> list[int | None]:
+    """The stages of all devices in turn, with None where a device has fewer than others."""
+    stages = [schedule.stages_on(device) for device in range(schedule.num_devices)]
+    chunks = max(map(len, stages))
+    return [stage for own in stages for stage in (*own, *[None] * (chunks - len(own)))]
+
+
 def stacked_layout(
     schedule: Schedule, stages: Any, layers_per_stage: tuple[int, ...] | None
 ) -> StackedLayers:
@@ -126,12 +133,7 @@ class StackedLayers:
     @property
     def is_divided(self) -> bool:
         """See `Layout`."""
-        return self.is_even
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all stages have equally many layers."""
-        return len(set(self.counts)) == 1
+        return len(set(self.counts)) == 1 and None not in _slots(self.schedule)
 
     @property
     def first_layer(self) -> np.ndarray:
@@ -140,31 +142,31 @@ class StackedLayers:
 
     def arranged(self, stored: Any) -> Any:
         """As stored; padded and in the order of devices, if stages have different numbers."""
-        if self.is_even:
+        if self.is_divided:
             return stored
-        return jax.tree.map(lambda leaf: jnp.take(leaf, self._padded_order(), axis=0), stored)
+        order = np.zeros(len(_slots(self.schedule)) * max(self.counts), np.int32)
+        order[self._places()] = np.arange(sum(self.counts))
+        return jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0), stored)
 
     def restored(self, arranged: Any, stored: Any) -> Any:
         """In the order of the model."""
-        if self.is_even:
+        if self.is_divided:
             return arranged
-        places = np.zeros(sum(self.counts), np.int32)
-        places[self._padded_order()[::-1]] = np.arange(len(self._padded_order()))[::-1]
-        return jax.tree.map(lambda leaf: jnp.take(leaf, places, axis=0), arranged)
+        return jax.tree.map(lambda leaf: jnp.take(leaf, self._places(), axis=0), arranged)
 
-    def _padded_order(self) -> np.ndarray:
-        """The layers of all devices in turn; a stage with few layers repeats its first."""
-        longest, starts = max(self.counts), self.first_layer
-        order = [
-            starts[stage] + np.where(np.arange(longest) < self.counts[stage], np.arange(longest), 0)
-            for device in range(self.schedule.num_devices)
-            for stage in self.schedule.stages_on(device)
-        ]
-        return np.concatenate(order)
+    def _places(self) -> np.ndarray:
+        """Where each layer lies when all stages are padded to the longest."""
+        slots = _slots(self.schedule)
+        return np.concatenate(
+            [
+                slots.index(stage) * max(self.counts) + np.arange(count)
+                for stage, count in enumerate(self.counts)
+            ]
+        )
 
     def local(self, arranged: Any, axis_name: str) -> Any:
         """Layers with a leading axis of chunks, fetched from the devices that store them."""
-        chunks = self.schedule.num_stages // self.schedule.num_devices
+        chunks = len(_slots(self.schedule)) // self.schedule.num_devices
         view = jax.tree.map(lambda leaf: leaf.reshape(chunks, -1, *leaf.shape[1:]), arranged)
         return self._moved(view, axis_name, back=False)
 
@@ -175,7 +177,7 @@ class StackedLayers:
 
     def _moved(self, view: Any, axis_name: str, back: bool) -> Any:
         """Each stage's layers on the device that runs it, or where they are stored."""
-        if not self.is_even or self.schedule.num_stages == self.schedule.num_devices:
+        if not self.is_divided or _slots(self.schedule) == list(range(len(self.counts))):
             return view
         device = lax.axis_index(axis_name)
         moved = jax.tree.map(jnp.zeros_like, view)
@@ -210,7 +212,7 @@ class StackedLayers:
             gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
 
         def add(sums: jax.Array, gradient: jax.Array) -> jax.Array:
-            start = (chunk, *[0] * gradient.ndim)
+            start = (chunk, *[jnp.zeros_like(chunk)] * gradient.ndim)
             old = lax.dynamic_slice(sums, start, (1, *gradient.shape))
             return lax.dynamic_update_slice(sums, old + gradient.astype(sums.dtype), start)
 
@@ -284,14 +286,13 @@ class SeparateStages:
 
     def arranged(self, stored: Any) -> Any:
         """Flat arrays with a row for each stage, in the order of devices."""
-        order = [s for d in range(self.schedule.num_devices) for s in self.schedule.stages_on(d)]
-        rows = [self._flat(stage, jax.tree.leaves(stored[stage])) for stage in order]
+        flat = [self._flat(stage, jax.tree.leaves(tree)) for stage, tree in enumerate(stored)]
+        rows = [flat[stage or 0] for stage in _slots(self.schedule)]
         return {dtype: jnp.stack([row[dtype] for row in rows]) for dtype in self._dtypes}
 
     def restored(self, arranged: Any, stored: Any) -> Any:
         """One tree for each stage."""
-        order = [s for d in range(self.schedule.num_devices) for s in self.schedule.stages_on(d)]
-        row_of = {stage: row for row, stage in enumerate(order)}
+        row_of = {stage: row for row, stage in enumerate(_slots(self.schedule))}
         trees = [
             self._unflat(stage, {dtype: arranged[dtype][row_of[stage]] for dtype in arranged})
             for stage in range(self.schedule.num_stages)

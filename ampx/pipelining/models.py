@@ -12,13 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.checking import check_choice
+from ampx.mapped_axes import varying_over
 from ampx.normalization import Normalize, loss_and_weight, unpacked
 from ampx.opt_levels import Recipe
 from ampx.pipelining.assembly import StageKind
+from ampx.pipelining.buffers import as_varying_as
 from ampx.pipelining.layouts import StackedLayers
 from ampx.pipelining.lowering import Edge
 from ampx.pipelining.schedules import Schedule
 from ampx.pipelining.stage_programs import Compute, StageInputs, StageOutputs
+from ampx.trees import path_name
+from ampx.verdicts import varying
 
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
@@ -97,7 +101,9 @@ class Model:
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
         own = self._separate(stage) if self.is_separate else self._layers(layout)
         number_of_layers = self.schedule.num_stages if self.is_separate else sum(layout.counts)
-        first, last = self._at_precision(self.first), self._at_precision(self.last)
+        first, last = self._at_precision(self.first), self.last
+        if self.recipe is not None:
+            last = functools.partial(self.recipe.call, last)
         if self.stash != "inputs":
             first, last = _recomputed(first), _recomputed(last)
 
@@ -106,12 +112,15 @@ class Model:
             x = inputs.received[0]
             if is_first:
                 x = first(params["first"], params["shared"], inputs.microbatch, _folded(key, 0))
+                # Constants, too: layers mix them with what differs between devices.
+                x = varying(x, tuple(varying_over(inputs.stage)))
             x, skipped, extra_loss = own(params["stages"], x, inputs)
             if not is_last:
                 return StageOutputs((x, *skipped), extra_loss)
             key = _folded(key, number_of_layers + 1)
             out = last(params["last"], params["shared"], x, inputs.microbatch, key)
             value, aux, _ = unpacked(out, self.has_aux, False, "last")
+            _check_aux(aux)
             loss, weight = loss_and_weight(value, self.normalize, "last")
             loss = loss if extra_loss is None else loss + extra_loss.astype(loss.dtype)
             return StageOutputs((None, *skipped), loss, weight, aux)
@@ -119,7 +128,7 @@ class Model:
         return _recomputed(compute) if self.stash == "inputs" else compute
 
     def _at_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        return fun if self.recipe is None else functools.partial(self.recipe.call, fun)
+        return fun if self.recipe is None else functools.partial(self.recipe.call_part, fun)
 
     def _with_stash(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return _recomputed(fun, policy=self.stash) if callable(self.stash) else fun
@@ -131,7 +140,9 @@ class Model:
 
         def layer(params: Any, x: Any, key: Any, number: jax.Array) -> Any:
             out = call(params, x, _folded(key, number + 1))
-            return out if self.has_aux_loss else (out, None)
+            new, loss = _with_loss(out) if self.has_aux_loss else (out, None)
+            _check_same_type(x, new)
+            return new, loss
 
         layer = self._with_stash(layer)
 
@@ -148,7 +159,10 @@ class Model:
                     losses.append(loss)
             else:
                 number = jax.tree.leaves(params)[0].shape[0]
-                x, losses = lax.scan(body, x, (params, start + jnp.arange(number)))
+                x = _as_layers_leave_it(body, x, params, start)
+                x, losses = lax.scan(
+                    body, x, (params, start + jnp.arange(number, dtype=start.dtype))
+                )
             return x, [None] * len(self.skips), _sum(losses) if self.has_aux_loss else None
 
         return own
@@ -170,6 +184,46 @@ class Model:
             return x, skipped, _sum(rest) if self.has_aux_loss else None
 
         return own
+
+
+def _as_layers_leave_it(body: Callable[..., Any], x: Any, params: Any, start: jax.Array) -> Any:
+    """What the first layer takes, marked as different between devices wherever its result is."""
+    manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+    if set(manual) <= varying_over(start):
+        return x
+    first = jax.tree.map(lambda leaf: leaf[0], params)
+    given = jax.make_jaxpr(lambda *args: body(args[0], args[1:])[0])(x, first, start).out_avals
+    leaves, structure = jax.tree.flatten(x)
+    return jax.tree.unflatten(structure, map(as_varying_as, leaves, given))
+
+
+def _with_loss(out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            f"has_aux_loss=True: stage must return a tuple (x, loss), got {type(out).__name__}"
+        )
+    return out
+
+
+def _check_same_type(taken: Any, given: Any) -> None:
+    def described(tree: Any) -> Any:
+        return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+
+    if described(given) != described(taken):
+        raise TypeError(
+            f"stage must return what it takes, of the same shapes and dtypes: it takes "
+            f"{described(taken)} and returns {described(given)}. What first returns is what the "
+            "first layer takes"
+        )
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.bool_):
+            raise TypeError(
+                f"the auxiliary output {path_name(path) or 'of last'} is bool and has no mean or "
+                "sum: convert it with .astype(jnp.float32)"
+            )
 
 
 def _folded(key: jax.Array | None, number: Any) -> jax.Array | None:

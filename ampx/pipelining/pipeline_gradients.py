@@ -1,0 +1,344 @@
+"""Loss and gradients of a model that is divided over devices, stage by stage.
+
+Parameters and gradients are global arrays in the layout of the model. One `shard_map` program runs
+the schedule and what has to be agreed on: the weight, the verdict, the sums over devices. What
+follows (loss scale, clipping, optimizer) therefore need not know of stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from ampx import flax_modules
+from ampx.accumulation import GradResult, batch_size, rows_of_microbatches
+from ampx.normalization import normalized
+from ampx.opt_levels import Recipe
+from ampx.pipelining.assembly import assemble
+from ampx.pipelining.executor import Executor, Totals
+from ampx.pipelining.layouts import Layout, separate_layout, stacked_layout
+from ampx.pipelining.models import Model
+from ampx.pipelining.parameters import stage_parameters
+from ampx.pipelining.resharding import axes_of, is_spec, placed
+from ampx.pipelining.schedules import Schedule
+from ampx.reduction import Reduction
+from ampx.trees import path_name
+from ampx.verdicts import count_nonfinite, is_floating, varying
+
+PARTS = ("first", "stages", "last", "shared")
+_NO_STATE = (
+    "a pipeline has no model_state: batch statistics would depend on the order of micro-batches. "
+    "Use LayerNorm, RMSNorm or GroupNorm, or close over frozen statistics"
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PipelineGradients:
+    """A function `g(params, batch, *, loss_scale=1.0, key=None) -> GradResult`.
+
+    Made by `ampx.pipelining.value_and_grad`; call it under `jax.jit`, or give it to
+    `ampx.train_step` in the place of a loss.
+
+    Attributes:
+      schedule: what it runs.
+      recipe: the precision of its stages, or None.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp
+      >>> grads_of = ampx.pipelining.value_and_grad(
+      ...     first=lambda p, shared, batch, key: batch,
+      ...     stage=lambda p, x, key: x * p,
+      ...     last=lambda p, shared, x, batch, key: (jnp.sum(x), jnp.float32(x.size)),
+      ...     schedule=ampx.pipelining.one_f_one_b(1, 2),
+      ...     axis_name="stage",
+      ...     mesh=jax.make_mesh((1,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,)),
+      ... )
+      >>> params = {"stages": jnp.array([2.0, 3.0])}
+      >>> result = jax.jit(grads_of)(params, jnp.ones(4))
+      >>> print(result.loss, result.grads["stages"])
+      6.0 [3. 2.]
+      >>> print(grads_of.value(params, jnp.ones(4)).loss)
+      6.0
+    """
+
+    schedule: Schedule
+    recipe: Recipe | None
+    model: Model = dataclasses.field(repr=False)
+    axis_name: str
+    data_axes: tuple[str, ...]
+    mesh: Mesh | None
+    aux_reduction: Any
+    accumulator_dtype: Any
+    layers_per_stage: tuple[int, ...] | None
+    param_specs: Any
+    check_vma: bool
+    reductions: tuple[Reduction, Reduction] = dataclasses.field(repr=False)
+
+    def __call__(
+        self,
+        params: Any,
+        batch: Any,
+        *,
+        loss_scale: ArrayLike = 1.0,
+        key: jax.Array | None = None,
+        model_state: Any = None,
+        wrt: Any = None,
+    ) -> GradResult:
+        """Loss and gradients.
+
+        Args:
+          params: see `ampx.pipelining.value_and_grad`.
+          batch: a pytree of arrays with a leading batch axis.
+          loss_scale: multiplies the loss before it is differentiated.
+          key: a random key. Each part of the data gets its own, of that each micro-batch, and of
+            that each layer: the same for every schedule and number of stages.
+          model_state: not supported.
+          wrt: not supported.
+
+        Returns:
+          A `GradResult`: gradients like `params`, float32, still times the loss scale, complete on
+          all devices; `verdict` is what was found in them before they were summed.
+
+        Raises:
+          TypeError: if `params` is not a dict of such parts, or stages do not fit together.
+          ValueError: for a batch, layers or a mesh that the schedule does not divide; for a state.
+        """
+        if model_state is not None:
+            raise ValueError(_NO_STATE)
+        if wrt is not None:
+            raise TypeError("a pipeline takes a dict of parameters, not an nnx module")
+        return self._run(self.model, params, batch, jnp.asarray(loss_scale, jnp.float32), key)
+
+    def value(self, params: Any, batch: Any, *, key: jax.Array | None = None) -> GradResult:
+        """The loss alone, by the forward actions of the schedule.
+
+        Args:
+          params: as above.
+          batch: as above.
+          key: as above.
+
+        Returns:
+          A `GradResult` whose `grads` and `verdict` are None.
+        """
+        rows = tuple(tuple(a for a in row if a and a.kind == "F") for row in self.schedule.rows)
+        forward = dataclasses.replace(self.schedule, rows=rows, has_backward=False).aligned()
+        model = dataclasses.replace(self.model, schedule=forward)
+        return self._run(model, params, batch, jnp.ones((), jnp.float32), key)
+
+    def observed(
+        self,
+        params: Any,
+        batch: Any,
+        observe: Callable[[Executor], None],
+        *,
+        key: jax.Array | None = None,
+    ) -> GradResult:
+        """The same as a call, for `ampx.pipelining.plan`: tells `observe` of the executor."""
+        scale = jnp.ones((), jnp.float32)
+        return self._run(self.model, params, batch, scale, key, observe)
+
+    def shardings(self, params: Any, mesh: Mesh | None = None) -> Any:
+        """Where parameters, and an optimizer's state of the same shapes, should lie.
+
+        Args:
+          params: the parameters, or their shapes.
+          mesh: by default the one given to `value_and_grad`.
+
+        Returns:
+          A tree of `NamedSharding` for `jax.device_put`: layers divided over the stages, the rest
+          on every device. Layers that stages share unequally are on every device, too.
+        """
+        specs = self._specs(self._layout(self.model, params["stages"]).is_divided)
+        mesh = mesh or self.mesh
+        if mesh is None:
+            raise ValueError("shardings needs a mesh: give it here or to value_and_grad")
+        whole = {part: specs[part] for part in params}
+        return jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part),
+            whole,
+            dict(params),
+            is_leaf=is_spec,
+        )
+
+    def _run(
+        self,
+        model: Model,
+        params: Any,
+        batch: Any,
+        scale: jax.Array,
+        key: jax.Array | None,
+        observe: Callable[[Executor], None] | None = None,
+    ) -> GradResult:
+        if scale.shape:
+            raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
+        mesh = self._checked_mesh()
+        _check_params(params)
+        parts = {part: params.get(part) for part in PARTS}
+        computed = parts if self.recipe is None else self.recipe.half_params(parts)
+        layout = self._layout(model, computed["stages"])
+        self._check_batch(batch)
+        specs = self._specs(True)
+        kinds = model.kinds(layout)
+        # Unchecked, a sum over devices is differentiated as if each of them had a loss of its own.
+        own = (self.axis_name, *self.data_axes)
+        replicas = () if self.check_vma else tuple(a for a in self._axes if a not in own)
+
+        def local(params: Any, batch: Any, key: Any, scale: jax.Array) -> GradResult:
+            for axis in self.data_axes:
+                key = key if key is None else jax.random.fold_in(key, lax.axis_index(axis))
+            params, batch, key, scale = varying((params, batch, key, scale), own)
+            if replicas:
+                scale = scale / math.prod(map(lax.axis_size, replicas))
+            executor = assemble(
+                model.schedule,
+                kinds,
+                model.wires,
+                stage_parameters(
+                    params | {"stages": layout.local(params["stages"], self.axis_name)},
+                    layout,
+                    kinds,
+                    self.accumulator_dtype,
+                ),
+                rows_of_microbatches(batch, model.schedule.num_microbatches),
+                key,
+                scale,
+                self.axis_name,
+            )
+            if observe is not None:
+                observe(executor)
+            result = self._finished(executor.run(), layout)
+            return result._replace(grads=_summed(result.grads, specs, replicas))
+
+        out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
+        place = functools.partial(placed, mesh=self.mesh, axes=self._axes)
+        in_specs = (specs, P(self.data_axes or None), P(), P())
+        stored_as = self._specs(layout.is_divided)["stages"]
+        arranged = layout.arranged(place(computed["stages"], stored_as))
+        result = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=GradResult(*out_specs),
+            axis_names=set(self._axes),
+            check_vma=self.check_vma,
+        )(*place((computed | {"stages": arranged}, batch, key, scale), in_specs))
+        if not model.schedule.has_backward:
+            return result
+        stages = layout.restored(place(result.grads["stages"], stored_as), parts["stages"])
+        grads = {part: (result.grads | {"stages": stages})[part] for part in params}
+        return result._replace(grads=grads)
+
+    def _finished(self, totals: Totals, layout: Layout) -> GradResult:
+        """Sums over devices: of the loss and the weight, then the verdict, then the gradients."""
+        losses, weights, aux = lax.psum(totals.results, self.axis_name)
+        loss, grads, weight, aux = normalized(
+            totals.grads,
+            losses,
+            weights,
+            aux,
+            self.model.normalize,
+            self.aux_reduction,
+            self.data_axes,
+            None,
+        )
+        if grads is None:
+            return GradResult(loss, None, weight, aux)
+        verdict = count_nonfinite(grads, axis_names=self._axes)
+        over_data, over_all = self.reductions
+        first = jnp.sum(verdict)
+        stages = layout.returned(grads["stages"], self.axis_name)
+        stages = over_data(stages, first) if over_data.axes else stages
+        rest = over_all({part: grads[part] for part in grads if part != "stages"}, first)
+        return GradResult(loss, rest | {"stages": stages}, weight, aux, None, verdict)
+
+    def _layout(self, model: Model, stages: Any) -> Layout:
+        if model.is_separate:
+            return separate_layout(model.schedule, stages)
+        return stacked_layout(model.schedule, stages, self.layers_per_stage)
+
+    def _specs(self, is_divided: bool) -> dict[str, Any]:
+        specs: dict[str, Any] = dict.fromkeys(PARTS, P()) | {"stages": P(self.axis_name)}
+        specs |= dict(self.param_specs or {})
+        if not is_divided:
+            specs["stages"] = jax.tree.map(
+                lambda spec: P(None, *spec[1:]), specs["stages"], is_leaf=is_spec
+            )
+        return specs
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        """All axes that the program maps."""
+        named = [
+            axis
+            for spec in jax.tree.leaves(self.param_specs, is_leaf=is_spec)
+            for entry in spec
+            for axis in axes_of(entry)
+        ]
+        return tuple(dict.fromkeys((self.axis_name, *self.data_axes, *named)))
+
+    def _checked_mesh(self) -> Mesh | None:
+        mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError(
+                "no mesh: give value_and_grad mesh=..., or call it under jax.set_mesh(mesh)"
+            )
+        for axis in self._axes:
+            if axis not in mesh.shape:
+                raise ValueError(f"the mesh has axes {mesh.axis_names}, and none named {axis!r}")
+        size, wanted = mesh.shape[self.axis_name], self.schedule.num_devices
+        if size != wanted:
+            raise ValueError(
+                f"the schedule is for {wanted} devices, and the mesh has {size} along "
+                f"{self.axis_name!r}"
+            )
+        return self.mesh
+
+    def _check_batch(self, batch: Any) -> None:
+        mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
+        rows, count = batch_size(batch), self.schedule.num_microbatches
+        if rows % (parts * count):
+            raise ValueError(
+                f"a batch of {rows} rows is not divisible by {parts * count}, the {count} "
+                f"micro-batches of the schedule times {parts} devices along data_axes="
+                f"{self.data_axes}: choose another number of rows or micro-batches"
+            )
+
+
+def _summed(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
+    """Gradients summed over those of the axes along which their parameters are not divided."""
+    if grads is None or not axes:
+        return grads
+
+    def add_up(spec: P, part: Any) -> Any:
+        divided = {axis for entry in spec for axis in axes_of(entry)}
+        return lax.psum(part, tuple(axis for axis in axes if axis not in divided))
+
+    return jax.tree.map(add_up, specs, grads, is_leaf=is_spec)
+
+
+def _check_params(params: Any) -> None:
+    if not isinstance(params, Mapping) or "stages" not in params or set(params) - set(PARTS):
+        found = list(params) if isinstance(params, Mapping) else type(params).__name__
+        raise TypeError(
+            f"params must be a dict with 'stages' and any of 'first', 'last', 'shared', got {found}"
+        )
+    statistics = flax_modules.batch_statistics(dict(params))
+    if statistics is not None:
+        raise ValueError(f"{statistics} is no parameter, and {_NO_STATE}")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
+        if not is_floating(leaf):
+            raise TypeError(
+                f"the parameter {path_name(path)} has dtype {leaf.dtype}, which has no gradient: "
+                "keep it in the batch, or close over it"
+            )

@@ -1,0 +1,125 @@
+"""A small model for tests of whole training steps over a pipeline, and the same in one function.
+
+`x` carries the gains of a row beside its activations: the gain of a layer multiplies a vector that
+is zero, so that it shows in the gradient of that one layer and nowhere else.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import make_mesh
+
+from ampx.pipelining import value_and_grad
+
+LAYERS, WIDTH, WORDS, ROWS, LENGTH = 4, 8, 11, 16, 3
+
+
+def make_params(layers=LAYERS):
+    # Not by jax.random, whose compilation takes a quarter of a worker's time.
+    generator = np.random.default_rng(7)
+
+    def normal(*shape):
+        return jnp.asarray(0.4 * generator.normal(size=shape), jnp.float32)
+
+    return {
+        "first": {"position": normal(LENGTH, WIDTH)},
+        "stages": {
+            "kernel": normal(layers, WIDTH, WIDTH),
+            "bias": normal(layers, WIDTH),
+            "probe": jnp.zeros((layers, WIDTH)),
+        },
+        "last": {"gain": jnp.ones(WIDTH)},
+        "shared": {"table": normal(WORDS, WIDTH)},
+    }
+
+
+def make_batch(step, *, rows=ROWS, layers=LAYERS, spoilt=None, gain=3e38):
+    """Rows with 0 to 3 tokens each; `spoilt` is the row and the layer that get a gain."""
+    generator = np.random.default_rng(step)
+    lengths = generator.integers(0, LENGTH + 1, rows)
+    batch = {
+        "words": generator.integers(0, WORDS, (rows, LENGTH)).astype(np.int32),
+        "labels": generator.integers(0, WORDS, (rows, LENGTH)).astype(np.int32),
+        "mask": (np.arange(LENGTH) < lengths[:, None]).astype(np.float32),
+        "gains": np.zeros((rows, layers), np.float32),
+    }
+    if spoilt is not None:
+        row, layer = spoilt
+        batch["mask"][row] = 1
+        batch["gains"][row, layer] = gain
+    return batch
+
+
+def first(params, shared, batch, key):
+    x = shared["table"][batch["words"]] + params["position"]
+    return x, batch["gains"].astype(x.dtype)
+
+
+def stage(params, carried, key):
+    x, gains = carried
+    hidden = jnp.tanh(x @ params["kernel"] + params["bias"])
+    if key is not None:
+        hidden *= jax.random.bernoulli(key, 0.8, hidden.shape).astype(hidden.dtype)
+    probed = gains[:, :1, None] * params["probe"]
+    return x + hidden + probed, jnp.roll(gains, -1, axis=1)
+
+
+def last(params, shared, carried, batch, key):
+    x = carried[0].astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    x = x.astype(params["gain"].dtype) * params["gain"]
+    logits = (x @ shared["table"].T).astype(jnp.float32)
+    scores = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1)
+    return -jnp.sum(scores[..., 0] * batch["mask"]), jnp.sum(batch["mask"])
+
+
+def loss_fn(params, batch):
+    """The model in one piece."""
+    carried = first(params["first"], params["shared"], batch, None)
+    for number in range(params["stages"]["bias"].shape[0]):
+        layer = jax.tree.map(lambda leaf, n=number: leaf[n], params["stages"])
+        carried = stage(layer, carried, None)
+    return last(params["last"], params["shared"], carried, batch, None)
+
+
+def make_stage_mesh(data, stages):
+    return make_mesh((data, stages), ("data", "stage"))
+
+
+def make_grads_of(schedule, data=2, **options):
+    options = {"mesh": make_stage_mesh(data, schedule.num_devices), **options}
+    return value_and_grad(
+        first=first,
+        stage=stage,
+        last=last,
+        schedule=schedule,
+        axis_name="stage",
+        data_axes="data",
+        **options,
+    )
+
+
+def placed(step, params, key=None):
+    """A first state where the step will leave it, so that it is compiled once."""
+    grads_of = step.grads_of
+    state = step.init(jax.device_put(params, grads_of.shardings(params)), key=key)
+    return committed(state, grads_of.mesh)
+
+
+def committed(tree, mesh):
+    """The same with what lies nowhere in particular, as new scalars do, on all devices."""
+    everywhere = jax.sharding.NamedSharding(mesh, jax.P())
+    return jax.tree.map(
+        lambda leaf: leaf if leaf.committed else jax.device_put(leaf, everywhere), tree
+    )
+
+
+def assert_close(found, expected, rtol=1e-5):
+    """Equal up to a share of the largest number of each array."""
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=rtol * np.max(np.abs(b), initial=0), err_msg=str(path)
+        )

@@ -1,0 +1,267 @@
+"""Flax modules, linen and nnx, as the stages of a pipeline."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from pipeline_models import sequential
+from pipeline_steps import (
+    WIDTH,
+    assert_close,
+    first,
+    last,
+    make_batch,
+    make_params,
+    make_stage_mesh,
+    placed,
+)
+
+import ampx
+from ampx.pipelining import one_f_one_b, value_and_grad
+
+LAYERS = 4
+
+
+def make_grads_of(stage, **options):
+    return value_and_grad(
+        first=embed,
+        stage=stage,
+        last=head,
+        schedule=one_f_one_b(2, 4),
+        axis_name="stage",
+        data_axes="data",
+        mesh=make_stage_mesh(2, 2),
+        **options,
+    )
+
+
+def embed(params, shared, batch, key):
+    return first(params, shared, batch, key)[0]
+
+
+def head(params, shared, x, batch, key):
+    return last(params, shared, (x,), batch, key)
+
+
+def with_stages(stages):
+    return make_params() | {"stages": stages}
+
+
+def loss_of(stage):
+    """The same model in one function."""
+
+    def loss_fn(params, batch):
+        x = embed(params["first"], params["shared"], batch, None)
+        for number in range(LAYERS):
+            layer = jax.tree.map(lambda leaf, n=number: leaf[n], params["stages"])
+            x = stage(layer, x, None)
+        return head(params["last"], params["shared"], x, batch, None)
+
+    return loss_fn
+
+
+def assert_equal_to_the_sequence(stage, stages):
+    """Loss and gradients, with a key."""
+    params, batch, key = with_stages(stages), make_batch(0), jax.random.key(4)
+    found = jax.jit(make_grads_of(stage))(params, batch, key=key)
+    expected = sequential(params, batch, key, 4, 2, first=embed, stage=stage, last=head)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
+    assert jax.tree.structure(found.grads) == jax.tree.structure(params)
+    assert_close(found.grads, expected.grads)
+    return found
+
+
+# --- linen ---------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual layer; `deterministic` turns its dropout off."""
+
+    norm: type = nn.LayerNorm
+
+    @nn.compact
+    def __call__(self, x, deterministic=False):
+        hidden = nn.gelu(nn.Dense(2 * WIDTH)(self.norm()(x)))
+        return x + nn.Dropout(0.3)(nn.Dense(WIDTH)(hidden), deterministic=deterministic)
+
+
+def linen_params(block=Block()):  # noqa: B008
+    def init(key):
+        return block.init(key, jnp.ones((1, WIDTH)), deterministic=True)
+
+    return jax.jit(jax.vmap(init))(jax.random.split(jax.random.key(1), LAYERS))
+
+
+def linen_stage(params, x, key):
+    rngs = None if key is None else {"dropout": key}
+    return Block().apply(params, x, deterministic=key is None, rngs=rngs)
+
+
+def test_linen_layers_with_dropout_equal_the_sequence():
+    found = assert_equal_to_the_sequence(linen_stage, linen_params())
+    assert np.any(found.grads["stages"]["params"]["Dense_1"]["bias"])
+
+
+def test_linen_trains_in_half_precision_with_norms_in_float32():
+    seen = set()
+
+    def watched(params, x, key):
+        flat = jax.tree_util.tree_leaves_with_path(params)
+        seen.update((path[1].key, leaf.dtype.name) for path, leaf in flat)
+        seen.add(("x", x.dtype.name))
+        return linen_stage(params, x, key)
+
+    assert_half_training(watched, linen_stage, linen_params())
+    assert seen == {
+        ("x", "bfloat16"),
+        ("Dense_0", "bfloat16"),
+        ("Dense_1", "bfloat16"),
+        ("LayerNorm_0", "float32"),
+    }
+
+
+def assert_half_training(stage, stage_alone, stages):
+    """Three steps at O2."""
+    policy = ampx.opt_level("O2", half_dtype=jnp.bfloat16)
+    tx, options = optax.sgd(0.1, momentum=0.9), dict(max_grad_norm=1.0)
+    step = ampx.train_step(make_grads_of(stage, policy=policy), tx, **options)
+    alone = ampx.train_step(loss_of(stage_alone), tx, policy=policy, normalize="weights", **options)
+    state, expected = placed(step, with_stages(stages)), alone.init(with_stages(stages))
+    steps = jax.jit(step), jax.jit(alone)
+    for number in range(3):
+        state, report = steps[0](state, make_batch(number))
+        expected, wanted = steps[1](expected, make_batch(number))
+        np.testing.assert_allclose(report.loss, wanted.loss, rtol=1e-2)
+        np.testing.assert_allclose(report.global_norm, wanted.global_norm, rtol=2e-2)
+    # Biases start at zero: all that is in them is the sum of rounded gradients.
+    assert_close(state.params, expected.params, 5e-2)
+
+
+# --- nnx -----------------------------------------------------------------------------------------
+
+
+class NNXBlock(nnx.Module):
+    def __init__(self, rngs, norm=nnx.LayerNorm):
+        self.norm = norm(WIDTH, rngs=rngs)
+        self.inner = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.outer = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3)
+
+    def __call__(self, x, key=None):
+        hidden = self.outer(nnx.gelu(self.inner(self.norm(x))))
+        rngs = None if key is None else nnx.Rngs(key)
+        return x + self.dropout(hidden, rngs=rngs, deterministic=key is None)
+
+
+def nnx_stacked(how, norm=nnx.LayerNorm):
+    """The definition of one layer, and the parameters of all."""
+    if how == "vmap":
+        make = nnx.vmap(lambda key: NNXBlock(nnx.Rngs(key), norm))
+        return nnx.split(make(jax.random.split(jax.random.key(2), LAYERS)))
+    layers = [nnx.split(NNXBlock(nnx.Rngs(number), norm)) for number in range(LAYERS)]
+    return layers[0][0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *[s for _, s in layers])
+
+
+def test_nnx_layers_with_dropout_equal_the_sequence():
+    graphdef, stages = nnx_stacked("vmap")
+    found = assert_equal_to_the_sequence(
+        lambda params, x, key: nnx.merge(graphdef, params)(x, key), stages
+    )
+    assert isinstance(found.grads["stages"], nnx.State)
+
+
+def test_a_stacked_nnx_module_trains_as_parameters_do():
+    """A module is a pytree; the step on one device takes it too."""
+
+    def stage(layer, x, key):
+        return layer(x, key)
+
+    params = with_stages(nnx.merge(*nnx_stacked("stack")))
+    tx, options = optax.adamw(1e-2), dict(loss_scale=8.0, local_norm=True)
+    step = ampx.train_step(make_grads_of(stage), tx, **options)
+    alone = ampx.train_step(loss_of(stage), tx, normalize="weights", **options)
+    states, steps = [placed(step, params), alone.init(params)], [jax.jit(step), jax.jit(alone)]
+    for number in range(2):
+        found = [run(state, make_batch(number)) for run, state in zip(steps, states, strict=True)]
+        states, reports = zip(*found, strict=True)
+        assert_close(*(report.local_norm for report in reports))
+    assert isinstance(states[0].params["stages"], NNXBlock)
+    assert_close(*(state.params for state in states))
+
+
+def test_nnx_modules_train_in_half_precision_with_norms_in_float32():
+    seen = set()
+
+    def watched(layer, x, key):
+        seen.update({("x", x.dtype.name), ("inner", layer.inner.kernel[...].dtype.name)})
+        seen.add(("norm", layer.norm.scale[...].dtype.name))
+        return layer(x, key)
+
+    recipe = ampx.opt_level("O2", half_dtype=jnp.bfloat16)
+
+    def alone(layer, x, key):
+        return recipe.call_part(lambda layer, x: layer(x), layer, x)
+
+    stages = nnx.merge(*nnx_stacked("stack"))
+    assert_half_training(watched, alone, stages)
+    assert seen == {("x", "bfloat16"), ("inner", "bfloat16"), ("norm", "float32")}
+
+
+# --- batch statistics ----------------------------------------------------------------------------
+
+
+def refused_stages():
+    block = Block(functools.partial(nn.BatchNorm, use_running_average=False))
+    graphdef, state = nnx_stacked("stack", nnx.BatchNorm)
+    return {
+        "linen": (
+            linen_params(block),
+            lambda params, x, key: block.apply(params, x, True, mutable=["batch_stats"])[0],
+            "stages/batch_stats/BatchNorm_0/mean",
+        ),
+        "nnx state": (
+            state,
+            lambda params, x, key: nnx.merge(graphdef, params)(x, key),
+            "stages/norm/mean",
+        ),
+        "nnx module": (
+            nnx.merge(graphdef, state), lambda layer, x, key: layer(x, key), "stages/norm/mean"
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx state", "nnx module"])
+def test_batch_statistics_among_the_parameters_are_refused(name):
+    """They would get a gradient of zero, or be trained."""
+    stages, stage, path = refused_stages()[name]
+    with pytest.raises(ValueError, match=f"{path} is no parameter.*Use LayerNorm.*close over"):
+        jax.eval_shape(make_grads_of(stage), with_stages(stages), make_batch(0))
+
+
+def test_frozen_batch_statistics_are_closed_over():
+    block = Block(functools.partial(nn.BatchNorm, use_running_average=True))
+    variables = linen_params(block)
+    frozen = jax.tree.map(lambda leaf: leaf[0] + 0.5, variables["batch_stats"])
+
+    def stage(params, x, key):
+        return block.apply({"params": params, "batch_stats": frozen}, x, deterministic=True)
+
+    assert_equal_to_the_sequence(stage, variables["params"])
+
+
+def test_state_of_random_generators_is_refused():
+    class WithRngs(nnx.Module):
+        def __init__(self, rngs):
+            self.dropout = nnx.Dropout(0.3, rngs=rngs)
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    layers = [nnx.split(WithRngs(nnx.Rngs(number))) for number in range(LAYERS)]
+    stages = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[state for _, state in layers])
+    grads_of = make_grads_of(lambda params, x, key: nnx.merge(layers[0][0], params)(x))
+    with pytest.raises(TypeError, match="stages/dropout/rngs/count/.* dtype uint32.* no gradient"):
+        jax.eval_shape(grads_of, with_stages(stages), make_batch(0))
