@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ampx.trees import path_name
-
 _NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "InstanceNorm")
 _HALF = (jnp.float16, jnp.bfloat16)
 
@@ -54,7 +52,7 @@ def batch_statistics(params: Any) -> str | None:
     kind = nnx.BatchStat if nnx else ()
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, kind))
     for path, leaf in leaves:
-        name = path_name(path)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         if isinstance(leaf, kind) or "batch_stats" in name.split("/"):
             return name
     return None

@@ -34,7 +34,7 @@ TITLES = {
 # --- processes -----------------------------------------------------------------------------------
 
 
-def _environment() -> dict[str, str]:
+def plain_environment() -> dict[str, str]:
     """This environment without what would change devices, flags or the way to loopback."""
     dropped = ("XLA_", "JAX_", "SLURM_", "OMPI_", "KUBERNETES_")
     kept = {
@@ -77,7 +77,7 @@ def run(scenarios: list[tuple[str, dict[str, Any]]], count: int, devices: int) -
                             stdin=subprocess.DEVNULL,
                             stdout=output,
                             stderr=subprocess.STDOUT,
-                            env=_environment(),
+                            env=plain_environment(),
                         )
                     )
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -59,6 +59,31 @@ def test_getting_started_step_runs() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_pipeline_guide_trains() -> None:
+    source = blocks("docs/guides/pipeline.md", "python")[0]
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "first": {"position": jnp.zeros((6, 8))},
+        "stages": {
+            "up": 0.1 * jax.random.normal(keys[0], (4, 8, 16)),
+            "down": 0.1 * jax.random.normal(keys[1], (4, 16, 8)),
+        },
+        "last": {"scale": jnp.ones(8)},
+        "shared": {"embedding": jax.random.normal(keys[2], (11, 8))},
+    }
+    names = {"ampx": ampx, "jax": jax, "jnp": jnp, "optax": optax, "params": params}
+    exec(source, names)
+    tokens = jax.random.randint(keys[3], (32, 6), 0, 11)
+    batch = {"tokens": tokens, "labels": jnp.flip(tokens), "mask": jnp.ones((32, 6))}
+    params, opt_state = names["params"], names["tx"].init(names["params"])
+    losses = []
+    for number in range(3):
+        params, opt_state, loss = names["step"](params, opt_state, batch, jax.random.key(number))
+        losses.append(float(loss))
+    assert losses[2] < losses[1] < losses[0]
+    assert params["stages"]["up"].sharding.spec == jax.P("stage")
+
+
 def test_readme_links_exist() -> None:
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):

@@ -3,21 +3,19 @@
 import contextlib
 import dataclasses
 import io
-import json
 import pathlib
-import subprocess
-import sys
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import optax
 import pytest
-from processes import environment, reserved_port
+from demo_runs import FLAGS, assert_same_training, run_commands
+from processes import reserved_port
 
 import ampx
 from ampx.examples import language_model, meshes, reporting, text, transformer
-from ampx.examples.language_model import Config
+from ampx.examples.configs import Config, compared_configs
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,7 @@ class Comparison(NamedTuple):
 @pytest.fixture(scope="module")
 def compared(short, model, tmp_path_factory) -> Comparison:
     picture = tmp_path_factory.mktemp("pictures") / "picture.png"
-    configs = language_model.compared_configs(CONFIG)
+    configs = compared_configs(CONFIG)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         # At O3 linen's LayerNorm promotes float16 inside flax, which strict promotion refuses.
@@ -156,7 +154,7 @@ def test_microbatches_change_rounding_only_and_on_step_sees_all(short, model, co
         (dict(learning_rate=float("nan")), "learning_rate must be positive"),
         (dict(seed=-1), "seed must not be negative, got -1"),
         (dict(max_grad_norm=0.0), "max_grad_norm must be positive"),
-        (dict(mesh="4"), "mesh must be data=N for a number of devices N, got '4'"),
+        (dict(mesh="4"), "mesh must be data=N, stage=N or data=N,stage=N for .*, got '4'"),
         (dict(mesh="data=0"), "mesh must be data=N"),
         (dict(mesh="model=2"), "mesh must be data=N"),
         (dict(mesh="data=3"), "a batch of 4 has no 3 equal parts for the mesh data=3"),
@@ -177,16 +175,6 @@ SHORT = dataclasses.replace(CONFIG, steps=20, batch_size=8)
 @pytest.fixture(scope="module")
 def alone(short, model) -> language_model.Run:
     return language_model.train(SHORT, corpus=short, model=model)
-
-
-def assert_same_training(history, expected) -> None:
-    """Each of the 20 losses, the norms, the scales and the skips, at float32."""
-    # The losses and gradients of 8 windows in another order: some units of 2**-24 relative, of
-    # which AdamW makes more where a second moment is nearly zero. Found: 4e-7 and 3e-7.
-    np.testing.assert_allclose(history.loss, expected.loss, rtol=2e-6)
-    np.testing.assert_allclose(history.global_norm, expected.global_norm, rtol=2e-6)
-    np.testing.assert_array_equal(history.loss_scale, expected.loss_scale)
-    np.testing.assert_array_equal(history.overflow, expected.overflow)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +342,7 @@ def test_flags(configs_of, flags, expected) -> None:
 
 def test_no_precision_compares_six(configs_of) -> None:
     configs = configs_of("--steps 7")
-    assert configs == language_model.compared_configs(Config(steps=7))
+    assert configs == compared_configs(Config(steps=7))
     assert len(configs) == 6
     differing = {
         field.name
@@ -381,7 +369,10 @@ def test_no_precision_compares_six(configs_of) -> None:
         ("--microbatches 3", "batch of 16 has no 3 equal micro-batches"),
         ("--max-grad-norm 0", "max_grad_norm must be positive"),
         ("--seed -1", "seed must not be negative"),
-        ("--mesh 4", "mesh must be data=N for a number of devices N, got '4'"),
+        (
+            "--mesh 4",
+            "mesh must be data=N, stage=N or data=N,stage=N for numbers of devices N, got",
+        ),
         ("--mesh data=3", "a batch of 16 has no 3 equal parts"),
         ("--mesh data=16", "data=16 needs 16 devices, and cpu has 8"),
         ("--zero1", "zero1 needs a mesh data=N"),
@@ -410,7 +401,7 @@ def test_wrong_flags_get_one_line(flags, message, capsys) -> None:
 
 def test_main_trains(short, model, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(text, "load_corpus", lambda: short)
-    monkeypatch.setattr(language_model, "make_model", lambda corpus: model)
+    monkeypatch.setattr(language_model, "make_model", lambda corpus, **_: model)
     picture = tmp_path / "picture.png"
     flags = "--precision O2 --half float16 --loss-scale 128 --microbatches 2 --no-progress"
     size = ["--steps", "2", "--batch-size", "4", "--output", str(picture)]
@@ -422,64 +413,16 @@ def test_main_trains(short, model, monkeypatch, tmp_path, capsys) -> None:
 
 # --- in processes of their own --------------------------------------------------------------------
 
-# The command line, with the small model and few held-out characters, and the losses in a file.
-COMMAND = """
-import json, pathlib, sys
-import numpy as np
-from ampx.examples import language_model as lm, text, transformer
-corpus = text.load_corpus()
-corpus = corpus._replace(held_out=corpus.held_out[:2000])
-text.load_corpus = lambda: corpus
-lm.make_model = lambda corpus: transformer.make_model(corpus, layers=1, width=16, heads=2)
-runs, compare = [], lm.compare
-lm.compare = lambda *args, **kwargs: runs.extend(compare(*args, **kwargs))
-lm.main(sys.argv[2:])
-losses = np.asarray(runs[0].history.loss, float).tolist()
-pathlib.Path(sys.argv[1]).write_text(json.dumps([runs[0].held_out_loss, *losses]))
-"""
-FLAGS = "--precision float32 --steps 20 --batch-size 8 --learning-rate 0.01"
-
-
-def run_commands(folder: pathlib.Path, *commands: str) -> list[tuple[str, str, list[float]]]:
-    """What each command, all of them running at once, has printed, and its losses."""
-    started = []
-    try:
-        for number, flags in enumerate(commands):
-            own = folder / str(number)
-            own.mkdir()
-            with (own / "out").open("wb") as out, (own / "err").open("wb") as err:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", COMMAND, "losses", *flags.split()],
-                        cwd=own,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        env=environment() | {"MPLBACKEND": "Agg"},
-                    )
-                )
-        ends = [process.wait(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()  # does nothing to those that have ended
-            process.wait()
-    shown = [
-        [(folder / str(i) / name).read_text() for name in ("out", "err")] for i in range(len(ends))
-    ]
-    assert not any(ends), shown
-    losses = [json.loads((folder / str(i) / "losses").read_text()) for i in range(len(ends))]
-    return [(*two, own) for two, own in zip(shown, losses, strict=True)]
-
 
 def test_command_line_makes_virtual_devices(tmp_path, alone) -> None:
-    ((out, _, losses),) = run_commands(tmp_path, f"{FLAGS} --mesh data=4 --zero1")
+    ((out, _, losses),) = run_commands(tmp_path, f"{FLAGS} --layers 1 --mesh data=4 --zero1")
     assert "Trained over 4 devices in 1 process;" in out
     np.testing.assert_allclose(losses[0], alone.held_out_loss, rtol=1e-5)
 
 
 def test_two_processes_train_as_one_does(tmp_path, alone) -> None:
     with reserved_port() as port:
-        flags = f"{FLAGS} --mesh data=2 --coordinator 127.0.0.1:{port} --num-processes 2"
+        flags = f"{FLAGS} --layers 1 --mesh data=2 --coordinator 127.0.0.1:{port} --num-processes 2"
         first, second = run_commands(tmp_path, f"{flags} --process-id 0", f"{flags} --process-id 1")
     assert first[2] == second[2], "all processes have the same numbers"
     np.testing.assert_allclose(first[2][0], alone.held_out_loss, rtol=1e-5)

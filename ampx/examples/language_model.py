@@ -7,13 +7,10 @@ each run cost and reached.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,79 +21,15 @@ import optax
 from flax import linen as nn
 
 import ampx
-from ampx import plotting
-from ampx.examples import meshes, reporting, text
+from ampx import pipelining, plotting
+from ampx.examples import command_line, meshes, pipelined, reporting, text
+from ampx.examples.configs import Config
 from ampx.examples.transformer import CONTEXT, make_loss, make_model
 
 EVALUATION_BATCH = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """One training run.
-
-    Attributes:
-      precision: `"O0"` to `"O3"`, or a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`.
-      half: float16 or bfloat16, for O1, O2 and O3.
-      loss_scale: `"dynamic"`, `"none"`, a number, or `"policy"` for the precision's own.
-      init_scale: first dynamic scale.
-      growth_interval: finite steps before a dynamic scale grows. The library's default is 2000,
-        longer than this whole run.
-      microbatches: slices of a batch, one after the other.
-      steps: number of batches.
-      batch_size: windows of `CONTEXT` characters in a batch.
-      learning_rate: its peak, after a tenth of the steps.
-      max_grad_norm: gradients are clipped to this global norm.
-      seed: of the first parameters and of the batches.
-      mesh: `"data=N"` splits each batch over N devices; None is one device.
-      zero1: divide the optimizer's state over the mesh.
-
-    Examples:
-      >>> from ampx.examples.language_model import Config
-      >>> Config(precision="O2", half="float16", loss_scale="128").label
-      'O2 float16, scale 128'
-    """
-
-    precision: str = "float32"
-    half: str = "bfloat16"
-    loss_scale: Any = "policy"
-    init_scale: float = 2.0**16
-    growth_interval: int = 100
-    microbatches: int = 1
-    steps: int = 1000
-    batch_size: int = 16
-    learning_rate: float = 5e-3
-    max_grad_norm: float = 1.0
-    seed: int = 0
-    mesh: str | None = None
-    zero1: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("microbatches", "steps", "batch_size", "learning_rate", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
-        meshes.check(self.mesh, self.batch_size, self.microbatches, self.zero1)
-
-    @property
-    def label(self) -> str:
-        """What the run is called in tables and pictures."""
-        has_half = self.precision in ("O1", "O2", "O3")
-        name = f"{self.precision} {self.half}" if has_half else self.precision
-        scales = {"policy": "", "none": "", "dynamic": ", dynamic scale"}
-        return name + scales.get(self.loss_scale, f", scale {self.loss_scale}")
-
-    @property
-    def recipe(self) -> ampx.Recipe:
-        """The opt level with the run's half dtype and loss scale, or the policy as a recipe."""
-        if self.precision.startswith("O"):
-            recipe = ampx.opt_level(self.precision, half_dtype=self.half)
-        else:
-            recipe = ampx.Recipe(ampx.get_policy(self.precision))
-        if self.loss_scale == "policy":
-            return recipe
-        return dataclasses.replace(recipe, loss_scale=self.loss_scale)
+# Steps given to the devices ahead of time. With virtual CPU devices, dozens of steps with
+# collectives in flight can wait for each other for ever (XLA ends the program after 40 seconds).
+AHEAD = 8
 
 
 class Run(NamedTuple):
@@ -109,8 +42,10 @@ class Run(NamedTuple):
       milliseconds: mean time of a step, without compilation.
       compile_seconds: time to trace and compile the step.
       temporary_bytes: memory of the compiled step beyond its inputs and outputs.
-      state: the last `ampx.TrainState`; whole arrays, also after training over a mesh.
+      state: the last `ampx.TrainState`; whole arrays in the model's own layout, also after training
+        over a mesh.
       devices: how many there were.
+      schedule: of the pipeline, or None.
 
     Examples:
       >>> from ampx.examples import language_model, text
@@ -130,6 +65,7 @@ class Run(NamedTuple):
     temporary_bytes: int
     state: ampx.TrainState
     devices: int = 1
+    schedule: pipelining.Schedule | None = None
 
     @property
     def skipped(self) -> int:
@@ -142,12 +78,16 @@ class Run(NamedTuple):
         return float(ampx.current_loss_scale(self.state.opt_state))
 
 
-def make_step(config: Config, loss_fn: Callable[[Any, jax.Array], jax.Array]) -> ampx.TrainStep:
+def make_step(
+    config: Config,
+    loss_fn: Callable[[Any, jax.Array], jax.Array] | pipelining.PipelineGradients,
+) -> ampx.TrainStep:
     """The training step that a configuration asks for.
 
     Args:
       config: the run.
-      loss_fn: from parameters and windows to a scalar.
+      loss_fn: from parameters and windows to a scalar; for a pipeline what
+        `pipelined.make_gradients` returns.
 
     Returns:
       An `ampx.TrainStep`, not yet jitted.
@@ -179,16 +119,21 @@ def make_step(config: Config, loss_fn: Callable[[Any, jax.Array], jax.Array]) ->
     optimizer, max_grad_norm = optax.adamw(schedule), config.max_grad_norm
     if config.zero1:  # gradients are summed over devices in it, and clipped after that
         clip = optax.clip_by_global_norm(config.max_grad_norm)
-        optimizer, max_grad_norm = ampx.zero1(optax.chain(clip, optimizer), meshes.AXIS), None
+        optimizer, max_grad_norm = ampx.zero1(optax.chain(clip, optimizer), meshes.DATA), None
+    about_gradients: dict[str, Any] = {}
+    if not isinstance(loss_fn, pipelining.PipelineGradients):
+        about_gradients = dict(
+            policy=recipe,
+            num_microbatches=config.num_microbatches,
+            axis_name=meshes.DATA if config.mesh else None,
+        )
     return ampx.train_step(
         loss_fn,
         optimizer,
-        policy=recipe,
         loss_scale=loss_scale,
         max_grad_norm=max_grad_norm,
-        num_microbatches=config.microbatches,
         learning_rate=schedule,
-        axis_name=meshes.AXIS if config.mesh else None,
+        **about_gradients,
     )
 
 
@@ -204,7 +149,8 @@ def train(
     Args:
       config: the run.
       corpus: the text; Python's reference by default.
-      model: a linen module from characters to logits; two layers of 64 by default.
+      model: a linen module from characters to logits; by default a `LanguageModel` of width 64 with
+        the layers of the configuration. A pipeline needs a `LanguageModel`.
       on_step: is given each step's report. Reading one waits for its step; it comes a step late,
         so that the device already has the next to work on.
 
@@ -212,7 +158,9 @@ def train(
       A `Run`.
 
     Raises:
-      ValueError: for settings that ampx refuses, and for a mesh without enough devices.
+      TypeError: for a pipeline of another model.
+      ValueError: for settings that ampx refuses, for a mesh without enough devices, and for stages
+        that cannot have equally many layers.
 
     Examples:
       >>> from ampx.examples import language_model, text
@@ -223,14 +171,19 @@ def train(
       'float32'
     """
     corpus = text.load_corpus() if corpus is None else corpus
-    model = make_model(corpus) if model is None else model
+    model = make_model(corpus, layers=config.layers) if model is None else model
     loss_fn = make_loss(model)
     mesh = meshes.make_mesh(config.mesh)
 
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(text.random_windows, corpus.train, rng, config.batch_size, CONTEXT + 1)
     params = jax.jit(model.init)(jax.random.key(config.seed), draw()[:, :-1])["params"]
-    step, state = meshes.spread(make_step(config, loss_fn), params, mesh)
+    if mesh is None or config.pipeline is None:
+        step, state = meshes.spread(make_step(config, loss_fn), params, mesh)
+    else:
+        grads_of = pipelined.make_gradients(model, config.pipeline, mesh, config.recipe)
+        step = make_step(config, grads_of)
+        step, state = pipelined.spread(step, pipelined.divided(params), mesh)
 
     started = time.perf_counter()
     jitted = jax.jit(step, donate_argnums=0)
@@ -245,12 +198,13 @@ def train(
         if on_step and reports:
             on_step(reports[-1])
         reports.append(report)
+        jax.block_until_ready(reports[-AHEAD:][0])
     jax.block_until_ready(state)
     milliseconds = 1e3 * (time.perf_counter() - started) / config.steps
     if on_step:
         on_step(reports[-1])
 
-    state = meshes.gather(state, mesh)
+    state = pipelined.joined(meshes.gather(state, mesh))
     return Run(
         label=config.label,
         history=jax.tree.map(lambda *values: np.stack(values), *jax.device_get(reports)),
@@ -262,6 +216,7 @@ def train(
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
         state=state,
         devices=meshes.device_count(config.mesh),
+        schedule=config.pipeline,
     )
 
 
@@ -292,35 +247,6 @@ def evaluate(
     return float(np.mean(jax.device_get(losses)))
 
 
-def compared_configs(config: Config) -> list[Config]:
-    """The six runs of the comparison, alike in all but precision.
-
-    Args:
-      config: gives everything else.
-
-    Returns:
-      float32, O1 and O2 with bfloat16 and with float16 (under a dynamic scale, which starts too
-      high at O2), O3 float16.
-
-    Examples:
-      >>> from ampx.examples.language_model import Config, compared_configs
-      >>> [config.label for config in compared_configs(Config())]  # doctest: +NORMALIZE_WHITESPACE
-      ['float32', 'O1 bfloat16', 'O1 float16, dynamic scale',
-       'O2 bfloat16', 'O2 float16, dynamic scale', 'O3 float16']
-    """
-    bfloat16 = dict(half="bfloat16", loss_scale="none")  # it has float32's range
-    float16 = dict(half="float16", loss_scale="dynamic")
-    differences: list[dict[str, Any]] = [
-        dict(precision="float32"),
-        dict(precision="O1", **bfloat16),
-        dict(precision="O1", **float16),
-        dict(precision="O2", **bfloat16),
-        dict(precision="O2", **float16, init_scale=2.0**24),
-        dict(precision="O3", half="float16", loss_scale="policy"),
-    ]
-    return [dataclasses.replace(config, **difference) for difference in differences]
-
-
 def compare(
     configs: Sequence[Config],
     *,
@@ -345,8 +271,9 @@ def compare(
       ValueError: for settings that ampx refuses.
 
     Examples:
-      >>> from ampx.examples import language_model as lm
-      >>> runs = lm.compare(lm.compared_configs(lm.Config()), output="demo.png")  # doctest: +SKIP
+      >>> from ampx.examples.configs import Config, compared_configs
+      >>> from ampx.examples.language_model import compare
+      >>> runs = compare(compared_configs(Config()), output="demo.png")  # doctest: +SKIP
     """
     corpus = text.load_corpus() if corpus is None else corpus
     runs, is_first = [], jax.process_index() == 0
@@ -382,65 +309,16 @@ def main(argv: Sequence[str] | None = None) -> None:
       >>> from ampx.examples import language_model
       >>> language_model.main(["--precision", "O2", "--steps", "100"])  # doctest: +SKIP
     """
-    parser = _parser()
-    flags = vars(parser.parse_args(argv))
-    output, progress = flags.pop("output"), not flags.pop("no_progress")
-    processes = {name: flags.pop(name) for name in meshes.PROCESS_FLAGS}
-    given = {name: value for name, value in flags.items() if value is not None}
+    parser = command_line.make_parser()
+    flags = parser.parse_args(argv)
     try:
-        configs = _configs(given)
-        if output.suffix != ".png" or not output.parent.is_dir():
-            raise ValueError(f"--output must be a .png file in a folder that exists, got {output}")
-        meshes.start(configs[0].mesh, **processes)
-        for config in configs:
+        command = command_line.read(flags)
+        meshes.start(command.configs[0].mesh, **command.processes)
+        for config in command.configs:
             make_step(config, lambda params, windows: jnp.zeros(()))
     except (NotImplementedError, TypeError, ValueError) as error:
         parser.error(str(error))
-    compare(configs, output=output, progress=progress)
-
-
-def _configs(given: dict[str, Any]) -> list[Config]:
-    if "precision" in given:
-        config = Config(**given)
-        if "init_scale" in given and config.recipe.loss_scale != "dynamic":
-            raise ValueError(
-                f"--init-scale needs a dynamic loss scale, not {config.recipe.loss_scale}"
-            )
-        return [config]
-    alone = [name for name in ("half", "loss_scale", "init_scale") if name in given]
-    if alone:
-        flag = "--" + alone[0].replace("_", "-")
-        raise ValueError(f"{flag} needs --precision: without it, six precisions are compared")
-    return compared_configs(Config(**given))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m ampx.examples.language_model",
-        usage="%(prog)s [flags]",
-        description="Train a small language model at one precision, or compare six (no flags).",
-    )
-    flag = parser.add_argument
-    flag("--precision", help="O0, O1, O2, O3, float32, or a policy such as p=f32,c=bf16,o=f32")
-    flag("--half", choices=("float16", "bfloat16"), help="half type of O1, O2 and O3 (bfloat16)")
-    flag("--loss-scale", metavar="SCALE", help="dynamic, none or a number (the precision's own)")
-    flag("--init-scale", type=float, metavar="SCALE", help="first dynamic loss scale (65536)")
-    flag("--microbatches", type=int, metavar="N", help="slices of each batch (1)")
-    flag("--steps", type=int, metavar="N", help=f"training steps ({Config.steps})")
-    flag("--batch-size", type=int, metavar="N", help=f"windows in a batch ({Config.batch_size})")
-    flag("--learning-rate", type=float, metavar="X", help=f"its peak ({Config.learning_rate})")
-    flag("--max-grad-norm", type=float, metavar="X", help=f"clip to ({Config.max_grad_norm})")
-    flag("--seed", type=int, metavar="N", help=f"of parameters and batches ({Config.seed})")
-    meshes.add_flags(parser)
-    flag(
-        "--output",
-        type=Path,
-        metavar="FILE.png",
-        default=Path("language_model.png"),
-        help="picture",
-    )
-    flag("--no-progress", action="store_true", help="show no progress bars")
-    return parser
+    compare(command.configs, output=command.output, progress=command.progress)
 
 
 if __name__ == "__main__":

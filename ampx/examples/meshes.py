@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -20,39 +21,66 @@ from jax.sharding import PartitionSpec as P
 
 import ampx
 
-AXIS = "data"
+DATA, STAGE = "data", "stage"
 PROCESS_FLAGS = ("coordinator", "num_processes", "process_id")
 _CPU_DEVICES = "jax_num_cpu_devices"
 
 
-def device_count(mesh: str | None) -> int:
-    """How many devices a `--mesh` asks for.
+def axis_sizes(mesh: str | None) -> dict[str, int]:
+    """What a `--mesh` asks for.
 
     Args:
-      mesh: `"data=N"`, or None for one device without a mesh.
+      mesh: `"data=N"`, `"stage=N"` or both, with a comma; None for one device without a mesh.
 
     Returns:
-      The number of devices.
+      The number of devices along each axis.
 
     Raises:
       ValueError: for anything else.
 
     Examples:
       >>> from ampx.examples import meshes
-      >>> meshes.device_count("data=4")
-      4
+      >>> meshes.axis_sizes("data=4,stage=2")
+      {'data': 4, 'stage': 2}
     """
-    found = re.fullmatch(rf"{AXIS}=([1-9]\d*)", "data=1" if mesh is None else mesh)
-    if found is None:
-        raise ValueError(f"mesh must be {AXIS}=N for a number of devices N, got {mesh!r}")
-    return int(found[1])
+    if mesh is None:
+        return {}
+    axis = rf"({DATA}|{STAGE})=([1-9]\d*)"
+    found = [re.fullmatch(axis, part) for part in mesh.split(",")]
+    sizes = {match[1]: int(match[2]) for match in found if match}
+    if len(sizes) < len(found):
+        raise ValueError(
+            f"mesh must be {DATA}=N, {STAGE}=N or {DATA}=N,{STAGE}=N for numbers of devices N, got "
+            f"{mesh!r}"
+        )
+    return sizes
+
+
+def device_count(mesh: str | None) -> int:
+    """How many devices a `--mesh` asks for.
+
+    Args:
+      mesh: see `axis_sizes`.
+
+    Returns:
+      The number of devices.
+
+    Raises:
+      ValueError: for a mesh that cannot be read.
+
+    Examples:
+      >>> from ampx.examples import meshes
+      >>> meshes.device_count("data=4,stage=2")
+      8
+    """
+    return math.prod(axis_sizes(mesh).values())
 
 
 def check(mesh: str | None, batch_size: int, microbatches: int, zero1: bool) -> None:
     """Checks that a batch can be divided over a mesh and into micro-batches.
 
     Args:
-      mesh: `"data=N"`, or None.
+      mesh: see `axis_sizes`.
       batch_size: rows of a batch.
       microbatches: slices of what one device has.
       zero1: whether the optimizer's state is to be divided too.
@@ -66,17 +94,22 @@ def check(mesh: str | None, batch_size: int, microbatches: int, zero1: bool) -> 
       Traceback (most recent call last):
       ValueError: a batch of 6 has no 4 equal parts for the mesh data=4
     """
-    devices = device_count(mesh)
-    if batch_size % devices:
-        raise ValueError(
-            f"a batch of {batch_size} has no {devices} equal parts for the mesh {mesh}"
-        )
-    rows = batch_size // devices
+    sizes = axis_sizes(mesh)
+    parts = sizes.get(DATA, 1)
+    if batch_size % parts:
+        raise ValueError(f"a batch of {batch_size} has no {parts} equal parts for the mesh {mesh}")
+    rows = batch_size // parts
     if rows % microbatches:
         batch = f"a batch of {rows}" + (" on each device" if mesh else "")
-        raise ValueError(f"{batch} has no {microbatches} equal micro-batches")
+        raise ValueError(
+            f"{batch} has no {microbatches} equal micro-batches: give microbatches that divide it"
+        )
+    if zero1 and STAGE in sizes:
+        raise ValueError(
+            f"zero1 does not go with a mesh {mesh}: stages divide the optimizer's state already"
+        )
     if zero1 and mesh is None:
-        raise ValueError(f"zero1 needs a mesh {AXIS}=N to divide the optimizer's state over")
+        raise ValueError(f"zero1 needs a mesh {DATA}=N to divide the optimizer's state over")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +127,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
       'data=4'
     """
     flag = parser.add_argument
-    flag("--mesh", metavar=f"{AXIS}=N", help="split batches over N devices (on CPU virtual ones)")
+    axes = f"{DATA}=N,{STAGE}=N"
+    flag("--mesh", metavar=axes, help="split batches, layers or both over devices (CPU: virtual)")
     flag("--zero1", action="store_true", default=None, help="divide the optimizer's state too")
     flag("--coordinator", metavar="HOST:PORT", help="where process 0 of several listens")
     flag("--num-processes", type=int, metavar="N", help="how many processes share the mesh")
@@ -112,7 +146,7 @@ def start(
     On CPU there are as many virtual devices as the mesh needs, in equal parts in all processes.
 
     Args:
-      mesh: `"data=N"`, or None for one device without a mesh.
+      mesh: see `axis_sizes`.
       coordinator: address and port of process 0. Without the three arguments there is one process.
       num_processes: how many there are.
       process_id: the number of this one.
@@ -128,7 +162,7 @@ def start(
     if mesh is None:
         for name, value in given.items():
             if value is not None:
-                raise ValueError(f"{_flag(name)} needs --mesh {AXIS}=N, N devices in all processes")
+                raise ValueError(f"{_flag(name)} needs --mesh {DATA}=N, N devices in all processes")
         return
     if len({value is None for value in given.values()}) > 1:
         missing = next(name for name, value in given.items() if value is None)
@@ -174,10 +208,10 @@ def make_mesh(mesh: str | None) -> Mesh | None:
     """The mesh that is asked for.
 
     Args:
-      mesh: `"data=N"`, or None.
+      mesh: see `axis_sizes`.
 
     Returns:
-      A mesh of the first N devices, or None.
+      A mesh of the first devices, as many as it needs, or None.
 
     Raises:
       ValueError: if there are too few devices, or too many in several processes.
@@ -189,7 +223,8 @@ def make_mesh(mesh: str | None) -> Mesh | None:
     """
     if mesh is None:
         return None
-    count, devices = device_count(mesh), jax.devices()
+    sizes, devices = axis_sizes(mesh), jax.devices()
+    count = math.prod(sizes.values())
     backend, processes = jax.default_backend(), jax.process_count()
     if len(devices) < count:
         raise ValueError(
@@ -199,7 +234,12 @@ def make_mesh(mesh: str | None) -> Mesh | None:
         )
     if processes > 1 and len(devices) > count:
         raise ValueError(f"{processes} processes have {len(devices)} devices: use all in the mesh")
-    return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:count])
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=devices[:count],
+    )
 
 
 def spread(
@@ -231,9 +271,9 @@ def spread(
     everywhere: Any = P()
     specs = jax.tree.map(lambda _: everywhere, shapes)
     if _is_divided(shapes.opt_state):
-        specs = specs._replace(opt_state=ampx.zero1_specs(step.tx, shapes.params, mesh, AXIS))
+        specs = specs._replace(opt_state=ampx.zero1_specs(step.tx, shapes.params, mesh, DATA))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P()))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(DATA)), out_specs=(specs, P()))
     return mapped, jax.jit(step.init, out_shardings=shardings)(params)
 
 
@@ -245,7 +285,7 @@ def _is_divided(opt_state: Any) -> bool:
 
 
 def split(batch: Any, mesh: Mesh | None) -> Any:
-    """Puts an equal part of a batch on each device.
+    """Puts an equal part of a batch on each device; the stages of a pipeline all have the same.
 
     Args:
       batch: an array that all processes hold whole; each puts down what its own devices need.
@@ -263,7 +303,7 @@ def split(batch: Any, mesh: Mesh | None) -> Any:
     if mesh is None:
         return batch
     batch = np.asarray(batch)
-    rows = NamedSharding(mesh, P(AXIS))
+    rows = NamedSharding(mesh, P(DATA if DATA in mesh.shape else None))
     return jax.make_array_from_callback(batch.shape, rows, lambda index: batch[index])
 
 

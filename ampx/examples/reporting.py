@@ -139,6 +139,8 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
             f"Trained over {runs[0].devices} devices in {jax.process_count()} process"
             f"{'es' if jax.process_count() > 1 else ''}; temp MiB: of one device."
         )
+    if runs and runs[0].schedule is not None:
+        lines.append(f"Pipeline {str(runs[0].schedule).splitlines()[0]}.")
     if jax.default_backend() == "cpu":
         lines.append("Most CPUs have no half arithmetic: its speed shows on accelerators only.")
     return "\n".join(lines)

@@ -42,11 +42,64 @@ class LanguageModel(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps int32 (batch, time) to (batch, time, vocabulary_size)."""
-        position = self.param("position", nn.initializers.normal(0.02), (CONTEXT, self.width))
-        x = nn.Embed(self.vocabulary_size, self.width)(tokens) + position[: tokens.shape[1]]
+        x = embed(self, tokens, self.vocabulary_size, self.width)
         for _ in range(self.layers):
             x = Block(self.heads)(x)
-        return nn.Dense(self.vocabulary_size)(nn.LayerNorm()(x))
+        return predict(x, self.vocabulary_size)
+
+
+def embed(module: nn.Module, tokens: jax.Array, vocabulary_size: int, width: int) -> jax.Array:
+    """What comes before the layers; call it in a compact method, whose module gets the parameters.
+
+    Args:
+      module: the module of that method.
+      tokens: int32 (batch, time).
+      vocabulary_size: number of characters.
+      width: size of a character's vector.
+
+    Returns:
+      Vectors of characters and places, (batch, time, width).
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from ampx.examples import transformer
+      >>> class Embedded(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, tokens):
+      ...         return transformer.embed(self, tokens, vocabulary_size=5, width=8)
+      >>> tokens = jnp.zeros((2, 3), jnp.int32)
+      >>> x, variables = Embedded().init_with_output(jax.random.key(0), tokens)
+      >>> x.shape, sorted(variables["params"])
+      ((2, 3, 8), ['Embed_0', 'position'])
+    """
+    position: Any = module.param("position", nn.initializers.normal(0.02), (CONTEXT, width))
+    return nn.Embed(vocabulary_size, width)(tokens) + position[: tokens.shape[1]]
+
+
+def predict(x: jax.Array, vocabulary_size: int) -> jax.Array:
+    """What comes after the layers; call it in a compact method.
+
+    Args:
+      x: what the last layer gives, (batch, time, width).
+      vocabulary_size: number of characters.
+
+    Returns:
+      Logits of the next characters, (batch, time, vocabulary_size).
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from ampx.examples import transformer
+      >>> class Predicted(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         return transformer.predict(x, vocabulary_size=5)
+      >>> logits, variables = Predicted().init_with_output(jax.random.key(0), jnp.ones((2, 3, 8)))
+      >>> logits.shape, sorted(variables["params"])
+      ((2, 3, 5), ['Dense_0', 'LayerNorm_0'])
+    """
+    return nn.Dense(vocabulary_size)(nn.LayerNorm()(x))
 
 
 def make_model(
@@ -91,8 +144,26 @@ def make_loss(model: nn.Module) -> Callable[[Any, jax.Array], jax.Array]:
     """
 
     def loss_fn(params: Any, windows: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, windows[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-        return jnp.mean(losses)
+        return cross_entropy(model.apply({"params": params}, windows[:, :-1]), windows)
 
     return loss_fn
+
+
+def cross_entropy(logits: Any, windows: jax.Array) -> jax.Array:
+    """Mean cross-entropy of every next character, in nats.
+
+    Args:
+      logits: of shape (batch, time, vocabulary_size).
+      windows: characters of shape (batch, time + 1).
+
+    Returns:
+      A scalar.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from ampx.examples import transformer
+      >>> print(transformer.cross_entropy(jnp.zeros((1, 2, 4)), jnp.zeros((1, 3), jnp.int32)))
+      1.3862944
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    return jnp.mean(losses)

@@ -7,6 +7,7 @@ a schedule needs is a view, made anew in every step, so that a checkpoint knows 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -26,12 +27,8 @@ class Layout(Protocol):
         """Whether what is stored can be divided over the devices as it is."""
         ...
 
-    def arranged(self, stored: Any) -> Any:
-        """Global arrays that are divided over devices along their first axis."""
-        ...
-
-    def local(self, arranged: Any, axis_name: str) -> Any:
-        """A device's part of them, with a leading axis of chunks. In `shard_map`."""
+    def local(self, stored: Any, axis_name: str) -> Any:
+        """What the stages of a device read, with a leading axis of chunks."""
         ...
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
@@ -43,11 +40,7 @@ class Layout(Protocol):
         ...
 
     def returned(self, total: Any, axis_name: str) -> Any:
-        """What `local` did undone."""
-        ...
-
-    def restored(self, arranged: Any, stored: Any) -> Any:
-        """What `arranged` did undone."""
+        """What `local` did undone, for gradients."""
         ...
 
 
@@ -63,6 +56,11 @@ def _slots(schedule: Schedule) -> list[int | None]:
     stages = [schedule.stages_on(device) for device in range(schedule.num_devices)]
     chunks = max(map(len, stages))
     return [stage for own in stages for stage in (*own, *[None] * (chunks - len(own)))]
+
+
+def _of_all_devices(leaf: jax.Array, axis_name: str) -> jax.Array:
+    """The chunks of all devices in turn, the same everywhere."""
+    return lax.all_gather(leaf, axis_name, tiled=True, to="invarying")
 
 
 def stacked_layout(
@@ -140,19 +138,28 @@ class StackedLayers:
         """The number of each stage's first layer."""
         return np.cumsum([0, *self.counts[:-1]]).astype(np.int32)
 
-    def arranged(self, stored: Any) -> Any:
-        """As stored; padded and in the order of devices, if stages have different numbers."""
+    def local(self, stored: Any, axis_name: str) -> Any:
+        """Layers with a leading axis of chunks, from wherever they are stored."""
+        chunks = len(_slots(self.schedule)) // self.schedule.num_devices
         if self.is_divided:
-            return stored
+            view = jax.tree.map(lambda leaf: leaf.reshape(chunks, -1, *leaf.shape[1:]), stored)
+            return self._moved(view, axis_name, back=False)
         order = np.zeros(len(_slots(self.schedule)) * max(self.counts), np.int32)
         order[self._places()] = np.arange(sum(self.counts))
-        return jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0), stored)
+        own = jnp.asarray(order.reshape(-1, chunks, max(self.counts)))[lax.axis_index(axis_name)]
+        return jax.tree.map(lambda leaf: leaf[own], stored)
 
-    def restored(self, arranged: Any, stored: Any) -> Any:
-        """In the order of the model."""
+    def returned(self, total: Any, axis_name: str) -> Any:
+        """Sent back to where they are stored."""
         if self.is_divided:
-            return arranged
-        return jax.tree.map(lambda leaf: jnp.take(leaf, self._places(), axis=0), arranged)
+            total = self._moved(total, axis_name, back=True)
+            return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), total)
+
+        def gather(leaf: jax.Array) -> jax.Array:
+            rows = _of_all_devices(leaf, axis_name)
+            return rows.reshape(-1, *rows.shape[2:])[self._places()]
+
+        return jax.tree.map(gather, total)
 
     def _places(self) -> np.ndarray:
         """Where each layer lies when all stages are padded to the longest."""
@@ -164,20 +171,9 @@ class StackedLayers:
             ]
         )
 
-    def local(self, arranged: Any, axis_name: str) -> Any:
-        """Layers with a leading axis of chunks, fetched from the devices that store them."""
-        chunks = len(_slots(self.schedule)) // self.schedule.num_devices
-        view = jax.tree.map(lambda leaf: leaf.reshape(chunks, -1, *leaf.shape[1:]), arranged)
-        return self._moved(view, axis_name, back=False)
-
-    def returned(self, total: Any, axis_name: str) -> Any:
-        """Sent back to where they are stored."""
-        total = self._moved(total, axis_name, back=True)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), total)
-
     def _moved(self, view: Any, axis_name: str, back: bool) -> Any:
         """Each stage's layers on the device that runs it, or where they are stored."""
-        if not self.is_divided or _slots(self.schedule) == list(range(len(self.counts))):
+        if _slots(self.schedule) == list(range(len(self.counts))):
             return view
         device = lax.axis_index(axis_name)
         moved = jax.tree.map(jnp.zeros_like, view)
@@ -284,20 +280,31 @@ class SeparateStages:
         """See `Layout`."""
         return False
 
-    def arranged(self, stored: Any) -> Any:
-        """Flat arrays with a row for each stage, in the order of devices."""
-        flat = [self._flat(stage, jax.tree.leaves(tree)) for stage, tree in enumerate(stored)]
-        rows = [flat[stage or 0] for stage in _slots(self.schedule)]
-        return {dtype: jnp.stack([row[dtype] for row in rows]) for dtype in self._dtypes}
+    def local(self, stored: Any, axis_name: str) -> Any:
+        """Flat arrays with a row for each stage of the device."""
+        rows = self._rows()
 
-    def restored(self, arranged: Any, stored: Any) -> Any:
-        """One tree for each stage."""
-        row_of = {stage: row for row, stage in enumerate(_slots(self.schedule))}
-        trees = [
-            self._unflat(stage, {dtype: arranged[dtype][row_of[stage]] for dtype in arranged})
+        def pack(device: int) -> dict[str, jax.Array]:
+            flat = [self._flat(stage, jax.tree.leaves(stored[stage])) for stage in rows[device]]
+            return {dtype: jnp.stack([row[dtype] for row in flat]) for dtype in self._dtypes}
+
+        packs = [functools.partial(pack, device) for device in range(len(rows))]
+        return lax.switch(lax.axis_index(axis_name), packs)
+
+    def returned(self, total: Any, axis_name: str) -> Any:
+        """One tree for each stage, on all devices."""
+        everywhere = {d: _of_all_devices(sums, axis_name) for d, sums in total.items()}
+        slots = _slots(self.schedule)
+        return [
+            self._unflat(stage, {d: rows[slots.index(stage)] for d, rows in everywhere.items()})
             for stage in range(self.schedule.num_stages)
         ]
-        return jax.tree.unflatten(jax.tree.structure(stored), jax.tree.leaves(trees))
+
+    def _rows(self) -> list[list[int]]:
+        """The stages of each device; one that has fewer repeats the first."""
+        slots = [stage or 0 for stage in _slots(self.schedule)]
+        chunks = len(slots) // self.schedule.num_devices
+        return [slots[start : start + chunks] for start in range(0, len(slots), chunks)]
 
     @property
     def _dtypes(self) -> list[str]:
@@ -331,14 +338,6 @@ class SeparateStages:
             offsets[dtype] += size
             leaves.append(flat[dtype][start : start + size].reshape(like.shape))
         return jax.tree.unflatten(jax.tree.structure(self.types[stage]), leaves)
-
-    def local(self, arranged: Any, axis_name: str) -> Any:
-        """The rows of a device."""
-        return arranged
-
-    def returned(self, total: Any, axis_name: str) -> Any:
-        """The rows of a device."""
-        return total
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
         """The tree of a stage, from its row."""

@@ -187,7 +187,7 @@ class PipelineGradients:
         computed = parts if self.recipe is None else self.recipe.half_params(parts)
         layout = self._layout(model, computed["stages"])
         self._check_batch(batch)
-        specs = self._specs(True)
+        specs = self._specs(layout.is_divided)
         kinds = model.kinds(layout)
         # Unchecked, a sum over devices is differentiated as if each of them had a loss of its own.
         own = (self.axis_name, *self.data_axes)
@@ -222,8 +222,6 @@ class PipelineGradients:
         out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
         place = functools.partial(placed, mesh=self.mesh, axes=self._axes)
         in_specs = (specs, P(self.data_axes or None), P(), P())
-        stored_as = self._specs(layout.is_divided)["stages"]
-        arranged = layout.arranged(place(computed["stages"], stored_as))
         result = jax.shard_map(
             local,
             mesh=mesh,
@@ -231,10 +229,11 @@ class PipelineGradients:
             out_specs=GradResult(*out_specs),
             axis_names=set(self._axes),
             check_vma=self.check_vma,
-        )(*place((computed | {"stages": arranged}, batch, key, scale), in_specs))
+        )(*place((computed, batch, key, scale), in_specs))
         if not model.schedule.has_backward:
             return result
-        stages = layout.restored(place(result.grads["stages"], stored_as), parts["stages"])
+        structure = jax.tree.structure(parts["stages"])  # lists may have been tuples
+        stages = jax.tree.unflatten(structure, jax.tree.leaves(result.grads["stages"]))
         grads = {part: (result.grads | {"stages": stages})[part] for part in params}
         return result._replace(grads=grads)
 
@@ -256,8 +255,8 @@ class PipelineGradients:
         verdict = count_nonfinite(grads, axis_names=self._axes)
         over_data, over_all = self.reductions
         first = jnp.sum(verdict)
-        stages = layout.returned(grads["stages"], self.axis_name)
-        stages = over_data(stages, first) if over_data.axes else stages
+        stages = over_data(grads["stages"], first) if over_data.axes else grads["stages"]
+        stages = layout.returned(stages, self.axis_name)
         rest = over_all({part: grads[part] for part in grads if part != "stages"}, first)
         return GradResult(loss, rest | {"stages": stages}, weight, aux, None, verdict)
 
@@ -271,7 +270,9 @@ class PipelineGradients:
         specs |= dict(self.param_specs or {})
         if not is_divided:
             specs["stages"] = jax.tree.map(
-                lambda spec: P(None, *spec[1:]), specs["stages"], is_leaf=is_spec
+                lambda spec: P(None, *spec[1:]) if spec[1:] else P(),
+                specs["stages"],
+                is_leaf=is_spec,
             )
         return specs
 

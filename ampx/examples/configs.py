@@ -1,0 +1,144 @@
+"""What a run of the language model is to be, checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ampx
+from ampx import pipelining
+from ampx.examples import meshes, pipelined
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One training run.
+
+    Attributes:
+      precision: `"O0"` to `"O3"`, or a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`.
+      half: float16 or bfloat16, for O1, O2 and O3.
+      loss_scale: `"dynamic"`, `"none"`, a number, or `"policy"` for the precision's own.
+      init_scale: first dynamic scale.
+      growth_interval: finite steps before a dynamic scale grows. The library's default is 2000,
+        longer than this whole run.
+      microbatches: slices of what one device has of a batch, one after the other; None is 1, and 2
+        for each stage in a pipeline.
+      steps: number of batches.
+      batch_size: windows of `CONTEXT` characters in a batch.
+      learning_rate: its peak, after a tenth of the steps.
+      max_grad_norm: gradients are clipped to this global norm.
+      seed: of the first parameters and of the batches.
+      mesh: `"data=N"` splits each batch over N devices, `"stage=N"` the layers; `"data=2,stage=2"`
+        both; None is one device.
+      zero1: divide the optimizer's state over the mesh.
+      layers: of the model that `train` makes.
+      schedule: who computes what when in a mesh with stages, one of `pipelined.SCHEDULES`; None is
+        `"1f1b"`.
+
+    Examples:
+      >>> from ampx.examples.configs import Config
+      >>> Config(precision="O2", half="float16", loss_scale="128").label
+      'O2 float16, scale 128'
+      >>> print(Config(mesh="stage=2", microbatches=2).pipeline)
+      1f1b: 2 stages on 2 devices, 2 micro-batches, 6 ticks, 33.3% idle
+      tick      0  1  2  3  4  5
+      device 0  F0 F1 .  B0 .  B1
+      device 1  .  F0 B0 F1 B1 .
+    """
+
+    precision: str = "float32"
+    half: str = "bfloat16"
+    loss_scale: Any = "policy"
+    init_scale: float = 2.0**16
+    growth_interval: int = 100
+    microbatches: int | None = None
+    steps: int = 1000
+    batch_size: int = 16
+    learning_rate: float = 5e-3
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    mesh: str | None = None
+    zero1: bool = False
+    layers: int = 2
+    schedule: str | None = None
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "batch_size", "layers", "learning_rate", "max_grad_norm")
+        for name in (*positive, "microbatches"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.schedule not in (None, *pipelined.SCHEDULES):
+            names = ", ".join(pipelined.SCHEDULES)
+            raise ValueError(f"schedule must be one of {names}, got {self.schedule!r}")
+        if self.schedule is not None and self.pipeline is None:
+            raise ValueError(
+                f"schedule {self.schedule} needs a mesh with {meshes.STAGE}=N, such as "
+                f"{meshes.DATA}=2,{meshes.STAGE}=2"
+            )
+        meshes.check(self.mesh, self.batch_size, self.num_microbatches, self.zero1)
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many slices a device makes of its part of a batch."""
+        if self.microbatches is not None:
+            return self.microbatches
+        return 2 * meshes.axis_sizes(self.mesh).get(meshes.STAGE, 0) or 1
+
+    @property
+    def pipeline(self) -> pipelining.Schedule | None:
+        """The schedule of a mesh with stages, None without."""
+        stages = meshes.axis_sizes(self.mesh).get(meshes.STAGE)
+        if stages is None:
+            return None
+        return pipelining.make_schedule(self.schedule or "1f1b", stages, self.num_microbatches)
+
+    @property
+    def label(self) -> str:
+        """What the run is called in tables and pictures."""
+        has_half = self.precision in ("O1", "O2", "O3")
+        name = f"{self.precision} {self.half}" if has_half else self.precision
+        scales = {"policy": "", "none": "", "dynamic": ", dynamic scale"}
+        return name + scales.get(self.loss_scale, f", scale {self.loss_scale}")
+
+    @property
+    def recipe(self) -> ampx.Recipe:
+        """The opt level with the run's half dtype and loss scale, or the policy as a recipe."""
+        if self.precision.startswith("O"):
+            recipe = ampx.opt_level(self.precision, half_dtype=self.half)
+        else:
+            recipe = ampx.Recipe(ampx.get_policy(self.precision))
+        if self.loss_scale == "policy":
+            return recipe
+        return dataclasses.replace(recipe, loss_scale=self.loss_scale)
+
+
+def compared_configs(config: Config) -> list[Config]:
+    """The six runs of the comparison, alike in all but precision.
+
+    Args:
+      config: gives everything else.
+
+    Returns:
+      float32, O1 and O2 with bfloat16 and with float16 (under a dynamic scale, which starts too
+      high at O2), O3 float16.
+
+    Examples:
+      >>> from ampx.examples.configs import Config, compared_configs
+      >>> [config.label for config in compared_configs(Config())]  # doctest: +NORMALIZE_WHITESPACE
+      ['float32', 'O1 bfloat16', 'O1 float16, dynamic scale',
+       'O2 bfloat16', 'O2 float16, dynamic scale', 'O3 float16']
+    """
+    bfloat16 = dict(half="bfloat16", loss_scale="none")  # it has float32's range
+    float16 = dict(half="float16", loss_scale="dynamic")
+    differences: list[dict[str, Any]] = [
+        dict(precision="float32"),
+        dict(precision="O1", **bfloat16),
+        dict(precision="O1", **float16),
+        dict(precision="O2", **bfloat16),
+        dict(precision="O2", **float16, init_scale=2.0**24),
+        dict(precision="O3", half="float16", loss_scale="policy"),
+    ]
+    return [dataclasses.replace(config, **difference) for difference in differences]
