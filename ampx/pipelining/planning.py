@@ -126,8 +126,7 @@ def plan(
     backend counts: arguments, results and temporary arrays of one device, with parameters and
     optimizer state donated, or gradients returned. Other backends may choose otherwise: that of
     CPUs, for one, multiplies bfloat16 matrices in float32. Constants and the optimizer's own
-    temporary arrays are left out, and so is what the partitioner needs to rearrange parameters of
-    stages that differ, which are on every device: where they are most of the memory, it can double.
+    temporary arrays are left out.
 
     Args:
       grads_of: from `ampx.pipelining.value_and_grad`.
