@@ -20,7 +20,14 @@ from pipeline_models import (
 )
 
 import ampx
-from ampx.pipelining import Action, Schedule, one_f_one_b, value_and_grad, zero_bubble
+from ampx.pipelining import (
+    Action,
+    Schedule,
+    interleaved,
+    one_f_one_b,
+    value_and_grad,
+    zero_bubble,
+)
 
 MICROBATCHES = 4
 
@@ -162,6 +169,82 @@ def test_layers_may_make_x_differ_along_another_axis():
     found = jax.jit(grads_of)({"stages": params}, jnp.ones((4, 3)))
     np.testing.assert_allclose(found.loss, loss(params), rtol=1e-6)
     np.testing.assert_allclose(found.grads["stages"], jax.grad(loss)(params), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers_per_stage"),
+    [
+        (one_f_one_b(4, 4), (3, 2, 2, 1)),
+        (interleaved(2, 4), (3, 1, 2, 2)),
+        (interleaved(1, 4), (3, 2)),
+        (one_f_one_b(2, 4), (2, 3)),
+    ],
+    ids=["1f1b", "interleaved", "one device", "not divided"],
+)
+def test_unequal_stages_stay_divided_where_devices_divide_the_layers(schedule, layers_per_stage):
+    params, batch = make_params(sum(layers_per_stage)), make_batch(8)
+    grads_of = pipeline(schedule, layers_per_stage=layers_per_stage)
+    divides = sum(layers_per_stage) % schedule.num_devices == 0
+    (spec,) = {s.spec for s in jax.tree.leaves(grads_of.shardings(params)["stages"])}
+    assert spec == (P("stage") if divides else P())
+    placed = jax.device_put(params, grads_of.shardings(params))
+    found = run(grads_of, placed, batch)
+    expected = sequential(params, batch, num_microbatches=4)
+    assert relative_error(found.grads, expected.grads) < 1e-5
+    assert found.grads["stages"]["kernel"].sharding.is_equivalent_to(
+        placed["stages"]["kernel"].sharding, 3
+    )
+
+
+def test_a_sum_over_stages_in_a_layer_is_refused_with_its_line():
+    grads_of = pipeline(
+        one_f_one_b(2, 4), stage=lambda p, x, key: jax.lax.psum(x @ p["kernel"], "stage")
+    )
+    with pytest.raises(ValueError, match=r"psum over the axis 'stage'.*regressions.py:\d+"):
+        run(grads_of, make_params(4), make_batch(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(stage=lambda p, x: x), r"stage is called as stage\(layer_params, x, key\)"),
+        (dict(first=lambda p, batch: batch), r"first is called as first\(params, shared, micro"),
+        (dict(last=lambda x: x), r"last is called as last\(params, shared, x, microbatch, key\)"),
+    ],
+    ids=["stage", "first", "last"],
+)
+def test_functions_with_other_arguments_are_named(options, message):
+    with pytest.raises(TypeError, match=message):
+        pipeline(one_f_one_b(2, 4), **options)
+
+
+def test_a_pipeline_inside_shard_map_is_refused():
+    grads_of = pipeline(one_f_one_b(2, 4))
+    mapped = jax.shard_map(
+        lambda params, batch: grads_of(params, batch).loss,
+        mesh=grads_of.mesh,
+        in_specs=(P(), P()),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match="is mapped here already.*plain jit"):
+        jax.eval_shape(mapped, make_params(4), make_batch(8))
+
+
+def test_layers_in_a_list_and_too_few_of_them_are_named():
+    params, batch = make_params(4), make_batch(8)
+    layers = [jax.tree.map(lambda leaf, n=n: leaf[n], params["stages"]) for n in range(4)]
+    with pytest.raises(TypeError, match="stack the layers"):
+        run(pipeline(one_f_one_b(2, 4)), params | {"stages": layers}, batch)
+    with pytest.raises(ValueError, match="1 layers cannot fill the 2 stages of '1f1b' on 2 dev"):
+        run(pipeline(one_f_one_b(2, 4)), make_params(1), batch)
+
+
+def test_what_is_printed_is_short():
+    grads_of = pipeline(interleaved(2, 4))
+    assert repr(grads_of) == ("PipelineGradients(interleaved, 4 stages on 2 devices along 'stage')")
+    result = grads_of.schedule.simulate()
+    assert str(result) == "async: 27 units of time, 11.1% idle (3, 3 by device)"
+    assert len(repr(result)) < 100
 
 
 def test_a_layer_that_changes_its_type_is_named():

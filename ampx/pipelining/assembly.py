@@ -194,8 +194,9 @@ def _refuse_stage_collectives(program: StageProgram, axis_name: str) -> None:
     for name, jaxpr in zip(("forward", "backward"), traced, strict=True):
         for eqn in jaxprs.collectives(jaxpr) if jaxpr is not None else ():
             if axis_name in jaxprs.collective_axes(eqn):
+                collective = eqn.primitive.name.removesuffix("_invariant")
                 raise ValueError(
-                    f"{eqn.primitive.name} over the axis {axis_name!r} of the stages, at "
+                    f"{collective} over the axis {axis_name!r} of the stages, at "
                     f"{jaxprs.line_of(eqn)}, in the {name} pass of a stage: devices run different "
                     "stages at a time, so some would wait for ever. Use other axes, or move it out "
                     "of the stages"

@@ -80,7 +80,8 @@ def value_and_grad(
         `(x, {name: value})`, the target takes `{name: value}` after its key. Values go from device
         to device directly.
       layers_per_stage: how many layers each stage has, as `ampx.pipelining.balance` gives them.
-        Equally many by default. If they differ, parameters should lie on every device.
+        Equally many by default. If the devices do not divide the number of all layers, every
+        device has to hold them all, and their optimizer state.
       param_specs: `PartitionSpec`s for parts of `params` (a tree prefix for each part) that name
         further axes, over which `first`, `stage` and `last` may use collectives. The first entry
         for `"stages"` is `axis_name`.

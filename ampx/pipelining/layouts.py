@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ampx.pipelining.layer_exchange import Place, exchange_rounds, exchanged
 from ampx.pipelining.schedules import Schedule
+from ampx.trees import path_name
 
 
 class Layout(Protocol):
@@ -71,19 +74,31 @@ def stacked_layout(
     Raises:
       ValueError: if leaves have different numbers of layers, or the stages cannot share them so.
     """
-    numbers = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(stages)}
-    if len(numbers) != 1 or () in numbers:
-        raise ValueError(
-            "all leaves of params['stages'] need the same leading axis of layers, got sizes "
-            f"{sorted(numbers)}"
+    if isinstance(stages, list | tuple):
+        raise TypeError(
+            "stage is one function, and params['stages'] a list: stack the layers, as in "
+            "jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)"
         )
-    ((number,),) = numbers
-    count = schedule.num_stages
+    shapes = {
+        path_name(path): np.shape(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
+    }
+    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
+        raise ValueError(
+            "all leaves of params['stages'] need the same leading axis of layers, got "
+            + ", ".join(f"{name or 'the root'} {shape}" for name, shape in shapes.items())
+        )
+    number, count = next(iter(shapes.values()))[0], schedule.num_stages
+    if number < count:
+        raise ValueError(
+            f"{number} layers cannot fill the {count} stages of {schedule.name!r} on "
+            f"{schedule.num_devices} devices: use fewer devices or chunks"
+        )
     if layers_per_stage is None:
         if number % count:
             raise ValueError(
-                f"{number} layers have no {count} equal parts: give layers_per_stage, such as "
-                f"balance([1] * {number}, {count})"
+                f"{number} layers have no {count} equal parts: use a multiple of {count}, or give "
+                f"layers_per_stage, such as balance([1] * {number}, {count})"
             )
         layers_per_stage = (number // count,) * count
     if len(layers_per_stage) != count or sum(layers_per_stage) != number:
@@ -131,7 +146,7 @@ class StackedLayers:
     @property
     def is_divided(self) -> bool:
         """See `Layout`."""
-        return len(set(self.counts)) == 1 and None not in _slots(self.schedule)
+        return sum(self.counts) % self.schedule.num_devices == 0
 
     @property
     def first_layer(self) -> np.ndarray:
@@ -141,25 +156,51 @@ class StackedLayers:
     def local(self, stored: Any, axis_name: str) -> Any:
         """Layers with a leading axis of chunks, from wherever they are stored."""
         chunks = len(_slots(self.schedule)) // self.schedule.num_devices
+        shape = chunks, max(self.counts)
         if self.is_divided:
-            view = jax.tree.map(lambda leaf: leaf.reshape(chunks, -1, *leaf.shape[1:]), stored)
-            return self._moved(view, axis_name, back=False)
+            size, sources, targets = self._blocks()
+            blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), stored)
+            if sources != targets or len(set(self.counts)) > 1:
+                rounds = exchange_rounds(sources, targets, self.schedule.num_devices)
+                blocks = exchanged(blocks, rounds, math.prod(shape) // size, axis_name)
+            return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]), blocks)
         order = np.zeros(len(_slots(self.schedule)) * max(self.counts), np.int32)
         order[self._places()] = np.arange(sum(self.counts))
-        own = jnp.asarray(order.reshape(-1, chunks, max(self.counts)))[lax.axis_index(axis_name)]
+        own = jnp.asarray(order.reshape(-1, *shape))[lax.axis_index(axis_name)]
         return jax.tree.map(lambda leaf: leaf[own], stored)
 
     def returned(self, total: Any, axis_name: str) -> Any:
         """Sent back to where they are stored."""
         if self.is_divided:
-            total = self._moved(total, axis_name, back=True)
-            return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), total)
+            size, sources, targets = self._blocks()
+            blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[2:]), total)
+            if sources != targets or len(set(self.counts)) > 1:
+                rounds = exchange_rounds(sources, targets, self.schedule.num_devices)
+                back = [each.reversed() for each in rounds]
+                stored = sum(self.counts) // self.schedule.num_devices // size
+                blocks = exchanged(blocks, back, stored, axis_name)
+            return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), blocks)
 
         def gather(leaf: jax.Array) -> jax.Array:
             rows = _of_all_devices(leaf, axis_name)
             return rows.reshape(-1, *rows.shape[2:])[self._places()]
 
         return jax.tree.map(gather, total)
+
+    def _blocks(self) -> tuple[int, list[Place], list[Place]]:
+        """Layers that stay together: how many, where they are stored, and where they are run."""
+        stored = sum(self.counts) // self.schedule.num_devices
+        size = math.gcd(stored, *self.counts)
+        places = [
+            divmod(layer // size, stored // size) for layer in range(0, sum(self.counts), size)
+        ]
+        chunks = chunk_numbers(self.schedule)
+        targets = [
+            (self.schedule.device_of[stage], chunks[stage] * max(self.counts) // size + block)
+            for stage, count in enumerate(self.counts)
+            for block in range(count // size)
+        ]
+        return size, places, targets
 
     def _places(self) -> np.ndarray:
         """Where each layer lies when all stages are padded to the longest."""
@@ -170,25 +211,6 @@ class StackedLayers:
                 for stage, count in enumerate(self.counts)
             ]
         )
-
-    def _moved(self, view: Any, axis_name: str, back: bool) -> Any:
-        """Each stage's layers on the device that runs it, or where they are stored."""
-        if _slots(self.schedule) == list(range(len(self.counts))):
-            return view
-        device = lax.axis_index(axis_name)
-        moved = jax.tree.map(jnp.zeros_like, view)
-        for pairs, sent, received in _rounds(self.schedule):
-            if back:
-                pairs, sent, received = [(t, s) for s, t in pairs], received, sent
-            take, put = jnp.asarray(sent)[device], jnp.asarray(received)[device]
-
-            def move(leaf: jax.Array, into: jax.Array, take=take, put=put, pairs=pairs) -> Any:
-                block = lax.dynamic_index_in_dim(leaf, take, keepdims=False)
-                block = lax.ppermute(block, axis_name, pairs)
-                return lax.dynamic_update_index_in_dim(into, block, put, 0)
-
-            moved = jax.tree.map(move, view, moved)
-        return moved
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
         """The layers of a stage, stacked or as a list."""
@@ -213,52 +235,6 @@ class StackedLayers:
             return lax.dynamic_update_slice(sums, old + gradient.astype(sums.dtype), start)
 
         return jax.tree.map(add, total, gradients)
-
-
-def _rounds(schedule: Schedule) -> list[tuple[list[tuple[int, int]], list[int], list[int]]]:
-    """How blocks stored in order get to their devices: one block a device in every exchange.
-
-    For each round the pairs (sender, receiver), the block that each device sends, and where each
-    puts what it receives.
-    """
-    devices = range(schedule.num_devices)
-    chunks = schedule.num_stages // schedule.num_devices
-    places = chunk_numbers(schedule)
-    left = {device: list(range(device * chunks, (device + 1) * chunks)) for device in devices}
-    rounds = []
-    for _ in range(chunks):
-        chosen = _matching(left, schedule.device_of)
-        for device, stage in chosen.items():
-            left[device].remove(stage)
-        received = {schedule.device_of[stage]: places[stage] for stage in chosen.values()}
-        rounds.append(
-            (
-                [(device, schedule.device_of[stage]) for device, stage in chosen.items()],
-                [chosen[device] % chunks for device in devices],
-                [received[device] for device in devices],
-            )
-        )
-    return rounds
-
-
-def _matching(left: dict[int, list[int]], device_of: Sequence[int]) -> dict[int, int]:
-    """One stage for each device that stores it, all for different receivers (Kuhn's algorithm)."""
-    sender_of: dict[int, tuple[int, int]] = {}
-
-    def assign(device: int, tried: set[int]) -> bool:
-        for stage in left[device]:
-            receiver = device_of[stage]
-            if receiver in tried:
-                continue
-            tried.add(receiver)
-            if receiver not in sender_of or assign(sender_of[receiver][0], tried):
-                sender_of[receiver] = device, stage
-                return True
-        return False
-
-    for device in left:
-        assign(device, set())
-    return dict(sender_of.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ class Model:
                 raise TypeError(
                     f"first, stage and last must be functions, got {type(function).__name__}"
                 )
+        for name in _ARGUMENTS:
+            _check_signature(name, getattr(self, name))
         if not callable(self.stash):
             check_choice("stash", self.stash, ("inputs", "residuals"))
         count = self.schedule.num_stages
@@ -142,7 +145,8 @@ class Model:
             out = call(params, x, _folded(key, number + 1))
             new, loss = _with_loss(out) if self.has_aux_loss else (out, None)
             _check_same_type(x, new)
-            return new, loss
+            # A sum over devices is the same on all of them: no carry of a loop, but for a mark.
+            return varying(new, tuple(varying_over(number))), loss
 
         layer = self._with_stash(layer)
 
@@ -186,6 +190,28 @@ class Model:
         return own
 
 
+_ARGUMENTS = {
+    "first": ("params", "shared", "microbatch", "key"),
+    "stage": ("layer_params", "x", "key"),
+    "last": ("params", "shared", "x", "microbatch", "key"),
+}
+
+
+def _check_signature(name: str, function: Any) -> None:
+    if not callable(function):
+        return  # stages that differ: those at the end of a skip take one argument more
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return
+    try:
+        signature.bind(*_ARGUMENTS[name])
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called as {name}({', '.join(_ARGUMENTS[name])}), and takes {signature}"
+        ) from error
+
+
 def _as_layers_leave_it(body: Callable[..., Any], x: Any, params: Any, start: jax.Array) -> Any:
     """What the first layer takes, marked as different between devices wherever its result is."""
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
@@ -213,7 +239,7 @@ def _check_same_type(taken: Any, given: Any) -> None:
         raise TypeError(
             f"stage must return what it takes, of the same shapes and dtypes: it takes "
             f"{described(taken)} and returns {described(given)}. What first returns is what the "
-            "first layer takes"
+            "first layer takes. If stage returns a loss besides x, give has_aux_loss=True"
         )
 
 

@@ -42,7 +42,7 @@ _NO_STATE = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PipelineGradients:
     """A function `g(params, batch, *, loss_scale=1.0, key=None) -> GradResult`.
 
@@ -73,7 +73,7 @@ class PipelineGradients:
 
     schedule: Schedule
     recipe: Recipe | None
-    model: Model = dataclasses.field(repr=False)
+    model: Model
     axis_name: str
     data_axes: tuple[str, ...]
     mesh: Mesh | None
@@ -82,7 +82,14 @@ class PipelineGradients:
     layers_per_stage: tuple[int, ...] | None
     param_specs: Any
     check_vma: bool
-    reductions: tuple[Reduction, Reduction] = dataclasses.field(repr=False)
+    reductions: tuple[Reduction, Reduction]
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        return (
+            f"PipelineGradients({schedule.name}, {schedule.num_stages} stages on "
+            f"{schedule.num_devices} devices along {self.axis_name!r})"
+        )
 
     def __call__(
         self,
@@ -155,13 +162,16 @@ class PipelineGradients:
           mesh: by default the one given to `value_and_grad`.
 
         Returns:
-          A tree of `NamedSharding` for `jax.device_put`: layers divided over the stages, the rest
-          on every device. Layers that stages share unequally are on every device, too.
+          A tree of `NamedSharding` for `jax.device_put`: layers divided over the devices of the
+          stages, the rest on every device. So are layers whose number these do not divide, and
+          stages that differ.
         """
         specs = self._specs(self._layout(self.model, params["stages"]).is_divided)
         mesh = mesh or self.mesh
         if mesh is None:
-            raise ValueError("shardings needs a mesh: give it here or to value_and_grad")
+            raise ValueError(
+                "shardings needs a mesh with devices: give it here or to value_and_grad"
+            )
         whole = {part: specs[part] for part in params}
         return jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part),
@@ -288,19 +298,28 @@ class PipelineGradients:
         return tuple(dict.fromkeys((self.axis_name, *self.data_axes, *named)))
 
     def _checked_mesh(self) -> Mesh | None:
-        mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        around = jax.sharding.get_abstract_mesh()
+        if self.axis_name in getattr(around, "manual_axes", ()):
+            raise ValueError(
+                f"{self.axis_name!r} is mapped here already: a pipeline maps it by itself. Call it "
+                "under plain jit, with global arrays, not inside jax.shard_map"
+            )
+        mesh = self.mesh or around
         if mesh.empty:
             raise ValueError(
                 "no mesh: give value_and_grad mesh=..., or call it under jax.set_mesh(mesh)"
             )
         for axis in self._axes:
             if axis not in mesh.shape:
-                raise ValueError(f"the mesh has axes {mesh.axis_names}, and none named {axis!r}")
+                raise ValueError(
+                    f"the mesh has axes {mesh.axis_names}, and none named {axis!r}, which "
+                    "axis_name, data_axes or param_specs asks for"
+                )
         size, wanted = mesh.shape[self.axis_name], self.schedule.num_devices
         if size != wanted:
             raise ValueError(
                 f"the schedule is for {wanted} devices, and the mesh has {size} along "
-                f"{self.axis_name!r}"
+                f"{self.axis_name!r}: make the schedule with num_stages={size}"
             )
         return self.mesh
 

@@ -42,7 +42,13 @@ class Simulation:
     mode: str
     makespan: float
     busy: tuple[float, ...]
-    times: dict[Action, tuple[float, float]]
+    times: dict[Action, tuple[float, float]] = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mode}: {self.makespan:g} units of time, {self.bubble_fraction:.1%} idle "
+            f"({', '.join(f'{idle:g}' for idle in self.idle)} by device)"
+        )
 
     @property
     def idle(self) -> tuple[float, ...]:
