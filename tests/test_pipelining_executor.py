@@ -145,7 +145,8 @@ def compiled_temporaries(schedule, width=64, rows=16, **options):
     [(one_f_one_b, "inputs"), (one_f_one_b, "residuals"), (interleaved, "inputs")],
 )
 def test_memory_does_not_grow_with_the_number_of_microbatches(make, stash):
-    few, many = (compiled_temporaries(make(4, m), stash=stash) for m in (8, 64))
+    # Large activations: the schedule's own tables do grow, by some bytes a tick.
+    few, many = (compiled_temporaries(make(4, m), rows=64, stash=stash) for m in (8, 64))
     assert many <= 1.02 * few
 
 

@@ -368,12 +368,12 @@ REFUSED = {
     "layers for no stages": (
         lambda: traced(simple(), make_params(3)),
         ValueError,
-        "3 layers have no 2 equal parts: give layers_per_stage",
+        "3 layers have no 2 equal parts: use a multiple of 2, or give layers_per_stage",
     ),
     "layers that differ": (
         lambda: traced(simple(), with_part(stages={"a": jnp.ones(4), "b": jnp.ones(2)})),
         ValueError,
-        r"same leading axis of layers, got sizes \[\(2,\), \(4,\)\]",
+        r"same leading axis of layers, got a \(4,\), b \(2,\)",
     ),
     "a schedule's name": (
         lambda: simple(schedule="1f1b"),
