@@ -140,6 +140,12 @@ class Recipe:
 
         Returns:
           What `fun` returns.
+
+        Examples:
+          >>> import ampx, jax.numpy as jnp
+          >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16)
+          >>> recipe.call_part(lambda w, x: (w * x).dtype.name, jnp.ones(2), jnp.float16(2))
+          'float16'
         """
         return self._call(lambda result: result, fun, params, *args, **kwargs)
 
