@@ -193,15 +193,11 @@ def make_gradients(
     embedding = First(model.vocabulary_size, model.width)
     block, head = Block(model.heads), Last(model.vocabulary_size)
 
-    def first(params: Any, shared: Any, windows: jax.Array, key: Any) -> jax.Array:
-        x: Any = embedding.apply({"params": params}, windows[:, :-1])
-        # A linen module alone gives what a whole model would, float32. What goes on to the next
-        # device is what goes on inside of a whole model.
-        return x if recipe is None else recipe.policy.cast_to_compute(x)
+    def first(params: Any, shared: Any, windows: jax.Array, key: Any) -> Any:
+        return embedding.apply({"params": params}, windows[:, :-1])
 
-    def stage(params: Any, x: jax.Array, key: Any) -> jax.Array:
-        out: Any = block.apply({"params": params}, x)
-        return out.astype(x.dtype)
+    def stage(params: Any, x: jax.Array, key: Any) -> Any:
+        return block.apply({"params": params}, x)
 
     def last(params: Any, shared: Any, x: jax.Array, windows: jax.Array, key: Any) -> jax.Array:
         return cross_entropy(head.apply({"params": params}, x), windows)

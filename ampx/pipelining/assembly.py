@@ -91,11 +91,11 @@ def assemble(
     programs = _traced(trace, len(kinds), program_of, wires, base)
     activations = [
         carrier({n: [_of(t, base) for t in jax.tree.leaves(tree)] for n, tree in taken})
-        for taken in _received_by(programs)
+        for taken in _by_wire(p.inputs.received for p in programs)
     ]
     cotangents = [
         carrier({n: [_of(t, base) for t in floating_leaves(tree)] for n, tree in given})
-        for given in _sent_by(programs)
+        for given in _by_wire(p.outputs.sent for p in programs)
     ]
     outputs = [(p.outputs.loss, p.outputs.weight, p.outputs.aux) for p in programs]
     results = tuple(
@@ -127,14 +127,12 @@ def _of(leaf: Any, base: frozenset[str]) -> ArrayType:
     return dataclasses.replace(found, axes=found.axes | base)
 
 
-def _received_by(programs: Sequence[StageProgram]) -> list[list[tuple[int, Any]]]:
-    wires = zip(*(p.inputs.received for p in programs), strict=True)
-    return [[(n, tree) for n, tree in enumerate(trees) if tree is not None] for trees in wires]
-
-
-def _sent_by(programs: Sequence[StageProgram]) -> list[list[tuple[int, Any]]]:
-    wires = zip(*(p.outputs.sent for p in programs), strict=True)
-    return [[(n, tree) for n, tree in enumerate(trees) if tree is not None] for trees in wires]
+def _by_wire(trees: Iterable[Sequence[Any]]) -> list[list[tuple[int, Any]]]:
+    """What programs have on each wire, with the numbers of those that have something."""
+    return [
+        [(number, tree) for number, tree in enumerate(wire) if tree is not None]
+        for wire in zip(*trees, strict=True)
+    ]
 
 
 def _traced(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.mapped_axes import varying_over
 from ampx.verdicts import varying
 
 
@@ -35,7 +34,7 @@ class ArrayType:
 
     def of(self, value: jax.Array) -> jax.Array:
         """The value, marked as possibly different wherever this type may be."""
-        return varying(value, tuple(self.axes - varying_over(value)))
+        return varying(value, tuple(self.axes))
 
     @property
     def size(self) -> int:
@@ -54,7 +53,7 @@ def type_of(leaf: Any) -> ArrayType:
 
 def as_varying_as(value: jax.Array, aval: Any) -> jax.Array:
     """The value, marked as possibly different wherever an abstract value may be."""
-    return varying(value, tuple(aval.manual_axis_type.varying - varying_over(value)))
+    return varying(value, tuple(aval.manual_axis_type.varying))
 
 
 def as_numbers(leaf: Any) -> Any:
@@ -103,7 +102,7 @@ class Carrier:
     """
 
     types: tuple[ArrayType, ...]
-    own: Mapping[Hashable, tuple[ArrayType, ...]]
+    own: Mapping[int, tuple[ArrayType, ...]]
     is_packed: bool
 
     def pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -121,7 +120,7 @@ class Carrier:
         """What a sender without anything to say puts on the wire."""
         return [t.zeros() for t in self.types]
 
-    def unpack(self, receiver: Hashable, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def unpack(self, receiver: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """What a receiver finds on it."""
         if not self.is_packed:
             return list(arrays)
@@ -135,7 +134,7 @@ class Carrier:
         return leaves
 
 
-def carrier(own: Mapping[Hashable, Sequence[ArrayType]]) -> Carrier:
+def carrier(own: Mapping[int, Sequence[ArrayType]]) -> Carrier:
     """A carrier for what each receiver gets."""
     kinds = {tuple((t.shape, t.dtype) for t in types) for types in own.values()}
     if len(kinds) <= 1:

@@ -181,12 +181,15 @@ class Executor:
         def idle(grads: Any) -> Any:
             return _nothing(self.cotangents), [t.zeros() for t in self.deferred.types], grads
 
+        def taken(number: int, now: Work) -> tuple[StageInputs, list[Any], list[Any]]:
+            inputs = self._inputs(number, carry, now, slots)
+            kept = self._kept(number, carry, row.residuals.backward)
+            return inputs, kept, self._cotangents(number, carry, row)
+
         def whole(number: int) -> Callable[[Any], Any]:
             def branch(grads: Any) -> Any:
                 program = self.programs[number]
-                inputs = self._inputs(number, carry, row.backward, slots)
-                kept = self._kept(number, carry, row.residuals.backward)
-                ours, theirs = program.pull(inputs, kept, self._cotangents(number, carry, row))
+                ours, theirs = program.pull(*taken(number, row.backward))
                 grads = self._added(grads, number, row.backward.stage, ours)
                 returned = self._returned(program, theirs)
                 return returned, [t.zeros() for t in self.deferred.types], grads
@@ -196,10 +199,7 @@ class Executor:
         def half(number: int) -> Callable[[Any], Any]:
             def branch(grads: Any) -> Any:
                 program = self.programs[number]
-                inputs = self._inputs(number, carry, row.halved, slots)
-                kept = self._kept(number, carry, row.residuals.backward)
-                cotangents = self._cotangents(number, carry, row)
-                theirs, late = program.pull_inputs(inputs, kept, cotangents)
+                theirs, late = program.pull_inputs(*taken(number, row.halved))
                 late = self.deferred.fill(number, [as_numbers(leaf) for leaf in late])
                 return self._returned(program, theirs), late, grads
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,11 @@ from ampx.checking import check_choice
 from ampx.normalization import Normalize
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.pipelining.lowering import Edge
-from ampx.pipelining.models import Model
+from ampx.pipelining.models import Model, Stash
 from ampx.pipelining.pipeline_gradients import PipelineGradients
 from ampx.pipelining.schedules import Schedule
 from ampx.precision import Policy
 from ampx.reduction import checked_reduction
-
-Stash = Literal["inputs", "residuals"]
 
 
 def value_and_grad(

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.pipelining.layer_exchange import Place, exchange_rounds, exchanged
+from ampx.pipelining.buffers import ArrayType, Carrier, carrier, read
+from ampx.pipelining.layer_exchange import Place, Round, exchange_rounds, exchanged
 from ampx.pipelining.schedules import Schedule
 from ampx.trees import path_name
 
@@ -54,11 +55,9 @@ def chunk_numbers(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
-def _slots(schedule: Schedule) -> list[int | None]:
-    """The stages of all devices in turn, with None where a device has fewer than others."""
-    stages = [schedule.stages_on(device) for device in range(schedule.num_devices)]
-    chunks = max(map(len, stages))
-    return [stage for own in stages for stage in (*own, *[None] * (chunks - len(own)))]
+def _chunks(schedule: Schedule) -> int:
+    """How many stages a device has at most."""
+    return max(chunk_numbers(schedule)) + 1
 
 
 def _of_all_devices(leaf: jax.Array, axis_name: str) -> jax.Array:
@@ -123,10 +122,11 @@ def separate_layout(schedule: Schedule, stages: Any) -> SeparateStages:
             "stage is a sequence, so params['stages'] must be a list of trees, one for each of "
             f"{schedule.num_stages} stages, got {type(stages).__name__}"
         )
-    types = [
-        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree) for tree in stages
-    ]
-    return SeparateStages(schedule, tuple(types))
+    own = {
+        stage: [ArrayType(np.shape(a), np.dtype(a.dtype), frozenset()) for a in jax.tree.leaves(t)]
+        for stage, t in enumerate(stages)
+    }
+    return SeparateStages(schedule, tuple(map(jax.tree.structure, stages)), carrier(own))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,62 +155,53 @@ class StackedLayers:
 
     def local(self, stored: Any, axis_name: str) -> Any:
         """Layers with a leading axis of chunks, from wherever they are stored."""
-        chunks = len(_slots(self.schedule)) // self.schedule.num_devices
-        shape = chunks, max(self.counts)
+        shape = _chunks(self.schedule), max(self.counts)
         if self.is_divided:
-            size, sources, targets = self._blocks()
+            size, rounds = self._exchange()
             blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), stored)
-            if sources != targets or len(set(self.counts)) > 1:
-                rounds = exchange_rounds(sources, targets, self.schedule.num_devices)
+            if rounds:
                 blocks = exchanged(blocks, rounds, math.prod(shape) // size, axis_name)
             return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]), blocks)
-        order = np.zeros(len(_slots(self.schedule)) * max(self.counts), np.int32)
-        order[self._places()] = np.arange(sum(self.counts))
+        order = np.zeros((self.schedule.num_devices, math.prod(shape)), np.int32)
+        order[*zip(*self._places(), strict=True)] = np.arange(sum(self.counts))
         own = jnp.asarray(order.reshape(-1, *shape))[lax.axis_index(axis_name)]
         return jax.tree.map(lambda leaf: leaf[own], stored)
 
     def returned(self, total: Any, axis_name: str) -> Any:
         """Sent back to where they are stored."""
         if self.is_divided:
-            size, sources, targets = self._blocks()
+            size, rounds = self._exchange()
             blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[2:]), total)
-            if sources != targets or len(set(self.counts)) > 1:
-                rounds = exchange_rounds(sources, targets, self.schedule.num_devices)
-                back = [each.reversed() for each in rounds]
+            if rounds:
                 stored = sum(self.counts) // self.schedule.num_devices // size
-                blocks = exchanged(blocks, back, stored, axis_name)
+                blocks = exchanged(blocks, [r.reversed() for r in rounds], stored, axis_name)
             return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), blocks)
 
         def gather(leaf: jax.Array) -> jax.Array:
             rows = _of_all_devices(leaf, axis_name)
-            return rows.reshape(-1, *rows.shape[2:])[self._places()]
+            rows = rows.reshape(self.schedule.num_devices, -1, *rows.shape[2:])
+            return rows[*map(np.array, zip(*self._places(), strict=True))]
 
         return jax.tree.map(gather, total)
 
-    def _blocks(self) -> tuple[int, list[Place], list[Place]]:
-        """Layers that stay together: how many, where they are stored, and where they are run."""
+    def _exchange(self) -> tuple[int, list[Round]]:
+        """How many layers stay together, and how they get to their devices; no rounds in place."""
         stored = sum(self.counts) // self.schedule.num_devices
         size = math.gcd(stored, *self.counts)
-        places = [
-            divmod(layer // size, stored // size) for layer in range(0, sum(self.counts), size)
-        ]
+        sources = [divmod(block, stored // size) for block in range(sum(self.counts) // size)]
+        targets = self._places(size)
+        if sources == targets and len(set(self.counts)) == 1:
+            return size, []
+        return size, exchange_rounds(sources, targets, self.schedule.num_devices)
+
+    def _places(self, size: int = 1) -> list[Place]:
+        """Where blocks of so many layers are run when all stages are padded to the longest."""
         chunks = chunk_numbers(self.schedule)
-        targets = [
+        return [
             (self.schedule.device_of[stage], chunks[stage] * max(self.counts) // size + block)
             for stage, count in enumerate(self.counts)
             for block in range(count // size)
         ]
-        return size, places, targets
-
-    def _places(self) -> np.ndarray:
-        """Where each layer lies when all stages are padded to the longest."""
-        slots = _slots(self.schedule)
-        return np.concatenate(
-            [
-                slots.index(stage) * max(self.counts) + np.arange(count)
-                for stage, count in enumerate(self.counts)
-            ]
-        )
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
         """The layers of a stage, stacked or as a list."""
@@ -241,15 +232,15 @@ class StackedLayers:
 class SeparateStages:
     """Parameters of stages that differ, one tree for each.
 
-    Every stage's are packed into flat arrays, one for each dtype, as long as the longest.
-
     Attributes:
       schedule: gives stages and devices.
-      types: for each stage its parameters, as types.
+      structures: for each stage that of its parameters.
+      carrier: packs them into arrays that are alike for all stages.
     """
 
     schedule: Schedule
-    types: tuple[Any, ...]
+    structures: tuple[Any, ...]
+    carrier: Carrier
 
     @property
     def is_divided(self) -> bool:
@@ -257,75 +248,40 @@ class SeparateStages:
         return False
 
     def local(self, stored: Any, axis_name: str) -> Any:
-        """Flat arrays with a row for each stage of the device."""
-        rows = self._rows()
+        """Packed arrays with a row for each stage of the device."""
 
-        def pack(device: int) -> dict[str, jax.Array]:
-            flat = [self._flat(stage, jax.tree.leaves(stored[stage])) for stage in rows[device]]
-            return {dtype: jnp.stack([row[dtype] for row in flat]) for dtype in self._dtypes}
+        def pack(device: int) -> list[jax.Array]:
+            stages = self.schedule.stages_on(device)
+            padding = [0] * (_chunks(self.schedule) - len(stages))  # any stage will do
+            rows = [self.carrier.pack(jax.tree.leaves(stored[s])) for s in (*stages, *padding)]
+            return [jnp.stack(arrays) for arrays in zip(*rows, strict=True)]
 
-        packs = [functools.partial(pack, device) for device in range(len(rows))]
+        packs = [functools.partial(pack, device) for device in range(self.schedule.num_devices)]
         return lax.switch(lax.axis_index(axis_name), packs)
 
     def returned(self, total: Any, axis_name: str) -> Any:
         """One tree for each stage, on all devices."""
-        everywhere = {d: _of_all_devices(sums, axis_name) for d, sums in total.items()}
-        slots = _slots(self.schedule)
+        everywhere = [_of_all_devices(sums, axis_name) for sums in total]
+        chunks = chunk_numbers(self.schedule)
         return [
-            self._unflat(stage, {d: rows[slots.index(stage)] for d, rows in everywhere.items()})
-            for stage in range(self.schedule.num_stages)
+            self._tree(
+                stage,
+                [rows[device * _chunks(self.schedule) + chunks[stage]] for rows in everywhere],
+            )
+            for stage, device in enumerate(self.schedule.device_of)
         ]
-
-    def _rows(self) -> list[list[int]]:
-        """The stages of each device; one that has fewer repeats the first."""
-        slots = [stage or 0 for stage in _slots(self.schedule)]
-        chunks = len(slots) // self.schedule.num_devices
-        return [slots[start : start + chunks] for start in range(0, len(slots), chunks)]
-
-    @property
-    def _dtypes(self) -> list[str]:
-        return sorted({str(leaf.dtype) for leaf in jax.tree.leaves(self.types)})
-
-    def _sizes(self, stage: int, dtype: str) -> list[int]:
-        leaves = jax.tree.leaves(self.types[stage])
-        return [int(np.prod(leaf.shape, dtype=int)) for leaf in leaves if str(leaf.dtype) == dtype]
-
-    def _flat(self, stage: int, leaves: Sequence[Any]) -> dict[str, jax.Array]:
-        """One array for each dtype of the parameters; gradients may have another dtype."""
-        types = jax.tree.leaves(self.types[stage])
-        flat = {}
-        for dtype in self._dtypes:
-            longest = max(sum(self._sizes(s, dtype)) for s in range(len(self.types)))
-            parts = [
-                jnp.ravel(leaf)
-                for leaf, like in zip(leaves, types, strict=True)
-                if str(like.dtype) == dtype
-            ]
-            kind = parts[0].dtype if parts else dtype
-            padding = jnp.zeros(longest - sum(part.size for part in parts), kind)
-            flat[dtype] = jnp.concatenate([*parts, padding])
-        return flat
-
-    def _unflat(self, stage: int, flat: dict[str, jax.Array]) -> Any:
-        leaves, offsets = [], dict.fromkeys(flat, 0)
-        for like in jax.tree.leaves(self.types[stage]):
-            dtype, size = str(like.dtype), int(np.prod(like.shape, dtype=int))
-            start = offsets[dtype]
-            offsets[dtype] += size
-            leaves.append(flat[dtype][start : start + size].reshape(like.shape))
-        return jax.tree.unflatten(jax.tree.structure(self.types[stage]), leaves)
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
         """The tree of a stage, from its row."""
-        row: dict[str, jax.Array] = {
-            k: lax.dynamic_index_in_dim(v, chunk, keepdims=False) for k, v in view.items()
-        }
-        return self._unflat(stage, row)
+        return self._tree(stage, read(view, chunk))
+
+    def _tree(self, stage: int, arrays: Sequence[jax.Array]) -> Any:
+        return jax.tree.unflatten(self.structures[stage], self.carrier.unpack(stage, arrays))
 
     def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
         """Adds to a row."""
-        flat = self._flat(stage, jax.tree.leaves(gradients))
-        return {
-            dtype: sums.at[chunk].add(flat[dtype].astype(sums.dtype))
-            for dtype, sums in total.items()
-        }
+        packed = self.carrier.pack(jax.tree.leaves(gradients))
+        return [
+            sums.at[chunk].add(gradient.astype(sums.dtype))
+            for sums, gradient in zip(total, packed, strict=True)
+        ]

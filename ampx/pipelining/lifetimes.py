@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,7 +61,9 @@ def find_liveness(schedule: Schedule, *, merge_chunks: bool) -> Liveness:
             for keys in owners
         ]
         live[device] = _counts(intervals, schedule.num_ticks)
-        for keys, interval, slot in zip(owners, intervals, _colours(intervals), strict=True):
+        for keys, interval, slot in zip(
+            owners, intervals, lowest_free_slots(intervals), strict=True
+        ):
             slots |= dict.fromkeys(keys, slot)
             lifetimes |= dict.fromkeys(keys, interval)
     peak = tuple(int(row.max(initial=0)) for row in live)
@@ -115,14 +119,18 @@ def _counts(intervals: list[tuple[int, int]], num_ticks: int) -> np.ndarray:
     return np.cumsum(changes)[:-1]
 
 
-def _colours(intervals: list[tuple[int, int]]) -> list[int]:
-    """The lowest free place for each, in the order in which they begin: as few as can be."""
-    colours = [0] * len(intervals)
-    free_after: list[int] = []
+def lowest_free_slots(intervals: Sequence[tuple[int, int]]) -> list[int]:
+    """A slot for each interval, the lowest that is free when it begins: as few as can be.
+
+    A slot is free again after the end of an interval, not at it.
+    """
+    slots = [0] * len(intervals)
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
     for index in sorted(range(len(intervals)), key=lambda index: intervals[index]):
         start, end = intervals[index]
-        free = (slot for slot, busy_until in enumerate(free_after) if busy_until < start)
-        slot = next(free, len(free_after))
-        free_after[slot : slot + 1] = [end]
-        colours[index] = slot
-    return colours
+        while busy and busy[0][0] < start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        slots[index] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (end, slots[index]))
+    return slots

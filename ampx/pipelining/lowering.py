@@ -7,13 +7,13 @@ time. How many are needed is what a schedule costs in memory.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ampx.pipelining.actions import Action
+from ampx.pipelining.lifetimes import lowest_free_slots
 from ampx.pipelining.placement import Placement, lockstep
 from ampx.pipelining.schedules import Schedule
 
@@ -195,17 +195,12 @@ class _Planner:
         return Storage(num_slots, table("F"), table("BI"), table("W"))
 
     def _slots(self, lives: dict[Key, tuple[int, int]]) -> tuple[dict[Key, int], int]:
-        """A slot for each, the first that is free; and how many the fullest device needs."""
+        """A slot for each, and how many the fullest device needs."""
         slots: dict[Key, int] = {}
-        free: list[list[int]] = [[] for _ in range(self.schedule.num_devices)]
-        busy: list[list[tuple[int, int]]] = [[] for _ in range(self.schedule.num_devices)]
-        for key, (birth, death) in sorted(lives.items(), key=lambda item: item[1]):
-            device = self.schedule.device_of[key[0]]
-            while busy[device] and busy[device][0][0] < birth:
-                heapq.heappush(free[device], heapq.heappop(busy[device])[1])
-            slot = heapq.heappop(free[device]) if free[device] else len(busy[device])
-            slots[key] = slot
-            heapq.heappush(busy[device], (death, slot))
+        for device in range(self.schedule.num_devices):
+            own = [key for key in lives if self.schedule.device_of[key[0]] == device]
+            found = lowest_free_slots([lives[key] for key in own])
+            slots |= zip(own, found, strict=True)
         return slots, max(slots.values(), default=-1) + 1
 
 

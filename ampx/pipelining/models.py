@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from ampx.pipelining.stage_programs import Compute, StageInputs, StageOutputs
 from ampx.trees import path_name
 from ampx.verdicts import varying
 
+Stash = Literal["inputs", "residuals"]
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -40,7 +41,7 @@ class Model:
     normalize: Normalize
     has_aux: bool
     has_aux_loss: bool
-    stash: str | Callable[..., Any]
+    stash: Stash | Callable[..., Any]
     skips: Mapping[str, Edge]
 
     def __post_init__(self) -> None:
@@ -53,7 +54,7 @@ class Model:
         for name in _ARGUMENTS:
             _check_signature(name, getattr(self, name))
         if not callable(self.stash):
-            check_choice("stash", self.stash, ("inputs", "residuals"))
+            check_choice("stash", self.stash, get_args(Stash))
         count = self.schedule.num_stages
         if not callable(self.stage) and len(self.stage) != count:
             raise ValueError(

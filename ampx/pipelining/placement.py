@@ -12,10 +12,10 @@ they are moved to the last ticks, where every device has some.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ampx.pipelining.actions import Action
+from ampx.pipelining.actions import Action, needs_of, result_of
 
 Rows = Sequence[Sequence[Action | None]]
 
@@ -51,11 +51,13 @@ def lockstep(rows: Rows, num_stages: int) -> Placement:
     forwards = [_stream(row, "F") for row in rows]
     backwards = [_stream(row, "BI") for row in rows]
     tick_of: dict[Action, int] = {}
+    done: dict[Action, int] = {}  # the same, by result
     tick = 0
     while any(stream.head for stream in forwards + backwards):
         before = len(tick_of)
-        _advance(forwards, forwards, tick_of, tick, num_stages)
-        _advance(backwards, forwards, tick_of, tick, num_stages)
+        for streams in (forwards, backwards):
+            for action in _ready(streams, forwards, done, tick, num_stages):
+                tick_of[action] = done[result_of(action)] = tick
         if len(tick_of) == before:
             heads = ", ".join(str(s.head) for s in forwards + backwards if s.head)
             raise ValueError(f"at tick {tick} the devices wait for each other, at {heads}")
@@ -79,34 +81,26 @@ def _stream(row: Sequence[Action | None], kinds: str) -> _Stream:
     return _Stream(actions, forwards_before)
 
 
-def _advance(
+def _ready(
     streams: list[_Stream],
     forwards: list[_Stream],
-    tick_of: dict[Action, int],
+    done: dict[Action, int],
     tick: int,
     num_stages: int,
-) -> None:
-    """Runs the first action of each stream, if what it needs is there at this tick."""
+) -> Iterator[Action]:
+    """Takes the first action off each stream, if what it needs is there at this tick."""
     for stream, forward in zip(streams, forwards, strict=True):
         head = stream.head
         if head is None or forward.done < stream.forwards_before[stream.done]:
             continue
-        if _has_inputs(head, tick_of, tick, num_stages):
-            tick_of[head] = tick
+        if _has_inputs(head, done, tick, num_stages):
             stream.done += 1
+            yield head
 
 
-def _has_inputs(action: Action, tick_of: dict[Action, int], tick: int, num_stages: int) -> bool:
+def _has_inputs(action: Action, done: dict[Action, int], tick: int, num_stages: int) -> bool:
     """Whether a neighbour's result was sent before this tick, and the stage's own one is there."""
-    stage, kind, microbatch = action
-    if kind == "F":
-        return stage == 0 or _is_sent(tick_of, tick, stage - 1, "F", microbatch)
-    if action._replace(kind="F") not in tick_of:
-        return False
-    return stage == num_stages - 1 or _is_sent(tick_of, tick, stage + 1, "BI", microbatch)
-
-
-def _is_sent(
-    tick_of: dict[Action, int], tick: int, stage: int, kinds: str, microbatch: int
-) -> bool:
-    return any(tick_of.get(Action(stage, kind, microbatch), tick) < tick for kind in kinds)  # type: ignore
+    return all(
+        done.get(need, tick + 1) < tick + (need.stage == action.stage)
+        for need in needs_of(action, num_stages)
+    )
