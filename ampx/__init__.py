@@ -1,6 +1,6 @@
 """ampx: functional training transforms for JAX and Flax."""
 
-from ampx import pipelining
+from ampx import fused, pipelining
 from ampx.accumulation import GradResult, split_microbatches, value_and_grad
 from ampx.autocasting.marks import (
     banned_function,
@@ -81,6 +81,7 @@ __all__ = [
     "find_loss_scale_state",
     "float_function",
     "forward_order",
+    "fused",
     "get_policy",
     "half_function",
     "is_norm_path",

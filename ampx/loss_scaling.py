@@ -8,6 +8,7 @@ verdict was bad, and only then move the scale.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,7 @@ from jax.typing import DTypeLike
 
 from ampx import verdicts
 from ampx.checking import check_choice, check_positive_int, check_transformation
+from ampx.gradient_norms import folded, judged_norm
 from ampx.loss_scale_state import LossScaleState
 from ampx.reduction import ReductionState
 from ampx.scale_dynamics import (
@@ -27,6 +29,7 @@ from ampx.scale_dynamics import (
     check_scale,
     choice_as_number,
 )
+from ampx.tails import Applied, Tail, takes_tail, unwrapped, wrappers_held
 from ampx.trees import find_nodes
 
 NonfiniteUpdates = Literal["hold", "skip"]
@@ -53,6 +56,7 @@ def _scaled(
     axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     inner = optax.with_extra_args_support(inner)
     shape = () if num_losses == 1 else (num_losses,)
+    can_fold = num_losses == 1 and saturation_dtype is None and nonfinite_updates == "hold"
 
     def init(params: optax.Params) -> LossScaleState:
         inner_state = inner.init(params)
@@ -81,8 +85,17 @@ def _scaled(
         params: Any = None,
         *,
         verdict: verdicts.Verdict | None = None,
+        tail: Tail | None = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
+        if can_fold and takes_tail(state.inner_state):
+            return folded_update(updates, state, params, verdict, tail or Tail(), extra_args)
+        if tail is not None:
+            raise TypeError(
+                "fused.apply needs a fused optimizer, such as ampx.fused.adamw, directly inside "
+                "the loss scale, and a loss scale with one loss, no saturation_dtype and "
+                "nonfinite_updates='hold': otherwise use tx.update and ampx.apply_updates"
+            )
         per_loss = _gradients_per_loss(updates, num_losses)
         reduces = bool(find_nodes(state.inner_state, ReductionState))
         axes = axis_names or (verdict.axes if reduces and verdict else ())
@@ -100,13 +113,13 @@ def _scaled(
             ]
         if reduces:
             extra_args["overflow"] = sum(jnp.sum(c) for c in counts)
-        bad = jnp.stack([jnp.sum(c) > 0 for c in counts]).reshape(shape)
+        overflow = jnp.any(jnp.stack(counts) > 0)
         seen = jnp.array([g is not None for g in per_loss]).reshape(shape)
         grads = _unscaled_sum(per_loss, state.loss_scale.reshape(num_losses))
 
         new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
         new_updates = verdicts.landing(new_updates, params)
-        overflow, no_updates = jnp.any(bad), verdicts.null_updates(new_updates)
+        no_updates = verdicts.null_updates(new_updates)
         whole_step = nonfinite_updates == "skip"
         # "hold" mends the state element by element, so only "skip" need judge it.
         judged = verdicts.finite_before(new_inner, state.inner_state) if whole_step else ()
@@ -117,25 +130,65 @@ def _scaled(
             new_updates = verdicts.finite_or(new_updates, no_updates)
             new_inner = verdicts.finite_or(new_inner, state.inner_state)
 
-        def total(column: int) -> jax.Array:
-            return jnp.stack([c[column] > 0 for c in counts]).reshape(shape).astype(jnp.int32)
-
-        moved = advance(state, bad)
-        moved = moved._replace(
-            **{
-                name: jnp.where(seen, getattr(moved, name), getattr(state, name))
-                for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits")
-            },
-            inf_total=state.inf_total + total(0),
-            nan_total=state.nan_total + total(1),
-            overflow=skip,
-            skipped_total=state.skipped_total + skip.astype(jnp.int32),
-            bad_update_total=state.bad_update_total + (bad_update & ~overflow).astype(jnp.int32),
-            inner_state=verdicts.hold(skip, new_inner, state.inner_state),
-        )
+        counts_of_all = jnp.stack(counts).reshape(*shape, 2)
+        moved = _moved(advance, state, counts_of_all, seen, skip, bad_update & ~overflow)
+        moved = moved._replace(inner_state=verdicts.hold(skip, new_inner, state.inner_state))
         return verdicts.hold(skip, new_updates, no_updates), moved
 
+    def folded_update(
+        updates: Any,
+        state: LossScaleState,
+        params: Any,
+        verdict: verdicts.Verdict | None,
+        tail: Tail,
+        extra_args: dict[str, Any],
+    ) -> tuple[Any, LossScaleState]:
+        """For a fused optimizer, which divides by the scale and holds its state by itself."""
+        factor, norm = 1 / state.loss_scale, None
+        if verdict is None:
+            norm, local_counts = judged_norm(updates, factor)
+            counts = verdicts.agreed(local_counts, axis_names)
+        else:
+            counts = verdict.counts
+        overflow = jnp.any(counts > 0)
+        tail = folded(dataclasses.replace(tail, factor=factor, skip=overflow, norm=norm), updates)
+        new_updates, new_inner = inner.update(
+            updates, state.inner_state, params, tail=tail, **extra_args
+        )
+        new_updates, bad_update = unwrapped(new_updates)
+        if tail.new_params:
+            new_updates = Applied(new_updates, norm)
+        moved = _moved(
+            advance, state, counts, jnp.ones(shape, bool), overflow, bad_update & ~overflow
+        )
+        new_inner = wrappers_held(overflow, new_inner, state.inner_state)
+        return new_updates, moved._replace(inner_state=new_inner)
+
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _moved(
+    advance: Advance,
+    state: LossScaleState,
+    counts: jax.Array,
+    seen: jax.Array,
+    skip: jax.Array,
+    is_bad_update: jax.Array,
+) -> LossScaleState:
+    """The scale and its counters after a step; `counts` ends in an axis of (inf, NaN)."""
+    found = counts > 0
+    moved = advance(state, jnp.any(found, axis=-1))
+    return moved._replace(
+        **{
+            name: jnp.where(seen, getattr(moved, name), getattr(state, name))
+            for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits")
+        },
+        inf_total=state.inf_total + found[..., 0].astype(jnp.int32),
+        nan_total=state.nan_total + found[..., 1].astype(jnp.int32),
+        overflow=skip,
+        skipped_total=state.skipped_total + skip.astype(jnp.int32),
+        bad_update_total=state.bad_update_total + is_bad_update.astype(jnp.int32),
+    )
 
 
 def _gradients_per_loss(updates: Any, num_losses: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import optax
 
 from ampx.checking import check_transformation
 from ampx.precision import cast_floating, wider_dtype
+from ampx.tails import Tail, TailResult
 from ampx.trees import find_nodes
 from ampx.verdicts import cast_like, is_float0, is_floating
 
@@ -30,6 +32,8 @@ class MasterWeightsState(NamedTuple):
 
     master_params: Any
     inner_state: optax.OptState
+
+    hands_on_tail = True
 
 
 def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -76,26 +80,51 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         return MasterWeightsState(master, inner.init(master))
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
     ) -> tuple[Any, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights needs params: call update(grads, state, params)")
+        if tail is not None:
+            own_tail = dataclasses.replace(tail, new_params=True)
+            new, inner_state = inner.update(
+                updates, state.inner_state, state.master_params, tail=own_tail, **extra_args
+            )
+            master = jax.tree.map(lambda result: result.value, new)
+            steps = jax.tree.map(lambda result, p: _following(result, p, tail), new, params)
+            return steps, MasterWeightsState(master, inner_state)
         grads = cast_floating(updates, jnp.float32)
         updates, inner_state = inner.update(
             grads, state.inner_state, state.master_params, **extra_args
         )
         master = apply_updates(state.master_params, updates)
         followed = cast_like(master, params)
-        wide, wide_followed = cast_floating((params, followed), jnp.float32)
         steps = jax.tree.map(
-            lambda new, old, step: new - old if is_floating(old) else step,
-            wide_followed,
-            wide,
+            lambda new, old, step: _difference(new, old) if is_floating(old) else step,
+            followed,
+            params,
             updates,
         )
         return steps, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    """What leads from one half parameter to another; float32."""
+    return new.astype(wider_dtype(new.dtype, jnp.float32)) - old.astype(
+        wider_dtype(old.dtype, jnp.float32)
+    )
+
+
+def _following(new: TailResult, param: jax.Array, tail: Tail) -> TailResult:
+    """What becomes of a model's parameter when `new` is its wider copy."""
+    half = new.value.astype(param.dtype)
+    value, stays = half, param
+    if not tail.new_params:
+        value = _difference(half, param)
+        stays = jnp.full_like(value, -0.0)
+    held = value if tail.skip is None else jnp.where(tail.skip, stays, value)
+    return TailResult(held, new.bad)
 
 
 def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:

@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 from ampx import flax_modules, train_states
 from ampx.accumulation import GradResult, Remainder, value_and_grad
 from ampx.checking import check_transformation
+from ampx.clipping import clipped
+from ampx.fused.application import apply, can_apply
 from ampx.loss_scale_state import LossScaleState, current_loss_scale
 from ampx.loss_scaling import loss_scale as choose_loss_scale
 from ampx.masters import apply_updates
@@ -134,7 +136,7 @@ class TrainStep:
             next_key, key = jax.random.split(now.key)
         train_states.check_loss_scale_is_outermost(now.opt_state)
         scale = current_loss_scale(now.opt_state)
-        is_nnx = train_states.is_nnx_pair(state)
+        is_nnx, norm = train_states.is_nnx_pair(state), None
         wrt = state[1].wrt if is_nnx else None
         result = self.grads_of(
             now.params, batch, loss_scale=scale, key=key, model_state=now.model_state, wrt=wrt
@@ -150,22 +152,39 @@ class TrainStep:
             new_state = train_states.apply_to_nnx(state, grads, result.model_state, extra_args)
             new_opt_state = train_states.read(new_state, self.tx).opt_state
         else:
-            updates, new_opt_state = self.tx.update(grads, now.opt_state, now.params, **extra_args)
-            # float32 gradients must not widen the half moments that half parameters came with.
-            new_opt_state = cast_like(new_opt_state, now.opt_state)
-            params = apply_updates(now.params, updates)
+            params, new_opt_state, norm = self._applied(grads, now, extra_args)
             following = train_states.advance(
                 now, params, new_opt_state, next_key, result.model_state
             )
             new_state = train_states.write(state, following)
         result = result._replace(grads=grads)
-        return new_state, self._report(now, new_opt_state, result, scale)
+        return new_state, self._report(now, new_opt_state, result, scale, norm)
+
+    def _applied(
+        self, grads: Any, now: TrainState, extra_args: dict[str, Any]
+    ) -> tuple[Any, Any, jax.Array | None]:
+        """New parameters and optimizer state, and the norm of the gradients if it came along."""
+        if can_apply(now.opt_state):
+            params, opt_state, report = apply(
+                self.tx, grads, now.opt_state, now.params, **extra_args
+            )
+            return params, opt_state, report.global_norm
+        updates, opt_state = self.tx.update(grads, now.opt_state, now.params, **extra_args)
+        # float32 gradients must not widen the half moments that half parameters came with.
+        opt_state = cast_like(opt_state, now.opt_state)
+        return apply_updates(now.params, updates), opt_state, None
 
     def _report(
-        self, now: TrainState, new_opt_state: Any, result: GradResult, scale: jax.Array
+        self,
+        now: TrainState,
+        new_opt_state: Any,
+        result: GradResult,
+        scale: jax.Array,
+        norm: jax.Array | None,
     ) -> StepReport:
         grads = unscale(result.grads, scale)
-        norm = optax.tree.norm(grads)
+        if norm is None:
+            norm = optax.tree.norm(grads)
         sharded = find_nodes(new_opt_state, Zero1State)
         if sharded:
             norm = sharded[0].gradient_norm
@@ -362,10 +381,10 @@ def _reduction(
 def _clipped(
     tx: optax.GradientTransformation, max_grad_norm: float
 ) -> optax.GradientTransformationExtraArgs:
-    chain = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
+    clipping = clipped(tx, max_grad_norm)
 
     def init(params: optax.Params) -> optax.OptState:
-        state = chain.init(params)
+        state = clipping.init(params)
         if find_nodes(state, Zero1State):
             raise ValueError(
                 f"max_grad_norm={max_grad_norm} around zero1 would clip gradients that are not "
@@ -380,7 +399,7 @@ def _clipped(
             )
         return state
 
-    return optax.GradientTransformationExtraArgs(init, chain.update)
+    return optax.GradientTransformationExtraArgs(init, clipping.update)
 
 
 def _first_component(path: str) -> str:

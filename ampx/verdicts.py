@@ -77,7 +77,11 @@ def count_nonfinite(
     if not leaves:
         return jnp.zeros(2, jnp.int32)
     found = jnp.stack([_leaf_verdict(leaf, saturation_dtype) for leaf in leaves])
-    counts = jnp.sum(found, axis=0, dtype=jnp.int32)
+    return agreed(jnp.sum(found, axis=0, dtype=jnp.int32), axis_names)
+
+
+def agreed(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
+    """The sum of each device's counts over mapped axes."""
     axes = tuple(axis_names)
     return jax.lax.psum(varying(counts, axes), axes) if axes else counts
 

@@ -1,0 +1,126 @@
+"""The whole tail of a step in one pass: from scaled gradients to new parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, get_args
+
+import jax
+import optax
+from jax.typing import DTypeLike
+
+from ampx.checking import check_choice, check_transformation
+from ampx.gradient_norms import folded, judged_norm
+from ampx.loss_scale_state import LossScaleState, current_loss_scale, is_skipped
+from ampx.precision import cast_floating
+from ampx.tails import Backend, Tail, takes_tail, unwrapped
+from ampx.verdicts import Verdict
+
+
+class ApplyReport(NamedTuple):
+    """What `ampx.fused.apply` found out on its way.
+
+    Attributes:
+      global_norm: float32, norm of the unscaled gradients before any clip; None if neither a clip
+        nor a loss scale measured it.
+      overflow: bool, whether the step was skipped.
+      loss_scale: float32, by which the gradients were multiplied.
+      half_params: the new parameters in `half_dtype`, or None.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tx = ampx.fused.sgd(0.1)
+      >>> params = jnp.ones(2)
+      >>> report = ampx.fused.apply(tx, 3 * params, tx.init(params), params, max_norm=1.0)[2]
+      >>> report.global_norm.round(3), bool(report.overflow)
+      (Array(4.243, dtype=float32), False)
+    """
+
+    global_norm: jax.Array | None
+    overflow: jax.Array
+    loss_scale: jax.Array
+    half_params: Any
+
+
+def can_apply(opt_state: optax.OptState) -> bool:
+    """Whether `apply` takes a transformation with this state."""
+    own = opt_state.inner_state if isinstance(opt_state, LossScaleState) else opt_state
+    return takes_tail(own)
+
+
+def apply(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    opt_state: optax.OptState,
+    params: Any,
+    *,
+    max_norm: float | jax.Array | None = None,
+    half_dtype: DTypeLike | None = None,
+    backend: Backend = "auto",
+    verdict: Verdict | None = None,
+    **extra_args: Any,
+) -> tuple[Any, optax.OptState, ApplyReport]:
+    """Unscales, judges, clips, updates and keeps or skips, in two passes: the norm, then the rest.
+
+    The same as `tx.update` and `ampx.apply_updates`, but that no gradient, update or choice between
+    old and new goes through memory on its own. A skipped step leaves every bit of the parameters
+    and of the state of the optimizer.
+
+    Args:
+      tx: an optimizer of `ampx.fused`, or several in `optax.partition`, inside
+        `optax.inject_hyperparams`, `optax.masked`, `ampx.master_weights` and, outermost,
+        `ampx.dynamic_loss_scale` or `static_loss_scale`.
+      grads: gradients, still multiplied by the loss scale; any floating dtype.
+      opt_state: the state of `tx`. Donate it, and `params`, to update in place.
+      params: parameters.
+      max_norm: clip the unscaled gradients by their global norm. The norm of finite gradients is
+        right even where the sum of their squares overflows.
+      half_dtype: also return the new parameters in this dtype, for the next forward pass.
+      backend: `"auto"`, `"xla"` or `"pallas"`.
+      verdict: a verdict on the gradients that devices agreed on already.
+      **extra_args: handed to `tx`.
+
+    Returns:
+      New parameters and state, in the dtypes of the old, and an `ApplyReport`.
+
+    Raises:
+      TypeError: if something in `tx` would have to see updates or unscaled gradients.
+      ValueError: for a `max_norm` that is not positive, or an unknown backend.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp
+      >>> tx = ampx.dynamic_loss_scale(ampx.fused.adamw(0.1), init_scale=8.0)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> step = jax.jit(lambda g, s, p: ampx.fused.apply(tx, g, s, p, max_norm=1.0))
+      >>> params, state, report = step(jnp.array([24.0, -32.0]), state, params)
+      >>> params.round(3), float(report.global_norm)
+      (Array([0.9, 2.1], dtype=float32), 5.0)
+    """
+    check_transformation("tx", tx)
+    check_choice("backend", backend, get_args(Backend))
+    if isinstance(max_norm, int | float) and not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}: None is off")
+    if not can_apply(opt_state):
+        raise TypeError(
+            "fused.apply needs a fused optimizer, such as ampx.fused.adamw, and around it nothing "
+            f"but a loss scale, got a state of type {type(opt_state).__name__}: clip with "
+            "max_norm, and for other transformations use tx.update and ampx.apply_updates"
+        )
+    tail = Tail(max_norm=max_norm, new_params=True, backend=backend)
+    scale = current_loss_scale(opt_state)
+    norm = None
+    if isinstance(opt_state, LossScaleState):
+        applied: Any
+        applied, new_state = tx.update(
+            grads, opt_state, params, tail=tail, verdict=verdict, **extra_args
+        )
+        new_params, norm = applied
+    else:
+        if max_norm is not None:
+            norm = judged_norm(grads).norm
+            tail = folded(dataclasses.replace(tail, norm=norm), grads)
+        results, new_state = tx.update(grads, opt_state, params, tail=tail, **extra_args)
+        new_params, _ = unwrapped(results)
+    half = None if half_dtype is None else cast_floating(new_params, half_dtype)
+    return new_params, new_state, ApplyReport(norm, is_skipped(new_state), scale, half)

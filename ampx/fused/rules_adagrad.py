@@ -1,0 +1,73 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size
+from ampx.fused.transformation import fused_transformation
+
+
+class AdagradCoefficients(NamedTuple):
+    """The numbers of a step."""
+
+    factor: Any
+    step_size: Any
+    weight_decay: Any
+    eps: Any
+
+
+def adagrad_direction(
+    g: jax.Array, p: Any, slots: Slots, h: AdagradCoefficients, ops: Operations
+) -> tuple[jax.Array, Slots]:
+    """The gradient over the root of all squares so far."""
+    del p
+    squares = ops.keep(slots[0] + g * g, slots[0])
+    return jnp.where(squares > 0, g / ops.sqrt(squares + h.eps), jnp.zeros_like(g)), (squares,)
+
+
+ADAGRAD_RULE = Rule(adagrad_direction, ("sum_of_squares",))
+
+
+def adagrad(
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: ArrayLike = 0.1,
+    eps: ArrayLike = 1e-7,
+) -> optax.GradientTransformationExtraArgs:
+    """Adagrad in one pass: `optax.adagrad` with its signature, its numbers and its state.
+
+    Args:
+      learning_rate: see `adam`.
+      initial_accumulator_value: what the sum of squares begins with.
+      eps: added under the root.
+
+    Returns:
+      An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
+
+    Raises:
+      TypeError: in `update`, for complex parameters.
+
+    References:
+      Duchi et al., JMLR 12, 2011; `optax.adagrad`.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tx = ampx.fused.adagrad(1.0, initial_accumulator_value=0.0, eps=0.0)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(params), params)
+      >>> updates
+      Array([-1.,  1.], dtype=float32)
+    """
+    reference = optax.adagrad(learning_rate, initial_accumulator_value, eps)
+
+    def advance(state: Any) -> Advanced:
+        own, rate_state = state
+        rate, rate_state = scheduled(learning_rate, rate_state)
+        return Advanced(AdagradCoefficients(None, step_size(rate), None, eps), (own, rate_state))
+
+    return fused_transformation(ADAGRAD_RULE, reference, advance)

@@ -1,0 +1,105 @@
+"""NovoGrad: a second moment that is one number a parameter."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
+from ampx.fused.transformation import fused_transformation
+
+
+class NovogradCoefficients(NamedTuple):
+    """The numbers of a step; `squares` is filled in parameter by parameter."""
+
+    factor: Any
+    step_size: Any
+    weight_decay: Any
+    b1: Any
+    b2: Any
+    b2_rest: Any
+    eps: Any
+    eps_root: Any
+    squares: Any
+
+
+def novograd_direction(
+    g: jax.Array, p: Any, slots: Slots, h: NovogradCoefficients, ops: Operations
+) -> tuple[jax.Array, Slots]:
+    """The trace of gradients that are divided by their norm, with decay inside the trace."""
+    mu, nu = slots
+    nu = ops.keep(h.b2 * nu + h.b2_rest * h.squares, nu)
+    normal = g / (ops.sqrt(nu + h.eps_root) + h.eps)
+    if h.weight_decay is not None:
+        normal = normal + h.weight_decay * p
+    mu = ops.keep(h.b1 * mu + normal, mu)
+    return mu, (mu, nu)
+
+
+NOVOGRAD_RULE = Rule(novograd_direction, ("mu", "nu"), needs_squares=True)
+
+
+def novograd(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.25,
+    eps: ArrayLike = 1e-6,
+    eps_root: ArrayLike = 0.0,
+    weight_decay: ArrayLike = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """NovoGrad with `optax.novograd`'s signature, numbers and state.
+
+    Inside `shard_map`, norms of gradients that vary over mapped axes are those of the whole.
+
+    Args:
+      learning_rate: see `adam`.
+      b1: decay of the trace.
+      b2: decay of the mean of squared norms.
+      eps: added to the root.
+      eps_root: added under the root.
+      weight_decay: a number; added to the normalised gradient.
+
+    Returns:
+      An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
+
+    Raises:
+      TypeError: in `update`, for complex parameters.
+      ValueError: in `update`, without params where they decay.
+
+    References:
+      Ginsburg et al., https://arxiv.org/abs/1905.11286; `optax.novograd`.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tx = ampx.fused.novograd(1.0)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(params), params)
+      >>> updates.round(3)
+      Array([-0.6,  0.8], dtype=float32)
+    """
+    decay: Any = weight_decay
+    reference = optax.novograd(learning_rate, b1, b2, eps, eps_root, decay)
+
+    def advance(state: Any) -> Advanced:
+        own, rate_state = state
+        rate, rate_state = scheduled(learning_rate, rate_state)
+        is_first = own.count == 0
+        coefficients = NovogradCoefficients(
+            factor=None,
+            step_size=step_size(rate),
+            weight_decay=unless_zero(weight_decay),
+            b1=b1,
+            b2=jnp.where(is_first, 0.0, b2),
+            b2_rest=jnp.where(is_first, 1.0, 1 - b2),
+            eps=eps,
+            eps_root=eps_root,
+            squares=None,
+        )
+        own = own._replace(count=optax.safe_increment(own.count))
+        return Advanced(coefficients, (own, rate_state))
+
+    return fused_transformation(NOVOGRAD_RULE, reference, advance)

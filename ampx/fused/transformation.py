@@ -1,0 +1,102 @@
+"""A fused optimizer as an optax transformation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx.fused.leaf_updates import Leaf, compute_dtype, leaf_update, unchanged
+from ampx.fused.rules import Advanced, Rule, packed
+from ampx.fused.states import marked, own_part
+from ampx.tails import Tail, TailResult
+from ampx.verdicts import is_float0
+
+
+def fused_transformation(
+    rule: Rule,
+    reference: optax.GradientTransformation,
+    advance: Callable[[Any], Advanced],
+    mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation with the state of `reference` and the arithmetic of `rule`.
+
+    Args:
+      rule: the optimizer.
+      reference: optax's own optimizer of the same settings. Its state is this one's, leaf by leaf
+        and path by path, so that checkpoints go both ways.
+      advance: from the state, the coefficients of this step and the state after it.
+      mask: which parameters decay, as `optax.adamw` takes it: the others have no `weight_decay`.
+    """
+
+    def init(params: optax.Params) -> Any:
+        return marked(reference.init(params))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del extra_args
+        answers, tail = tail is not None, tail or Tail()
+        coefficients, next_state = advance(state)
+        if params is None and (coefficients.weight_decay is not None or rule.trust_ratio):
+            raise ValueError("this optimizer needs params: call tx.update(grads, state, params)")
+        if tail.skip is not None:
+            next_state = _counts_held(tail.skip, next_state, state)
+        at = own_part(state)
+        slots = {name: getattr(state[at], name) for name in rule.slots}
+        structure = jax.tree.structure(updates)
+        columns = [
+            structure.flatten_up_to(updates),
+            [None] * structure.num_leaves if params is None else structure.flatten_up_to(params),
+            *(structure.flatten_up_to(slot) for slot in slots.values()),
+        ]
+        leaves = [Leaf(grad, param, tuple(own)) for grad, param, *own in zip(*columns, strict=True)]
+        decays = _decays(mask, updates if params is None else params, structure)
+        results = _leaf_updates(rule, coefficients, leaves, decays, tail)
+        new_updates = structure.unflatten([r if answers else r.value for r, _ in results])
+        kept = {
+            name: structure.unflatten([own[i] for _, own in results])
+            for i, name in enumerate(slots)
+        }
+        own = next_state[at]._replace(**kept)
+        return new_updates, (*next_state[:at], own, *next_state[at + 1 :])
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _counts_held(skip: jax.Array, new_state: Any, state: Any) -> Any:
+    """On a skip the old counts; what is the same object in both needs no choice."""
+
+    def choose(new: Any, old: Any) -> Any:
+        return old if new is old else jnp.where(skip, old, new)
+
+    return jax.tree.map(choose, new_state, state)
+
+
+def _decays(mask: Any, tree: Any, structure: Any) -> list[bool]:
+    if mask is None:
+        return [True] * structure.num_leaves
+    chosen = mask(tree) if callable(mask) else mask
+    return [bool(leaf) for leaf in jax.tree.leaves(jax.tree.broadcast(chosen, tree))]
+
+
+def _leaf_updates(
+    rule: Rule, coefficients: Any, leaves: list[Leaf], decays: list[bool], tail: Tail
+) -> list[tuple[TailResult, tuple[Any, ...]]]:
+    """The update of every parameter; those with the same coefficients share one vector of them."""
+    coefficients = coefficients._replace(factor=tail.factor)
+    vectors: dict[Any, Any] = {}
+    results = []
+    for leaf, decay in zip(leaves, decays, strict=True):
+        if is_float0(leaf.grad):
+            results.append((unchanged(leaf, tail), leaf.slots))
+            continue
+        key = decay, compute_dtype(leaf)
+        if key not in vectors:
+            own = coefficients if decay else coefficients._replace(weight_decay=None)
+            vectors[key] = packed(own, key[1])
+        results.append(leaf_update(rule, vectors[key], leaf, tail))
+    return results
