@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,10 @@ from jax import lax
 from ampx.mapped_axes import varying_over
 from ampx.precision import wider_dtype
 from ampx.tails import Tail
-from ampx.verdicts import count_nonfinite, is_floating, varying
+from ampx.verdicts import is_floating, varying
+
+# Squares of anything finite in float32 can be summed in this unit, 2**40 of them and more.
+_LARGE_UNIT = 2.0**90
 
 
 class JudgedNorm(NamedTuple):
@@ -21,7 +24,8 @@ class JudgedNorm(NamedTuple):
 
     Attributes:
       norm: float32, global norm of the gradients times their factor, over all shards.
-      counts: int32 of shape (2,): this device's arrays with an infinity, and those with a NaN.
+      counts: int32 of shape (2,): this device's arrays with an infinity and those with a NaN; an
+        array with both counts as one with a NaN.
     """
 
     norm: jax.Array
@@ -32,8 +36,7 @@ def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
     """Norm and verdict together.
 
     A sum of squares that is finite has finite terms. One that is not may have overflowed, which is
-    no fault of the gradients: only then they are read again, to be counted, and to be measured in
-    units of the largest of them.
+    no fault of the gradients: only then they are read again, in a unit in which that cannot be.
 
     Args:
       grads: any pytree of arrays; leaves that are not floating are left out. Along mapped axes over
@@ -45,36 +48,36 @@ def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
         return JudgedNorm(jnp.zeros((), jnp.float32), jnp.zeros(2, jnp.int32))
     # Otherwise XLA would share the casts of half gradients with the update, through memory.
     leaves = lax.optimization_barrier(leaves)
-    axes = frozenset[str]().union(*map(varying_over, leaves))
-
-    def wide(leaf: jax.Array) -> jax.Array:
-        return leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
-
-    def squares(leaf: jax.Array) -> jax.Array:
-        return jnp.sum((wide(leaf) * jnp.asarray(multiplier, wide(leaf).dtype)) ** 2)
-
-    over_shards = lax.psum, jnp.add
-    multiplier = 1 if factor is None else factor
-    total = _total(leaves, squares, *over_shards)
+    multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
+    total = _over_shards(leaves, [_squares(leaf, multiplier) for leaf in leaves])
+    axes = sorted(frozenset[str]().union(*map(varying_over, leaves)))
 
     def all_is_well() -> JudgedNorm:
-        return JudgedNorm(jnp.sqrt(total), varying(jnp.zeros(2, jnp.int32), sorted(axes)))
+        return JudgedNorm(jnp.sqrt(total), varying(jnp.zeros(2, jnp.int32), axes))
 
     def second_look() -> JudgedNorm:
-        largest = _total(leaves, lambda x: jnp.max(jnp.abs(x), initial=0), lax.pmax, jnp.maximum)
-        unit = jnp.where(jnp.isfinite(largest), largest, 1)
-
-        def squares_in_units(leaf: jax.Array) -> jax.Array:
-            return jnp.sum((wide(leaf) / unit.astype(wide(leaf).dtype)) ** 2)
-
-        in_units = _total(lax.optimization_barrier(leaves), squares_in_units, *over_shards)
-        counts = jnp.zeros(2, jnp.int32)
-        for leaf in leaves:  # one after another, so that what they need lies in one place
-            leaf, counts = lax.optimization_barrier((leaf, counts))
-            counts = counts + count_nonfinite(leaf)
-        return JudgedNorm(jnp.sqrt(in_units) * unit * multiplier, counts)
+        large = [_squares(leaf, multiplier / _LARGE_UNIT) for leaf in leaves]
+        found = jnp.stack([jnp.stack([jnp.isinf(s), jnp.isnan(s)]) for s in large])
+        norm = jnp.sqrt(_over_shards(leaves, large)) * _LARGE_UNIT
+        return JudgedNorm(norm, varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
 
     return lax.cond(jnp.isfinite(total), all_is_well, second_look)
+
+
+def _squares(leaf: jax.Array, multiplier: jax.Array) -> jax.Array:
+    wide = leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
+    return jnp.sum((wide * multiplier.astype(wide.dtype)) ** 2)
+
+
+def _over_shards(leaves: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> jax.Array:
+    """The sum of one number from each leaf, and from all shards of those that are divided."""
+    by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
+    for leaf, number in zip(leaves, numbers, strict=True):
+        axes = tuple(sorted(varying_over(leaf)))
+        by_axes.setdefault(axes, []).append(number.astype(jnp.float32))
+    sums = {axes: jnp.sum(jnp.stack(own)) for axes, own in by_axes.items()}
+    joined = [lax.psum(total, axes) if axes else total for axes, total in sums.items()]
+    return sum(joined, jnp.zeros((), jnp.float32))
 
 
 def clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
@@ -90,23 +93,3 @@ def folded(tail: Tail, grads: Any) -> Tail:
     clip = clip_factor(norm, tail.max_norm)
     factor = clip if tail.factor is None else tail.factor * clip
     return dataclasses.replace(tail, factor=factor, max_norm=None, norm=norm * clip)
-
-
-def _total(
-    leaves: Sequence[jax.Array],
-    measure: Callable[[jax.Array], jax.Array],
-    over_devices: Callable[..., jax.Array],
-    join: Callable[[jax.Array, jax.Array], jax.Array],
-) -> jax.Array:
-    """One number from all leaves, joined over the shards of those that are divided."""
-    by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
-    for leaf in leaves:
-        number = measure(leaf).astype(jnp.float32)
-        by_axes.setdefault(tuple(sorted(varying_over(leaf))), []).append(number)
-    total = jnp.zeros((), jnp.float32)
-    for axes, numbers in by_axes.items():
-        joined = jnp.zeros((), jnp.float32)
-        for number in numbers:
-            joined = join(joined, number)
-        total = join(total, over_devices(joined, axes) if axes else joined)
-    return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 import optax
@@ -13,7 +13,7 @@ from ampx.checking import check_choice, check_transformation
 from ampx.gradient_norms import folded, judged_norm
 from ampx.loss_scale_state import LossScaleState, current_loss_scale, is_skipped
 from ampx.precision import cast_floating
-from ampx.tails import Backend, Tail, takes_tail, unwrapped
+from ampx.tails import Applied, Backend, Tail, takes_tail, unwrapped
 from ampx.verdicts import Verdict
 
 
@@ -111,11 +111,10 @@ def apply(
     scale = current_loss_scale(opt_state)
     norm = None
     if isinstance(opt_state, LossScaleState):
-        applied: Any
         applied, new_state = tx.update(
             grads, opt_state, params, tail=tail, verdict=verdict, **extra_args
         )
-        new_params, norm = applied
+        new_params, norm = cast(Applied, applied)
     else:
         if max_norm is not None:
             norm = judged_norm(grads).norm

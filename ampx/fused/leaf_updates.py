@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.fused.rules import Operations, Rule
+from ampx.fused.rules import Operations, Packed, Rule
 from ampx.mapped_axes import varying_over
 from ampx.precision import wider_dtype
 from ampx.tails import Tail, TailResult
@@ -43,21 +44,35 @@ def compute_dtype(leaf: Leaf) -> np.dtype:
     return wider_dtype(like.dtype, jnp.float32)
 
 
-def leaf_update(rule: Rule, h: Any, leaf: Leaf, tail: Tail) -> tuple[TailResult, tuple[Any, ...]]:
+def leaf_update(
+    rule: Rule, coefficients: Packed, leaf: Leaf, tail: Tail
+) -> tuple[TailResult, tuple[Any, ...]]:
     """The update of a parameter, or its new value, and its new slots."""
     wide = compute_dtype(leaf)
+    h = coefficients.numbers
     g, p, slots = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param, leaf.slots))
-    if h.factor is not None:
-        g = g * h.factor
     if rule.needs_squares:
-        h = h._replace(squares=whole_sum(g * g))
-    ops = Operations(keep=functools.partial(held, tail.skip))
-    direction, new_slots = rule.direction(g, p, slots, h, ops)
-    if rule.trust_ratio:
-        direction = direction * trust_ratio(p, direction)
-    step = direction if h.step_size is None else h.step_size * direction
+        scaled = g if h.factor is None else g * h.factor
+        h = h._replace(squares=whole_sum(scaled * scaled))
+    step, new_slots = wide_step(rule, h, Leaf(g, p, slots), tail.skip)
+    if rule.direction_again is not None:
+        step = step * trust_ratio(p, step)
+    step = step if h.step_size is None else h.step_size * step
     kept = tuple(new.astype(old.dtype) for new, old in zip(new_slots, leaf.slots, strict=True))
-    return _result(p, step, leaf, h, tail), kept
+    return _result(p, step, leaf, tail, coefficients.is_bad), kept
+
+
+def wide_step(
+    rule: Rule,
+    h: Any,
+    leaf: Leaf,
+    skip: jax.Array | None,
+    sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Direction and new slots of numbers in the compute dtype; all that kernels share with XLA."""
+    g = leaf.grad if h.factor is None else leaf.grad * h.factor
+    operations = Operations(sqrt, functools.partial(held, skip))
+    return rule.direction(g, leaf.param, leaf.slots, h, operations)
 
 
 def unchanged(leaf: Leaf, tail: Tail) -> TailResult:
@@ -65,7 +80,7 @@ def unchanged(leaf: Leaf, tail: Tail) -> TailResult:
     return TailResult(leaf.param if tail.new_params else leaf.grad, jnp.zeros((), bool))
 
 
-def _result(p: Any, step: jax.Array, leaf: Leaf, h: Any, tail: Tail) -> TailResult:
+def _result(p: Any, step: jax.Array, leaf: Leaf, tail: Tail, bad: jax.Array) -> TailResult:
     """The update or the new parameter, and whether something is wrong with it.
 
     Behind gradients with a finite norm only two things make a finite parameter infinite or NaN: a
@@ -73,25 +88,24 @@ def _result(p: Any, step: jax.Array, leaf: Leaf, h: Any, tail: Tail) -> TailResu
     """
     new = step if p is None else (p + step).astype(leaf.param.dtype)
     value = new if tail.new_params else step.astype(_update_dtype(leaf))
-    numbers = [jnp.asarray(n, jnp.float32) for n in h if n is not None]
-    bad = ~jnp.all(jnp.isfinite(jnp.stack(numbers)))
     if tail.skip is None:
         return TailResult(value, bad)
-    is_lost = ~jnp.isfinite(new)
-    if p is not None:
-        is_lost &= jnp.isfinite(leaf.param)
     if new.dtype == jnp.float16:
-        bad |= jnp.any(is_lost)
+        was_finite = True if p is None else jnp.isfinite(leaf.param)
+        bad |= jnp.any(~jnp.isfinite(new) & was_finite)
     # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
     stays = leaf.param if tail.new_params else jnp.full_like(value, -0.0)
-    return TailResult(jnp.where(tail.skip | is_lost, stays, value), bad)
+    return TailResult(jnp.where(is_finite(new) & ~tail.skip, value, stays), bad)
 
 
 def held(skip: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new`, but `old` on a skip, and wherever a finite number would turn into none."""
-    if skip is None:
-        return new
-    return jnp.where(skip | (~jnp.isfinite(new) & jnp.isfinite(old)), old, new)
+    """`new`, but `old` on a skip, and wherever `new` is not finite."""
+    return new if skip is None else jnp.where(is_finite(new) & ~skip, new, old)
+
+
+def is_finite(x: jax.Array) -> jax.Array:
+    """`jnp.isfinite`, which not every kernel language has."""
+    return jnp.abs(x) < jnp.inf
 
 
 def trust_ratio(p: jax.Array, direction: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,14 +43,17 @@ class Rule:
         wide dtype, to what the step is a multiple of and the new slots. Element by element, but
         for slots that are one number a parameter. The parameter may be None if nothing decays.
       slots: names of the state that a parameter has, as optax names it.
-      trust_ratio: multiply the direction by the ratio of the parameter's norm to its own.
+      direction_again: a function of (parameter, new slots, coefficients, operations) to the same
+        direction. A rule that has one multiplies its direction by the trust ratio, the norm of the
+        parameter over that of the direction: norms are known only after all else is written, and
+        to work the direction out twice costs no more memory traffic than to keep it.
       needs_squares: give `direction` the sum of the parameter's squared gradients, as the
         coefficient `squares`.
     """
 
     direction: Direction
     slots: tuple[str, ...] = ()
-    trust_ratio: bool = False
+    direction_again: Callable[..., jax.Array] | None = None
     needs_squares: bool = False
 
 
@@ -88,13 +91,31 @@ def step_size(rate: Any) -> Any:
     return None if rate is None else -rate
 
 
-def packed(coefficients: Any, dtype: Any) -> Any:
-    """The same numbers, read out of one vector.
+class Packed(NamedTuple):
+    """The coefficients of a step in one vector, shared by all parameters that have the same.
 
     XLA merges the loops of parameters that share an operand, one vector, but not of those that
-    share nothing but many scalars.
+    share nothing but many scalars; a kernel takes it as it is.
+
+    Attributes:
+      vector: the numbers that are not None.
+      numbers: the NamedTuple of coefficients, read out of the vector.
+      is_bad: bool scalar, whether one of them is not finite.
     """
-    numbers = [number for number in coefficients if number is not None]
-    vector = lax.optimization_barrier(jnp.stack([jnp.asarray(n, dtype) for n in numbers]))
-    read = iter(vector)
-    return type(coefficients)(*[None if n is None else next(read) for n in coefficients])
+
+    vector: jax.Array
+    numbers: Any
+    is_bad: jax.Array
+
+
+def packed(coefficients: Any, dtype: Any) -> Packed:
+    """Puts coefficients into one vector."""
+    given = [number for number in coefficients if number is not None]
+    vector = lax.optimization_barrier(jnp.stack([jnp.asarray(n, dtype) for n in given]))
+    return Packed(vector, read(coefficients, vector), ~jnp.all(jnp.isfinite(vector)))
+
+
+def read(coefficients: Any, vector: Iterable[Any]) -> Any:
+    """A NamedTuple with the numbers of a vector in the places of those that are not None."""
+    numbers = iter(vector)
+    return type(coefficients)(*[None if n is None else next(numbers) for n in coefficients])

@@ -40,10 +40,18 @@ def adam_direction(
     mean = h.mu_correction * mu
     if h.gradient_correction is not None:
         mean = h.b1 * mean + h.gradient_correction * g
+    return _ratio(mean, nu, p, h, ops), (mu, nu)
+
+
+def adam_direction_again(p: Any, slots: Slots, h: AdamCoefficients, ops: Operations) -> jax.Array:
+    """The same direction out of the new slots, without Nesterov's momentum."""
+    mu, nu = slots
+    return _ratio(h.mu_correction * mu, nu, p, h, ops)
+
+
+def _ratio(mean: jax.Array, nu: jax.Array, p: Any, h: AdamCoefficients, ops: Operations) -> Any:
     direction = mean / (ops.sqrt(h.nu_correction * nu + h.eps_root) + h.eps)
-    if h.weight_decay is not None:
-        direction = direction + h.weight_decay * p
-    return direction, (mu, nu)
+    return direction if h.weight_decay is None else direction + h.weight_decay * p
 
 
 ADAM_RULE = Rule(adam_direction, ("mu", "nu"))

@@ -8,10 +8,10 @@ import optax
 from jax.typing import ArrayLike
 
 from ampx.fused.rules import Advanced, Rule
-from ampx.fused.rules_adam import adam_direction, advance_adam
+from ampx.fused.rules_adam import adam_direction, adam_direction_again, advance_adam
 from ampx.fused.transformation import fused_transformation
 
-LAMB_RULE = Rule(adam_direction, ("mu", "nu"), trust_ratio=True)
+LAMB_RULE = Rule(adam_direction, ("mu", "nu"), adam_direction_again)
 
 
 def lamb(

@@ -41,7 +41,7 @@ def fused_transformation(
         del extra_args
         answers, tail = tail is not None, tail or Tail()
         coefficients, next_state = advance(state)
-        if params is None and (coefficients.weight_decay is not None or rule.trust_ratio):
+        if params is None and (coefficients.weight_decay is not None or rule.direction_again):
             raise ValueError("this optimizer needs params: call tx.update(grads, state, params)")
         if tail.skip is not None:
             next_state = _counts_held(tail.skip, next_state, state)
