@@ -29,13 +29,14 @@ from ampx.loss_scaling import (
     no_loss_scale,
     static_loss_scale,
 )
-from ampx.masters import MasterWeightsState, apply_updates, master_params, master_weights
+from ampx.masters import MasterWeightsState, master_params, master_weights
 from ampx.opt_levels import Recipe, as_recipe, opt_level
 from ampx.overlap import OverlapReport, check_overlap, forward_order
 from ampx.precision import Policy, cast_floating, get_policy, is_norm_path, norm_rule
 from ampx.reduction import ReductionState, all_reduce
 from ampx.sharding import Zero1State, zero1, zero1_specs
 from ampx.sparse_rows import SparseRows, densify, densify_rows
+from ampx.stored_params import apply_updates
 from ampx.train_states import TrainState
 from ampx.training import StepReport, TrainStep, train_step
 from ampx.verdicts import count_nonfinite

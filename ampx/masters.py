@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
-from ampx.precision import cast_floating, wider_dtype
-from ampx.tails import Tail, TailResult
+from ampx.precision import cast_floating
+from ampx.stored_params import answer, updated
+from ampx.tails import Tail
 from ampx.trees import find_nodes
-from ampx.verdicts import cast_like, is_float0, is_floating
+from ampx.verdicts import cast_like
 
 
 class MasterWeightsState(NamedTuple):
@@ -84,47 +84,13 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     ) -> tuple[Any, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights needs params: call update(grads, state, params)")
-        if tail is not None:
-            own_tail = dataclasses.replace(tail, new_params=True)
-            new, inner_state = inner.update(
-                updates, state.inner_state, state.master_params, tail=own_tail, **extra_args
-            )
-            master = jax.tree.map(lambda result: result.value, new)
-            steps = jax.tree.map(lambda result, p: _following(result, p, tail), new, params)
-            return steps, MasterWeightsState(master, inner_state)
-        grads = cast_floating(updates, jnp.float32)
-        updates, inner_state = inner.update(
-            grads, state.inner_state, state.master_params, **extra_args
+        master, bad, inner_state = updated(
+            inner, updates, state.inner_state, state.master_params, tail, extra_args
         )
-        master = apply_updates(state.master_params, updates)
-        followed = cast_like(master, params)
-        steps = jax.tree.map(
-            lambda new, old, step: _difference(new, old) if is_floating(old) else step,
-            followed,
-            params,
-            updates,
-        )
+        steps = answer(cast_like(master, params), params, bad, tail)
         return steps, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    """What leads from one half parameter to another; float32."""
-    return new.astype(wider_dtype(new.dtype, jnp.float32)) - old.astype(
-        wider_dtype(old.dtype, jnp.float32)
-    )
-
-
-def _following(new: TailResult, param: jax.Array, tail: Tail) -> TailResult:
-    """What becomes of a model's parameter when `new` is its wider copy."""
-    half = new.value.astype(param.dtype)
-    value, stays = half, param
-    if not tail.new_params:
-        value = _difference(half, param)
-        stays = jnp.full_like(value, -0.0)
-    held = value if tail.skip is None else jnp.where(tail.skip, stays, value)
-    return TailResult(held, new.bad)
 
 
 def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
@@ -159,31 +125,3 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
 
 def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
-
-
-def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
-    """`optax.apply_updates`, also for float32 updates of half parameters under strict promotion.
-
-    Args:
-      params: the parameters.
-      updates: what an optimizer returned for them.
-
-    Returns:
-      The sum, computed in the wider of the two dtypes, in the dtypes of `params`.
-
-    Examples:
-      >>> import ampx, jax.numpy as jnp
-      >>> ampx.apply_updates(jnp.ones(1, jnp.bfloat16), jnp.array([0.5]))
-      Array([1.5], dtype=bfloat16)
-    """
-
-    def widen(param: Any, update: Any) -> Any:
-        param, update = jnp.asarray(param), jnp.asarray(update)
-        return param.astype(wider_dtype(param.dtype, update.dtype))
-
-    def widest_sum(param: Any, update: Any) -> Any:
-        if is_float0(update):  # the gradient of an integer parameter
-            return param
-        return optax.apply_updates(widen(param, update), widen(update, param))
-
-    return cast_like(jax.tree.map(widest_sum, params, updates), params)

@@ -16,7 +16,7 @@ import optax
 
 from ampx.verdicts import hold
 
-Backend = Literal["auto", "xla", "pallas", "interpret"]
+Backend = Literal["auto", "xla", "pallas", "mosaic_gpu", "mosaic_tpu", "interpret"]
 
 
 @dataclasses.dataclass(frozen=True)

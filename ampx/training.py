@@ -19,7 +19,6 @@ from ampx.clipping import clipped
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scale_state import LossScaleState, current_loss_scale
 from ampx.loss_scaling import loss_scale as choose_loss_scale
-from ampx.masters import apply_updates
 from ampx.normalization import Normalize
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.pipelining.pipeline_gradients import PipelineGradients
@@ -27,6 +26,7 @@ from ampx.precision import Policy
 from ampx.reduction import Reduction, ReductionState, checked_reduction
 from ampx.sharding import Zero1State
 from ampx.sparse_rows import densify
+from ampx.stored_params import apply_updates
 from ampx.train_states import TrainState
 from ampx.trees import find_nodes, path_name
 from ampx.verdicts import Verdict, cast_like, count_nonfinite, unscale

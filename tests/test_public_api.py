@@ -19,7 +19,7 @@ MODULES = sorted(info.name for info in pkgutil.walk_packages(ampx.__path__, "amp
 DOCTEST_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-FACES = {"ampx": ampx, "ampx.pipelining": ampx.pipelining}
+FACES = {"ampx": ampx, "ampx.fused": ampx.fused, "ampx.pipelining": ampx.pipelining}
 PUBLIC = [(face, name) for face, module in FACES.items() for name in module.__all__]
 
 
@@ -63,7 +63,7 @@ def test_all_is_sorted_and_complete(face):
 def test_no_module_and_public_function_share_a_name():
     parts = {part for module in set(MODULES) - set(FACES) for part in module.split(".")[1:]}
     for face in FACES.values():
-        assert not (parts - {"pipelining"}) & set(face.__all__)
+        assert not (parts - {"fused", "pipelining"}) & set(face.__all__)
     for module in MODULES:
         own = module.rpartition(".")[2]
         assert own not in public_objects(importlib.import_module(module)), module

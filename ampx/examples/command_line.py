@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ampx.examples import meshes, pipelined
-from ampx.examples.configs import Config, compared_configs
+from ampx.examples.configs import OPTIMIZERS, Config, compared_configs
 
 
 class Command(NamedTuple):
@@ -107,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     flag("--steps", type=int, metavar="N", help=f"training steps ({Config.steps})")
     flag("--batch-size", type=int, metavar="N", help=f"windows in a batch ({Config.batch_size})")
+    flag("--optimizer", choices=OPTIMIZERS, metavar="NAME", help=f"{', '.join(OPTIMIZERS)}")
     flag("--learning-rate", type=float, metavar="X", help=f"its peak ({Config.learning_rate})")
     flag("--max-grad-norm", type=float, metavar="X", help=f"clip to ({Config.max_grad_norm})")
     flag("--seed", type=int, metavar="N", help=f"of parameters and batches ({Config.seed})")

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
+
+import optax
 
 import ampx
 from ampx import pipelining
 from ampx.examples import meshes, pipelined
+
+# Optimizers by the name that `--optimizer` takes; each is a function of a learning rate.
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": optax.adamw,
+    "fused-adamw": ampx.fused.adamw,
+    "fused-adamw-int8": functools.partial(ampx.fused.adamw, mu_dtype="int8", nu_dtype="int8"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +35,7 @@ class Config:
         for each stage in a pipeline.
       steps: number of batches.
       batch_size: windows of `CONTEXT` characters in a batch.
+      optimizer: one of `OPTIMIZERS`.
       learning_rate: its peak, after a tenth of the steps.
       max_grad_norm: gradients are clipped to this global norm.
       seed: of the first parameters and of the batches.
@@ -54,6 +65,7 @@ class Config:
     microbatches: int | None = None
     steps: int = 1000
     batch_size: int = 16
+    optimizer: str = "adamw"
     learning_rate: float = 5e-3
     max_grad_norm: float = 1.0
     seed: int = 0
@@ -70,6 +82,11 @@ class Config:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.optimizer not in OPTIMIZERS:
+            names = ", ".join(OPTIMIZERS)
+            raise ValueError(f"optimizer must be one of {names}, got {self.optimizer!r}")
+        if self.zero1 and self.optimizer.endswith("int8"):
+            raise ValueError(f"zero1 divides arrays, not the int8 blocks of {self.optimizer}")
         if self.schedule not in (None, *pipelined.SCHEDULES):
             names = ", ".join(pipelined.SCHEDULES)
             raise ValueError(f"schedule must be one of {names}, got {self.schedule!r}")
@@ -101,7 +118,8 @@ class Config:
         has_half = self.precision in ("O1", "O2", "O3")
         name = f"{self.precision} {self.half}" if has_half else self.precision
         scales = {"policy": "", "none": "", "dynamic": ", dynamic scale"}
-        return name + scales.get(self.loss_scale, f", scale {self.loss_scale}")
+        scale = scales.get(self.loss_scale, f", scale {self.loss_scale}")
+        return name + scale + ("" if self.optimizer == "adamw" else f", {self.optimizer}")
 
     @property
     def recipe(self) -> ampx.Recipe:

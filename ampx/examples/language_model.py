@@ -23,7 +23,7 @@ from flax import linen as nn
 import ampx
 from ampx import pipelining, plotting
 from ampx.examples import command_line, meshes, pipelined, reporting, text
-from ampx.examples.configs import Config
+from ampx.examples.configs import OPTIMIZERS, Config
 from ampx.examples.transformer import CONTEXT, make_loss, make_model
 
 EVALUATION_BATCH = 64
@@ -116,7 +116,7 @@ def make_step(
             growth_interval=config.growth_interval,
             max_scale=max(2.0**24, config.init_scale),
         )
-    optimizer, max_grad_norm = optax.adamw(schedule), config.max_grad_norm
+    optimizer, max_grad_norm = OPTIMIZERS[config.optimizer](schedule), config.max_grad_norm
     if config.zero1:  # gradients are summed over devices in it, and clipped after that
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         optimizer, max_grad_norm = ampx.zero1(optax.chain(clip, optimizer), meshes.DATA), None

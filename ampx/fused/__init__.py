@@ -1,4 +1,14 @@
-"""Optimizer updates in one pass over memory: optax's optimizers, and the whole tail of a step."""
+"""Optimizer updates in one pass over memory: optax's optimizers, and the whole tail of a step.
+
+Examples:
+  >>> import ampx, jax.numpy as jnp
+  >>> tx = ampx.dynamic_loss_scale(ampx.fused.adamw(3e-4))
+  >>> params = {"w": jnp.ones((2, 2))}
+  >>> scaled = {"w": jnp.full((2, 2), 2.0**16)}
+  >>> params, state, report = ampx.fused.apply(tx, scaled, tx.init(params), params, max_norm=1.0)
+  >>> print(report.global_norm, report.overflow)
+  2.0 False
+"""
 
 from ampx.fused.application import ApplyReport, apply
 from ampx.fused.rules_adadelta import adadelta
@@ -8,9 +18,13 @@ from ampx.fused.rules_lamb import lamb
 from ampx.fused.rules_lion import lion
 from ampx.fused.rules_novograd import novograd
 from ampx.fused.rules_sgd import sgd
+from ampx.fused.split_params import SplitMastersState, split_masters
+from ampx.fused.stochastic_params import StochasticRoundingState, stochastic_rounding
 
 __all__ = [
     "ApplyReport",
+    "SplitMastersState",
+    "StochasticRoundingState",
     "adadelta",
     "adagrad",
     "adam",
@@ -20,4 +34,6 @@ __all__ = [
     "lion",
     "novograd",
     "sgd",
+    "split_masters",
+    "stochastic_rounding",
 ]

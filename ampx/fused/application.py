@@ -10,6 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.checking import check_choice, check_transformation
+from ampx.fused.pallas_updates import resolved
 from ampx.gradient_norms import folded, judged_norm
 from ampx.loss_scale_state import LossScaleState, current_loss_scale, is_skipped
 from ampx.precision import cast_floating
@@ -94,8 +95,8 @@ def apply(
       >>> state = tx.init(params)
       >>> step = jax.jit(lambda g, s, p: ampx.fused.apply(tx, g, s, p, max_norm=1.0))
       >>> params, state, report = step(jnp.array([24.0, -32.0]), state, params)
-      >>> params.round(3), float(report.global_norm)
-      (Array([0.9, 2.1], dtype=float32), 5.0)
+      >>> print(f"{params[0]:.3f}, {params[1]:.3f}; norm {report.global_norm}")
+      0.900, 2.100; norm 5.0
     """
     check_transformation("tx", tx)
     check_choice("backend", backend, get_args(Backend))
@@ -107,7 +108,7 @@ def apply(
             f"but a loss scale, got a state of type {type(opt_state).__name__}: clip with "
             "max_norm, and for other transformations use tx.update and ampx.apply_updates"
         )
-    tail = Tail(max_norm=max_norm, new_params=True, backend=backend)
+    tail = Tail(max_norm=max_norm, new_params=True, backend=resolved(backend))
     scale = current_loss_scale(opt_state)
     norm = None
     if isinstance(opt_state, LossScaleState):

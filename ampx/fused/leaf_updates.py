@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from ampx.fused.rules import Operations, Packed, Rule
+from ampx.fused.slot_formats import loaded, stored
 from ampx.mapped_axes import varying_over
 from ampx.precision import wider_dtype
 from ampx.tails import Tail, TailResult
@@ -24,12 +25,16 @@ class Leaf(NamedTuple):
     Attributes:
       grad: of the parameter's shape.
       param: None where nobody gave it.
-      slots: as the rule names them, of the parameter's shape or one number.
+      slots: as the rule names them: arrays of the parameter's shape, or `Int8Blocks`, or one number.
+      place: the parameter's among all of the optimizer.
+      step: int32, how many steps the optimizer has done.
     """
 
     grad: Any
     param: Any
     slots: tuple[Any, ...]
+    place: int = 0
+    step: Any = 0
 
 
 def compute_dtype(leaf: Leaf) -> np.dtype:
@@ -50,7 +55,8 @@ def leaf_update(
     """The update of a parameter, or its new value, and its new slots."""
     wide = compute_dtype(leaf)
     h = coefficients.numbers
-    g, p, slots = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param, leaf.slots))
+    g, p = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param))
+    slots = tuple(loaded(slot, wide) for slot in leaf.slots)
     if rule.needs_squares:
         scaled = g if h.factor is None else g * h.factor
         h = h._replace(squares=whole_sum(scaled * scaled))
@@ -58,7 +64,10 @@ def leaf_update(
     if rule.direction_again is not None:
         step = step * trust_ratio(p, step)
     step = step if h.step_size is None else h.step_size * step
-    kept = tuple(new.astype(old.dtype) for new, old in zip(new_slots, leaf.slots, strict=True))
+    kept = tuple(
+        stored(new, old, leaf.step, leaf.place)
+        for new, old in zip(new_slots, leaf.slots, strict=True)
+    )
     return _result(p, step, leaf, tail, coefficients.is_bad), kept
 
 
@@ -110,7 +119,11 @@ def is_finite(x: jax.Array) -> jax.Array:
 
 def trust_ratio(p: jax.Array, direction: jax.Array) -> jax.Array:
     """LAMB's: the norm of the parameter over that of the direction, 1 where one of them is 0."""
-    p_norm, norm = (jnp.sqrt(whole_sum(x * x)) for x in (p, direction))
+    return ratio_of_norms(*(jnp.sqrt(whole_sum(x * x)) for x in (p, direction)))
+
+
+def ratio_of_norms(p_norm: jax.Array, norm: jax.Array) -> jax.Array:
+    """The trust ratio from both norms."""
     is_zero = (p_norm == 0) | (norm == 0)
     return jnp.where(is_zero, jnp.ones_like(norm), p_norm / norm)
 
@@ -125,5 +138,6 @@ def _update_dtype(leaf: Leaf) -> np.dtype:
     """The dtype that optax's update has."""
     dtype = leaf.grad.dtype if leaf.param is None else leaf.param.dtype
     for other in (leaf.grad, *leaf.slots):
-        dtype = wider_dtype(dtype, other.dtype)
+        if isinstance(other, jax.Array):
+            dtype = wider_dtype(dtype, other.dtype)
     return dtype

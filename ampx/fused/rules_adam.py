@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
+from ampx.fused.slot_formats import SlotDtype, array_dtype
 from ampx.fused.transformation import fused_transformation
 
 
@@ -102,9 +103,10 @@ def adam(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     eps_root: ArrayLike = 0.0,
-    mu_dtype: DTypeLike | None = None,
+    mu_dtype: SlotDtype = None,
     *,
     nesterov: bool = False,
+    nu_dtype: SlotDtype = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam in one pass: `optax.adam` with its signature, its numbers and its state.
 
@@ -114,8 +116,13 @@ def adam(
       b2: decay of the mean of squared gradients.
       eps: added to the root.
       eps_root: added under the root.
-      mu_dtype: dtype in which the mean of gradients is kept; None is that of the parameter.
+      mu_dtype: dtype in which the mean of gradients is kept; None is that of the parameter, and
+        `"int8"` is 1.02 bytes a number, in blocks of 256 along the last axis that share a scale,
+        off by at most 1/16 of each number that is not far below its block's largest (see
+        `ampx.fused.int8_blocks`). Parameters of fewer than 4096 numbers, or in rows of fewer than
+        64, keep float32.
       nesterov: Nesterov's momentum.
+      nu_dtype: the same for the mean of squares; `"int8"` rounds it stochastically. Beyond optax.
 
     Returns:
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
@@ -134,12 +141,15 @@ def adam(
       >>> updates.round(3)
       Array([-0.1,  0.1], dtype=float32)
     """
-    reference = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
+    reference = optax.adam(
+        learning_rate, b1, b2, eps, eps_root, array_dtype(mu_dtype), nesterov=nesterov
+    )
 
     def advance(state: Any) -> Advanced:
         return advance_adam(state, learning_rate, b1, b2, eps, eps_root, nesterov=nesterov)
 
-    return fused_transformation(ADAM_RULE, reference, advance)
+    slot_dtypes = {"mu": mu_dtype, "nu": nu_dtype}
+    return fused_transformation(ADAM_RULE, reference, advance, slot_dtypes=slot_dtypes)
 
 
 def adamw(
@@ -148,11 +158,12 @@ def adamw(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     eps_root: ArrayLike = 0.0,
-    mu_dtype: DTypeLike | None = None,
+    mu_dtype: SlotDtype = None,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     nesterov: bool = False,
+    nu_dtype: SlotDtype = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW in one pass: `optax.adamw` with its signature, its numbers and its state.
 
@@ -167,6 +178,7 @@ def adamw(
       mask: which parameters decay: a tree of bools, a prefix of one, or a function of the
         parameters to one. None: all.
       nesterov: see `adam`.
+      nu_dtype: see `adam`.
 
     Returns:
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
@@ -188,8 +200,9 @@ def adamw(
       >>> optax.tree.get(state, "mu")["w"].shape
       (2, 2)
     """
+    own_dtype = array_dtype(mu_dtype)
     reference = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+        learning_rate, b1, b2, eps, eps_root, own_dtype, weight_decay, mask, nesterov=nesterov
     )
 
     def advance(state: Any) -> Advanced:
@@ -204,4 +217,5 @@ def adamw(
             nesterov=nesterov,
         )
 
-    return fused_transformation(ADAM_RULE, reference, advance, mask)
+    slot_dtypes = {"mu": mu_dtype, "nu": nu_dtype}
+    return fused_transformation(ADAM_RULE, reference, advance, mask, slot_dtypes)

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from ampx.fused.rules import Advanced, Rule
 from ampx.fused.rules_adam import adam_direction, adam_direction_again, advance_adam
+from ampx.fused.slot_formats import SlotDtype
 from ampx.fused.transformation import fused_transformation
 
 LAMB_RULE = Rule(adam_direction, ("mu", "nu"), adam_direction_again)
@@ -22,6 +23,9 @@ def lamb(
     eps_root: ArrayLike = 0.0,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any = None,
+    *,
+    mu_dtype: SlotDtype = None,
+    nu_dtype: SlotDtype = None,
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB with one pass for moments and norms: `optax.lamb`'s signature, numbers and state.
 
@@ -35,6 +39,8 @@ def lamb(
       eps_root: see `adam`.
       weight_decay: see `adamw`.
       mask: see `adamw`.
+      mu_dtype: see `adam`; beyond optax.
+      nu_dtype: see `adam`; beyond optax.
 
     Returns:
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
@@ -59,4 +65,5 @@ def lamb(
     def advance(state: Any) -> Advanced:
         return advance_adam(state, learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay)
 
-    return fused_transformation(LAMB_RULE, reference, advance, mask)
+    slot_dtypes = {"mu": mu_dtype, "nu": nu_dtype}
+    return fused_transformation(LAMB_RULE, reference, advance, mask, slot_dtypes)

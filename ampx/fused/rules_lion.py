@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
+from ampx.fused.slot_formats import SlotDtype, array_dtype
 from ampx.fused.transformation import fused_transformation
 
 
@@ -43,7 +44,7 @@ def lion(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.99,
-    mu_dtype: DTypeLike | None = None,
+    mu_dtype: SlotDtype = None,
     weight_decay: optax.ScalarOrSchedule = 1e-3,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -53,7 +54,7 @@ def lion(
       learning_rate: see `adam`; a third to a tenth of what AdamW takes.
       b1: weight of the momentum in the sign.
       b2: decay of the momentum.
-      mu_dtype: dtype in which the momentum is kept; None is that of the parameter.
+      mu_dtype: dtype in which the momentum is kept, or `"int8"`; see `adam`.
       weight_decay: see `adamw`.
       mask: see `adamw`.
 
@@ -75,7 +76,7 @@ def lion(
       >>> updates
       Array([-0.1,  0.1], dtype=float32)
     """
-    reference = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
+    reference = optax.lion(learning_rate, b1, b2, array_dtype(mu_dtype), weight_decay, mask)
 
     def advance(state: Any) -> Advanced:
         own, decay_state, rate_state = state
@@ -93,4 +94,4 @@ def lion(
         own = own._replace(count=optax.safe_increment(own.count))
         return Advanced(coefficients, (own, decay_state, rate_state))
 
-    return fused_transformation(LION_RULE, reference, advance, mask)
+    return fused_transformation(LION_RULE, reference, advance, mask, {"mu": mu_dtype})

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size
+from ampx.fused.slot_formats import SlotDtype, array_dtype
 from ampx.fused.transformation import fused_transformation
 
 
@@ -43,7 +44,7 @@ def sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: ArrayLike | None = None,
     nesterov: bool = False,
-    accumulator_dtype: DTypeLike | None = None,
+    accumulator_dtype: SlotDtype = None,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD in one pass: `optax.sgd` with its signature, its numbers and its state.
 
@@ -51,7 +52,7 @@ def sgd(
       learning_rate: see `adam`.
       momentum: decay of the trace of gradients; None keeps no trace.
       nesterov: Nesterov's momentum.
-      accumulator_dtype: dtype in which the trace is kept; None is that of the parameter.
+      accumulator_dtype: dtype in which the trace is kept, or `"int8"`; see `mu_dtype` of `adam`.
 
     Returns:
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
@@ -70,7 +71,7 @@ def sgd(
       >>> updates
       Array([-1.5,  2. ], dtype=float32)
     """
-    reference = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
+    reference = optax.sgd(learning_rate, momentum, nesterov, array_dtype(accumulator_dtype))
     direction = functools.partial(sgd_direction, nesterov=nesterov)
     rule = Rule(direction, () if momentum is None else ("trace",))
 
@@ -79,4 +80,5 @@ def sgd(
         rate, rest = scheduled(learning_rate, rest)
         return Advanced(SgdCoefficients(None, step_size(rate), None, momentum), (own, rest))
 
-    return fused_transformation(rule, reference, advance)
+    slot_dtypes = {} if momentum is None else {"trace": accumulator_dtype}
+    return fused_transformation(rule, reference, advance, slot_dtypes=slot_dtypes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from ampx.fused.leaf_updates import Leaf, compute_dtype, leaf_update, unchanged
+from ampx.fused.pallas_updates import kernel_updates, runs_in_kernel
 from ampx.fused.rules import Advanced, Rule, packed
+from ampx.fused.slot_formats import SlotDtype, converted
 from ampx.fused.states import marked, own_part
 from ampx.tails import Tail, TailResult
 from ampx.verdicts import is_float0
@@ -21,6 +23,7 @@ def fused_transformation(
     reference: optax.GradientTransformation,
     advance: Callable[[Any], Advanced],
     mask: Any = None,
+    slot_dtypes: Mapping[str, SlotDtype] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation with the state of `reference` and the arithmetic of `rule`.
 
@@ -30,10 +33,17 @@ def fused_transformation(
         and path by path, so that checkpoints go both ways.
       advance: from the state, the coefficients of this step and the state after it.
       mask: which parameters decay, as `optax.adamw` takes it: the others have no `weight_decay`.
+      slot_dtypes: in what form slots are kept, where it is not that of `reference`.
     """
 
     def init(params: optax.Params) -> Any:
-        return marked(reference.init(params))
+        state = marked(reference.init(params))
+        at = own_part(state)
+        kept = {
+            name: converted(getattr(state[at], name), dtype, signed=name != "nu")
+            for name, dtype in (slot_dtypes or {}).items()
+        }
+        return (*state[:at], state[at]._replace(**kept), *state[at + 1 :])
 
     def update(
         updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
@@ -53,7 +63,11 @@ def fused_transformation(
             [None] * structure.num_leaves if params is None else structure.flatten_up_to(params),
             *(structure.flatten_up_to(slot) for slot in slots.values()),
         ]
-        leaves = [Leaf(grad, param, tuple(own)) for grad, param, *own in zip(*columns, strict=True)]
+        step = getattr(state[at], "count", 0)
+        leaves = [
+            Leaf(grad, param, tuple(own), place, step)
+            for place, (grad, param, *own) in enumerate(zip(*columns, strict=True))
+        ]
         decays = _decays(mask, updates if params is None else params, structure)
         results = _leaf_updates(rule, coefficients, leaves, decays, tail)
         new_updates = structure.unflatten([r if answers else r.value for r, _ in results])
@@ -89,7 +103,8 @@ def _leaf_updates(
     """The update of every parameter; those with the same coefficients share one vector of them."""
     coefficients = coefficients._replace(factor=tail.factor)
     vectors: dict[Any, Any] = {}
-    results = []
+    in_kernels: dict[Any, list[int]] = {}
+    results: list[Any] = []
     for leaf, decay in zip(leaves, decays, strict=True):
         if is_float0(leaf.grad):
             results.append((unchanged(leaf, tail), leaf.slots))
@@ -98,5 +113,13 @@ def _leaf_updates(
         if key not in vectors:
             own = coefficients if decay else coefficients._replace(weight_decay=None)
             vectors[key] = packed(own, key[1])
-        results.append(leaf_update(rule, vectors[key], leaf, tail))
+        if runs_in_kernel(rule, leaf, tail):
+            in_kernels.setdefault(key, []).append(len(results))
+            results.append(None)
+        else:
+            results.append(leaf_update(rule, vectors[key], leaf, tail))
+    for key, places in in_kernels.items():
+        updates = kernel_updates(rule, vectors[key], [leaves[k] for k in places], tail)
+        for place, update in zip(places, updates, strict=True):
+            results[place] = update
     return results

@@ -142,7 +142,7 @@ def _launch(
         (scalars, [array.reshape(-1) for array in read], [_ref(array) for array in written])
         for scalars, read, written in leaves
     ]
-    sums = pl.kernel(
+    sums: Any = pl.kernel(
         kernel,
         out_type=[partial] * num_sums,
         mesh=plgpu.Mesh(grid=(total,), grid_names=(_AXIS,)),

@@ -21,6 +21,32 @@ _ELEMENTS = 1 << 16  # 256 KiB of float32: twice that overflowed 16 MiB of VMEM 
 _BYTES = 1 << 21  # of all blocks together, which the pipeline holds twice
 
 
+Leaf = tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]
+"""The scalars of one leaf, the arrays that it reads, and those that it writes, of one shape."""
+
+
+def map_leaves(
+    fun: blocks.Rule,
+    leaves: Sequence[Leaf],
+    *,
+    num_sums: int = 0,
+    interpret: bool = False,
+) -> tuple[list[list[jax.Array]], jax.Array]:
+    """`map_blocks` for every leaf, one kernel each.
+
+    Args:
+      fun: see `blocks.Rule`.
+      leaves: scalars, read and written arrays of each leaf.
+      num_sums: see `map_blocks`.
+      interpret: see `map_blocks`.
+
+    Returns:
+      The new written arrays of each leaf, and its sums as a row of a float32 matrix.
+    """
+    results = [map_blocks(fun, *leaf, num_sums=num_sums, interpret=interpret) for leaf in leaves]
+    return [new for new, _ in results], jnp.stack([sums for _, sums in results])
+
+
 def map_blocks(
     fun: blocks.Rule,
     scalars: jax.Array,

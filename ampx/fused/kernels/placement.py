@@ -1,0 +1,99 @@
+"""Where the arrays of a kernel lie: on one device, as shards in `shard_map`, or not known.
+
+Nothing divides a kernel by itself. On CPUs and GPUs whole arrays would silently be gathered for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from ampx.mapped_axes import varying_over
+
+Update = Callable[[jax.Array, Any, list[tuple[str, ...]]], Any]
+
+
+def placed(update: Update, vector: jax.Array, leaves: Sequence[Any]) -> list[Any]:
+    """`update(vector, leaves, axes)`, called where every array is whole or one device's shard.
+
+    Args:
+      update: what calls kernels. It returns arrays placed like the leaf for its first array and a
+        tuple of others, and one number, which must be the same on all devices.
+      vector: an array that is the same everywhere.
+      leaves: trees of arrays of one shape.
+
+    Returns:
+      What `update` returns. `axes` are the mesh axes along which each leaf is divided.
+
+    Raises:
+      ValueError: if that cannot be known here, or the arrays of a leaf lie differently.
+    """
+    if not leaves:
+        return []
+    arrays = jax.tree.leaves(leaves)
+    mesh = jax.sharding.get_abstract_mesh()
+    meshes = {m for m in map(_mesh_of, arrays) if not m.empty} if mesh.empty else {mesh}
+    mapped = {axis for m in meshes for axis in m.manual_axes}
+    explicit = {axis for m in meshes for axis in m.explicit_axes}
+    automatic = {axis for m in meshes for axis in m.auto_axes if m.shape[axis] > 1}
+    if automatic:
+        _refuse(f"the mesh axes {sorted(automatic)} are in Auto mode, where XLA decides")
+    if explicit and mapped:
+        _refuse(f"shard_map has mapped {sorted(mapped)} here, and not {sorted(explicit)}")
+    if not meshes and jax.device_count() > 1 and not all(map(_on_one_device, arrays)):
+        _refuse(f"there are {jax.device_count()} devices, and no mesh tells which hold them")
+    if not explicit:
+        axes = [_varying(leaf) for leaf in leaves]
+        return jax.jit(lambda v, all_: update(v, all_, axes), inline=True)(vector, list(leaves))
+    specs = [_spec(leaf) for leaf in leaves]
+    axes = [_axes_in(spec) for spec in specs]
+    mapped_update = jax.shard_map(
+        lambda v, all_: update(v, all_, axes),
+        mesh=None if mesh is not None and not mesh.empty else meshes.pop(),
+        in_specs=(jax.P(), specs),
+        out_specs=[(spec, spec, jax.P()) for spec in specs],
+        check_vma=False,  # a kernel that updates in place takes no arrays of checked axes
+    )
+    return jax.jit(mapped_update, inline=True)(vector, list(leaves))
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ValueError(
+        "a kernel updates arrays where they lie, and where parameters, gradients and state lie is "
+        f"not known here: {reason}. Enter a mesh of Explicit axes, as in jax.set_mesh("
+        "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Explicit,) * len(names))), "
+        "for one device too; or call fused.apply inside jax.shard_map; or give backend='xla'"
+    )
+
+
+def _mesh_of(array: Any) -> Any:
+    return jax.typeof(array).sharding.mesh
+
+
+def _on_one_device(array: Any) -> bool:
+    if isinstance(array, jax.core.Tracer):
+        return False
+    return not isinstance(array, jax.Array) or len(array.sharding.device_set) == 1
+
+
+def _varying(leaf: Any) -> tuple[str, ...]:
+    return tuple(sorted(frozenset[str]().union(*map(varying_over, jax.tree.leaves(leaf)))))
+
+
+def _spec(leaf: Any) -> Any:
+    """How all arrays of a leaf are divided."""
+    specs = {jax.typeof(array).sharding.spec for array in jax.tree.leaves(leaf)}
+    if len(specs) > 1:
+        raise ValueError(
+            "a kernel needs a parameter, its gradient and its state divided in the same way over "
+            f"devices, got {' and '.join(sorted(map(str, specs)))}: bring them together with "
+            "jax.reshard, or give backend='xla'"
+        )
+    return specs.pop()
+
+
+def _axes_in(spec: Any) -> tuple[str, ...]:
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec if part is not None]
+    return tuple(axis for part in parts for axis in part)

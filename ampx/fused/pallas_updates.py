@@ -1,0 +1,198 @@
+"""Updates by Pallas kernels, in place: the same arithmetic, block by block and not leaf by leaf.
+
+XLA runs an elementwise optimizer as fast as memory allows. A kernel pays where that is not so: for
+LAMB, whose norms make XLA read everything a second time, and for many small parameters on GPUs,
+where one launch serves several.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ampx.fused.kernels.placement import placed
+from ampx.fused.leaf_updates import Leaf, held, is_finite, ratio_of_norms, wide_step
+from ampx.fused.rules import Operations, Packed, Rule, read
+from ampx.tails import Backend, Tail, TailResult
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_OF_PLATFORM: dict[str, Backend] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+
+
+def resolved(backend: Backend) -> Backend:
+    """What runs an update, where the caller left that to the library.
+
+    Raises:
+      ValueError: for kernels on a platform that has none.
+    """
+    if backend == "auto":  # until kernels have been seen to be faster
+        return "xla"
+    if backend != "pallas":
+        return backend
+    platform = jax.default_backend()
+    if platform not in _OF_PLATFORM:
+        raise ValueError(
+            f"backend='pallas' has kernels for GPUs and TPUs, and this is JAX on {platform!r}, "
+            "where XLA runs updates: use 'auto'; in a test 'interpret', which is slow; and to "
+            "lower for another platform 'mosaic_gpu' or 'mosaic_tpu'"
+        )
+    return _OF_PLATFORM[platform]
+
+
+def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
+    """Whether a kernel updates this parameter; all others are left to XLA.
+
+    Those are parameters of NovoGrad, which needs the norm of a gradient before anything else; of
+    float64; and those with state that is not an array of the parameter's shape in a common type,
+    such as 8-bit moments.
+    """
+    if not tail.new_params or tail.backend in ("auto", "xla") or rule.needs_squares:
+        return False
+    arrays = leaf.grad, leaf.param, *leaf.slots
+    return all(
+        hasattr(array, "dtype") and array.dtype.name in _DTYPES and array.shape == leaf.param.shape
+        for array in arrays
+    )
+
+
+def kernel_updates(
+    rule: Rule, coefficients: Packed, leaves: Sequence[Leaf], tail: Tail
+) -> list[tuple[TailResult, tuple[jax.Array, ...]]]:
+    """`leaf_update` of several parameters with the same coefficients.
+
+    Raises:
+      ValueError: if the parameters may be divided over devices in a way that is not known here.
+    """
+    results: list[Any] = [None] * len(leaves)
+    vector, numbers, is_bad = coefficients
+    if tail.skip is not None:
+        vector = jnp.append(vector, tail.skip.astype(vector.dtype))
+    # Only those in float16 overflow, and what counts that would slow the others down.
+    for counts in (False, True):
+        step = _Step(rule, numbers, tail.skip is not None, counts)
+        group = [k for k, leaf in enumerate(leaves) if counts == step.may_overflow(leaf)]
+        update = functools.partial(_updates, step, _map_leaves(tail.backend))
+        for k, new in zip(group, placed(update, vector, [leaves[k] for k in group]), strict=True):
+            param, slots, overflows = new
+            results[k] = TailResult(param, is_bad | (overflows > 0) if counts else is_bad), slots
+    return results
+
+
+def _map_leaves(backend: Backend) -> Callable[..., Any]:
+    """The kernels of a backend, imported when they are needed: Pallas takes a second."""
+    if backend == "mosaic_gpu":
+        from ampx.fused.kernels import gpu
+
+        return gpu.map_leaves
+    from ampx.fused.kernels import tpu
+
+    return functools.partial(tpu.map_leaves, interpret=backend == "interpret")
+
+
+class _Step(NamedTuple):
+    """What kernels do to the blocks of a parameter: the functions that they map.
+
+    Attributes:
+      rule: the optimizer.
+      numbers: coefficients, of which only matters which are None.
+      has_skip: whether the last scalar says to keep everything.
+      counts: whether to count the parameters that overflow.
+    """
+
+    rule: Rule
+    numbers: Any
+    has_skip: bool
+    counts: bool
+
+    def may_overflow(self, leaf: Leaf) -> bool:
+        return self.has_skip and leaf.param.dtype == jnp.float16
+
+    def whole(self, scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:
+        """Reads the gradient, writes parameter and slots."""
+        h, skip, _ = self._unpacked(scalars)
+        param, *slots = written
+        direction, new_slots = self._stepped(h, skip, read_[0], param, slots, sqrt)
+        new, overflows = self._landed(h, skip, param, direction)
+        return [new, *new_slots], overflows
+
+    def slots(self, scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:
+        """Reads gradient and parameter, writes the slots; sums the squares of both norms."""
+        h, skip, _ = self._unpacked(scalars)
+        direction, new_slots = self._stepped(h, skip, *read_, written, sqrt)
+        param = _wide(read_[1])
+        return new_slots, [param * param, direction * direction]
+
+    def param(self, scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:
+        """Reads the new slots, writes the parameter; the first scalar is the trust ratio."""
+        h, skip, ratio = self._unpacked(scalars)
+        again: Any = self.rule.direction_again
+        operations = Operations(sqrt, functools.partial(held, skip))
+        direction = again(_wide(written[0]), tuple(map(_wide, read_)), h, operations)
+        new, overflows = self._landed(h, skip, written[0], direction * ratio)
+        return [new], overflows
+
+    def _unpacked(self, scalars: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """The coefficients, whether to skip, and a trust ratio behind both if there is one."""
+        given = sum(number is not None for number in self.numbers)
+        numbers, (*rest,) = scalars[:given], scalars[given:]
+        skip = rest.pop(0) > 0 if self.has_skip else None
+        return read(self.numbers, numbers), skip, rest[0] if rest else None
+
+    def _stepped(
+        self, h: Any, skip: Any, grad: Any, param: Any, slots: Any, sqrt: Any
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        wide = Leaf(_wide(grad), _wide(param), tuple(map(_wide, slots)))
+        direction, new_slots = wide_step(self.rule, h, wide, skip, sqrt)
+        return direction, [n.astype(s.dtype) for n, s in zip(new_slots, slots, strict=True)]
+
+    def _landed(self, h: Any, skip: Any, param: Any, direction: Any) -> tuple[Any, list]:
+        """The new parameter, or the old one; and ones where a finite one would not stay so."""
+        step = direction if h.step_size is None else h.step_size * direction
+        old = _wide(param)
+        new = (old + step).astype(param.dtype)
+        if skip is None:
+            return new, []
+        # In float32, since not every accelerator compares halves.
+        fits = is_finite(_wide(new))
+        overflows = jnp.where(is_finite(old) & ~fits, jnp.float32(1), jnp.float32(0))
+        return jnp.where(fits & ~skip, new, param), [overflows] * self.counts
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _updates(
+    step: _Step,
+    map_leaves: Callable[..., Any],
+    vector: jax.Array,
+    leaves: Sequence[Leaf],
+    axes: Sequence[tuple[str, ...]],
+) -> list[tuple[Any, tuple[Any, ...], jax.Array]]:
+    """Parameter, slots and number of overflows of leaves that are divided along mapped axes."""
+
+    def mapped(fun: Any, jobs: Sequence[Any], num_sums: int) -> tuple[Any, list[jax.Array]]:
+        arrays, sums = map_leaves(fun, jobs, num_sums=num_sums)
+        return arrays, [
+            lax.psum(s, over) if over else s for s, over in zip(sums, axes, strict=True)
+        ]
+
+    if step.rule.direction_again is None:
+        jobs = [(vector, [leaf.grad], [leaf.param, *leaf.slots]) for leaf in leaves]
+        new, overflows = mapped(step.whole, jobs, int(step.counts))
+        return [
+            (param, tuple(slots), jnp.sum(o))
+            for (param, *slots), o in zip(new, overflows, strict=True)
+        ]
+    # The norms that scale a step are known only after everything was read once.
+    jobs = [(vector, [leaf.grad, leaf.param], list(leaf.slots)) for leaf in leaves]
+    slots, squares = mapped(step.slots, jobs, 2)
+    vectors = [jnp.append(vector, ratio_of_norms(*jnp.sqrt(s))) for s in squares]
+    jobs = [(v, s, [leaf.param]) for v, s, leaf in zip(vectors, slots, leaves, strict=True)]
+    params, overflows = mapped(step.param, jobs, int(step.counts))
+    return [(p, tuple(s), jnp.sum(o)) for [p], s, o in zip(params, slots, overflows, strict=True)]

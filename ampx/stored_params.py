@@ -1,0 +1,108 @@
+"""Parameters that are stored in one form and updated in a wider one: what such wrappers share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ampx.precision import wider_dtype
+from ampx.tails import Tail, TailResult, takes_tail, unwrapped
+from ampx.verdicts import cast_like, is_float0, is_floating
+
+
+def updated(
+    inner: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    inner_state: Any,
+    wide: Any,
+    tail: Tail | None,
+    extra_args: dict[str, Any],
+) -> tuple[Any, jax.Array, Any]:
+    """One step of `inner` on wide parameters.
+
+    Args:
+      inner: any transformation; a fused one works in one pass.
+      grads: gradients of any floating dtype.
+      inner_state: its state, made for wide parameters.
+      wide: the parameters in the form in which they are updated.
+      tail: what this step's tail asks for, if anything does.
+      extra_args: handed to `inner`.
+
+    Returns:
+      New wide parameters, a bool scalar that tells whether a number was refused, and the new state.
+    """
+    if takes_tail(inner_state):
+        own_tail = dataclasses.replace(tail or Tail(), new_params=True)
+        results, new_state = inner.update(grads, inner_state, wide, tail=own_tail, **extra_args)
+        new, bad = unwrapped(results)
+        return new, bad, new_state
+    grads = jax.tree.map(lambda g: g if is_float0(g) else widened(g), grads)
+    updates, new_state = inner.update(grads, inner_state, wide, **extra_args)
+    return apply_updates(wide, updates), jnp.zeros((), bool), new_state
+
+
+def answer(new: Any, params: Any, bad: jax.Array, tail: Tail | None) -> Any:
+    """What an update returns when `new` is to stand in the place of `params`: as the tail asks.
+
+    Without a tail these are float32 updates, the difference of two stored parameters: added by
+    `optax.apply_updates` they give the new one exactly, unless a half parameter shrinks by more
+    than 2**12 in one step.
+    """
+
+    def result(new_leaf: jax.Array, leaf: jax.Array) -> Any:
+        wants_params = tail is not None and tail.new_params
+        value = new_leaf if wants_params else _difference(new_leaf, leaf)
+        if tail is None:
+            return value
+        # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
+        if tail.skip is None or not is_floating(leaf):
+            return TailResult(value, bad)
+        stays = leaf if wants_params else jnp.full_like(value, -0.0)
+        return TailResult(jnp.where(tail.skip, stays, value), bad)
+
+    return jax.tree.map(result, new, params)
+
+
+def _difference(new: jax.Array, old: jax.Array) -> Any:
+    if is_floating(old):
+        return widened(new) - widened(old)
+    is_key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
+    return np.zeros(old.shape, jax.dtypes.float0) if is_key else jnp.zeros_like(old)
+
+
+def widened(leaf: jax.Array) -> jax.Array:
+    """A floating array in float32, or in its own dtype if that is wider; others as they are."""
+    return leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) if is_floating(leaf) else leaf
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """`optax.apply_updates`, also for float32 updates of half parameters under strict promotion.
+
+    Args:
+      params: the parameters.
+      updates: what an optimizer returned for them.
+
+    Returns:
+      The sum, computed in the wider of the two dtypes, in the dtypes of `params`.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> ampx.apply_updates(jnp.ones(1, jnp.bfloat16), jnp.array([0.5]))
+      Array([1.5], dtype=bfloat16)
+    """
+
+    def widen(param: Any, update: Any) -> Any:
+        param, update = jnp.asarray(param), jnp.asarray(update)
+        return param.astype(wider_dtype(param.dtype, update.dtype))
+
+    def widest_sum(param: Any, update: Any) -> Any:
+        if is_float0(update):  # the gradient of an integer parameter
+            return param
+        return optax.apply_updates(widen(param, update), widen(update, param))
+
+    return cast_like(jax.tree.map(widest_sum, params, updates), params)
