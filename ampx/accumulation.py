@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ampx import flax_modules
 from ampx.aux_outputs import AuxReduction
 from ampx.checking import check_choice, check_positive_int
+from ampx.flat_params import as_tree, has_flat
 from ampx.mapped_axes import reduced_axes, unreduced_zeros
 from ampx.normalization import Normalize, loss_and_weight, normalized, unpacked
 from ampx.opt_levels import Recipe, as_recipe
@@ -143,7 +144,8 @@ def value_and_grad(
         `loss_fn(..., model_state=state)`. It returns `value`, followed in a tuple by the auxiliary
         output if `has_aux` and by the new state if there is one. `value` is the scalar loss of its
         rows, or for `normalize="weights"` the pair (sum of losses, sum of weights).
-        `params` may be an nnx module: `loss_fn` then gets a copy to call and change.
+        `params` may be an nnx module: `loss_fn` then gets a copy to call and change. They may be
+        `ampx.fused.FlatParams`: `loss_fn` gets the tree, and `grads` are flat.
       num_microbatches: k; the leading axis of the batch is split by `split_microbatches`.
       policy: the precision of the parameters inside `loss_fn`: see `Recipe.call`. The batch is not
         cast: flax models cast their own inputs.
@@ -209,6 +211,10 @@ def value_and_grad(
             if tables:
                 raise ValueError("sparse_rows needs a tree of parameters, not an nnx module")
             fun, params, model_state = _as_function(fun, params, has_aux, wrt)
+        if has_flat(params):
+            if tables:
+                raise ValueError("sparse_rows needs a tree of parameters, not flat ones")
+            fun = functools.partial(_of_tree, fun)
         scale = jnp.asarray(loss_scale, jnp.float32)
         if scale.shape:
             raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
@@ -318,6 +324,10 @@ def _as_function(
         return (value, aux, rest) if has_aux else (value, rest)
 
     return pure, params, rest
+
+
+def _of_tree(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+    return fun(as_tree(params), *args, **kwargs)
 
 
 def _check_same_structure(new_state: Any, state: Any) -> None:

@@ -6,6 +6,7 @@ A layout is made from shapes and dtypes alone, so it is the same on every device
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -48,6 +49,24 @@ class Bucket:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     size: int
+
+    def join(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """The buffer with these leaves in it, and zeros in between; one concatenation."""
+        pieces = []
+        end = 0
+        for leaf, offset, size in zip(leaves, self.offsets, self.sizes, strict=True):
+            if offset > end:
+                pieces.append(jnp.zeros(offset - end, leaf.dtype))
+            pieces.append(leaf.reshape(-1))
+            end = offset + size
+        if self.size > end:
+            pieces.append(jnp.zeros(self.size - end, leaves[0].dtype))
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+    def split(self, buffer: jax.Array) -> list[jax.Array]:
+        """The leaves that lie in a buffer, each flat."""
+        places = zip(self.offsets, self.sizes, strict=True)
+        return [jax.lax.slice(buffer, (start,), (start + size,)) for start, size in places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +123,7 @@ class BucketLayout:
         """
         leaves = self._leaves(like)
         for buffer, bucket in zip(buffers, self.buckets, strict=True):
-            places = zip(bucket.leaves, bucket.offsets, bucket.sizes, strict=True)
-            for leaf, offset, size in places:
-                piece = jax.lax.slice(buffer, (offset,), (offset + size,))
+            for leaf, piece in zip(bucket.leaves, bucket.split(buffer), strict=True):
                 leaves[leaf] = piece.reshape(self.shapes[leaf])
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -125,11 +142,7 @@ def _joined(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     for leaf in leaves:
         if leaf.dtype != bucket.dtype:
             raise ValueError(f"the layout has {bucket.dtype} where the tree has {leaf.dtype}")
-    flat = [leaf.reshape(-1) for leaf in leaves]
-    padding = bucket.size - sum(bucket.sizes)
-    if padding:
-        flat.append(jnp.zeros(padding, bucket.dtype))
-    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+    return bucket.join(leaves)
 
 
 def default_bucket_bytes(total_bytes: int) -> int:
@@ -146,6 +159,7 @@ def bucket_layout(
     *,
     bucket_bytes: int | None = None,
     multiple_of: int = 1,
+    align: int = 1,
     group_of: Callable[[str, Any], Hashable] | None = None,
     order: Sequence[int] | None = None,
 ) -> BucketLayout:
@@ -161,6 +175,7 @@ def bucket_layout(
       bucket_bytes: when a bucket is full. None: the square root of the tree's bytes times 512 KiB,
         and at least 1 MiB; see `default_bucket_bytes`.
       multiple_of: elements that each buffer is padded to a multiple of.
+      align: elements that each leaf begins at a multiple of.
       group_of: a function of (path joined by "/", leaf). Leaves of different groups do not share
         a bucket.
       order: places of the leaves in the order in which the forward pass uses them, from
@@ -183,6 +198,7 @@ def bucket_layout(
       [('int32', 2), ('float32', 4), ('float32', 3)]
     """
     check_positive_int("multiple_of", multiple_of)
+    check_positive_int("align", align)
     leaves, structure = jax.tree.flatten(tree)
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
@@ -212,13 +228,16 @@ def bucket_layout(
     closed.extend(open_buckets.items())
     place = {leaf: at for at, leaf in enumerate(order or range(len(leaves)))}
     closed.sort(key=lambda item: -place[item[1][-1]])
-    buckets = tuple(_bucket(key, places, sizes, multiple_of) for key, places in closed)
+    buckets = tuple(_bucket(key, places, sizes, multiple_of, align) for key, places in closed)
     return BucketLayout(buckets, structure, shapes)
 
 
-def _bucket(key: Any, leaves: Sequence[int], sizes: Sequence[int], multiple_of: int) -> Bucket:
+def _bucket(
+    key: Any, leaves: Sequence[int], sizes: Sequence[int], multiple_of: int, align: int
+) -> Bucket:
     dtype, group = key
     own = tuple(sizes[i] for i in leaves)
-    offsets = tuple(sum(own[:i]) for i in range(len(own)))
-    size = -(-sum(own) // multiple_of) * multiple_of
+    aligned = [-(-size // align) * align for size in own]
+    offsets = tuple(itertools.accumulate(aligned[:-1], initial=0))
+    size = -(-(offsets[-1] + own[-1]) // multiple_of) * multiple_of
     return Bucket(dtype, group, tuple(leaves), offsets, own, size)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from ampx import flax_modules
 from ampx.autocasting.rules import DEFAULT_RULES, Rules, checked_rules
 from ampx.autocasting.transform import autocast
+from ampx.flat_choices import on_tree
 from ampx.precision import (
     PathRule,
     Policy,
@@ -60,14 +61,18 @@ class Recipe:
 
     def cast_params(self, params: Any) -> Any:
         """Parameters as they are stored, norms in float32 if the level says so."""
-        return cast_by_path(params, self.policy.param_dtype, self.stays_float32)
+        return on_tree(
+            lambda tree: cast_by_path(tree, self.policy.param_dtype, self.stays_float32), params
+        )
 
     def half_params(self, params: Any) -> Any:
         """Parameters as they compute: half, norms in float32.
 
         For models that store half weights, with `ampx.master_weights` in the optimizer.
         """
-        return cast_by_path(params, self.policy.compute_dtype, self.stays_float32)
+        return on_tree(
+            lambda tree: cast_by_path(tree, self.policy.compute_dtype, self.stays_float32), params
+        )
 
     def wrap(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a model function `fun(params, *args, **kwargs)` compute at this precision.

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from ampx.buckets import Bucket, bucket_layout
 from ampx.checking import check_choice
+from ampx.flat_params import is_flat
 from ampx.mapped_axes import (
     as_axes,
     bound_size,
@@ -120,9 +121,11 @@ class Reduction:
         return wide if factor == 1 else wide * jnp.asarray(factor, wide.dtype)
 
     def _bucketed(self, tree: Any, first: jax.Array | None) -> Any:
+        flat = _flat_places(tree)
+
         def group(path: str, leaf: Any) -> Hashable:
             own = None if self.group_of is None else self.group_of(path, leaf)
-            return own, varying_over(leaf)
+            return own, varying_over(leaf), flat.get(path)
 
         layout = bucket_layout(
             tree,
@@ -135,16 +138,20 @@ class Reduction:
         if overlaps is None:
             overlaps = jax.default_backend() != "cpu"
         chained = overlaps and (len(layout.buckets) > 1 or first is not None)
-        layout = dataclasses.replace(
-            layout, buckets=tuple(self._with_room(b, chained) for b in layout.buckets)
-        )
+        ready = set(flat.values())
+        rooms = [b if b.leaves[0] in ready else self._with_room(b, chained) for b in layout.buckets]
+        layout = dataclasses.replace(layout, buckets=tuple(rooms))
         reduced: list[jax.Array] = []
         before = first
-        for buffer in layout.flatten(tree):
-            if chained and before is not None:
-                buffer = _waiting_for(before, buffer)
-            reduced.append(self._sum(buffer))
-            before = reduced[-1][:1]
+        for buffer, bucket in zip(layout.flatten(tree), layout.buckets, strict=True):
+            if not chained or before is None:
+                total = self._sum(buffer)
+            else:
+                total = self._sum(_waiting_for(before, buffer))
+                if bucket.leaves[0] in ready:
+                    total = total.at[-1].set(0)
+            before = total[:1]
+            reduced.append(total)
         empty = jax.tree.map(lambda leaf: leaf if leaf.size else self._summed_alone(leaf), tree)
         return layout.unflatten(reduced, empty)
 
@@ -185,6 +192,18 @@ class Reduction:
         reduced = jax.tree.map(reduce, grads)
         before, after = self._factors(size)
         return jax.tree.map(lambda g, like: _narrowed(g, before * after, like), reduced, grads)
+
+
+def _flat_places(tree: Any) -> dict[str, int]:
+    """Path and place of the buffers of flat parameters, each a bucket with room at its end."""
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    flags = [
+        is_flat(node)
+        for node in jax.tree.leaves(tree, is_leaf=is_flat)
+        for _ in jax.tree.leaves(node)
+    ]
+    flagged = zip(paths, flags, strict=True)
+    return {path: place for place, (path, flag) in enumerate(flagged) if flag}
 
 
 def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:

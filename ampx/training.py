@@ -16,6 +16,7 @@ from ampx import flax_modules, train_states
 from ampx.accumulation import GradResult, Remainder, value_and_grad
 from ampx.checking import check_transformation
 from ampx.clipping import clipped
+from ampx.flat_params import as_tree
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scale_state import LossScaleState, current_loss_scale
 from ampx.loss_scaling import loss_scale as choose_loss_scale
@@ -97,7 +98,7 @@ class TrainStep:
         """A first state.
 
         Args:
-          params: a pytree of parameters, stored as the policy says.
+          params: a pytree of parameters, or `ampx.fused.FlatParams`, stored as the policy says.
           key: a random key, if `loss_fn` takes one.
           model_state: batch statistics and the like, if `loss_fn` takes them.
 
@@ -410,7 +411,7 @@ def _local_norms(
     grads: Any, group_of: Callable[[str], str]
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     groups: dict[str, list[jax.Array]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(as_tree(grads)):
         name = group_of(path_name(path))
         groups.setdefault(name, []).append(leaf)
     norms = {name: optax.tree.norm(leaves) for name, leaves in groups.items()}

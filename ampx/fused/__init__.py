@@ -10,6 +10,9 @@ Examples:
   2.0 False
 """
 
+from ampx.flat_choices import per_buffer
+from ampx.flat_params import FlatParams
+from ampx.flattening import flatten
 from ampx.fused.application import ApplyReport, apply
 from ampx.fused.rules_adadelta import adadelta
 from ampx.fused.rules_adagrad import adagrad
@@ -23,6 +26,7 @@ from ampx.fused.stochastic_params import StochasticRoundingState, stochastic_rou
 
 __all__ = [
     "ApplyReport",
+    "FlatParams",
     "SplitMastersState",
     "StochasticRoundingState",
     "adadelta",
@@ -30,9 +34,11 @@ __all__ = [
     "adam",
     "adamw",
     "apply",
+    "flatten",
     "lamb",
     "lion",
     "novograd",
+    "per_buffer",
     "sgd",
     "split_masters",
     "stochastic_rounding",

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from ampx.fused.rules import Operations, Packed, Rule
+from ampx.fused.segments import Segments
 from ampx.fused.slot_formats import loaded, stored
 from ampx.mapped_axes import varying_over
 from ampx.precision import wider_dtype
@@ -25,9 +26,10 @@ class Leaf(NamedTuple):
     Attributes:
       grad: of the parameter's shape.
       param: None where nobody gave it.
-      slots: as the rule names them: arrays of the parameter's shape, or `Int8Blocks`, or one number.
+      slots: as the rule names them: arrays of the parameter's shape, `Int8Blocks`, or one number.
       place: the parameter's among all of the optimizer.
       step: int32, how many steps the optimizer has done.
+      segments: the parameters, if it is a flat buffer of several.
     """
 
     grad: Any
@@ -35,6 +37,7 @@ class Leaf(NamedTuple):
     slots: tuple[Any, ...]
     place: int = 0
     step: Any = 0
+    segments: Segments | None = None
 
 
 def compute_dtype(leaf: Leaf) -> np.dtype:
@@ -59,10 +62,10 @@ def leaf_update(
     slots = tuple(loaded(slot, wide) for slot in leaf.slots)
     if rule.needs_squares:
         scaled = g if h.factor is None else g * h.factor
-        h = h._replace(squares=whole_sum(scaled * scaled))
-    step, new_slots = wide_step(rule, h, Leaf(g, p, slots), tail.skip)
+        h = h._replace(squares=whole_sum(scaled * scaled, leaf.segments))
+    step, new_slots = wide_step(rule, h, leaf._replace(grad=g, param=p, slots=slots), tail.skip)
     if rule.direction_again is not None:
-        step = step * trust_ratio(p, step)
+        step = step * trust_ratio(p, step, leaf.segments)
     step = step if h.step_size is None else h.step_size * step
     kept = tuple(
         stored(new, old, leaf.step, leaf.place)
@@ -81,6 +84,8 @@ def wide_step(
     """Direction and new slots of numbers in the compute dtype; all that kernels share with XLA."""
     g = leaf.grad if h.factor is None else leaf.grad * h.factor
     operations = Operations(sqrt, functools.partial(held, skip))
+    if leaf.segments is not None:
+        operations = operations._replace(spread=leaf.segments.spread)
     return rule.direction(g, leaf.param, leaf.slots, h, operations)
 
 
@@ -117,9 +122,10 @@ def is_finite(x: jax.Array) -> jax.Array:
     return jnp.abs(x) < jnp.inf
 
 
-def trust_ratio(p: jax.Array, direction: jax.Array) -> jax.Array:
+def trust_ratio(p: jax.Array, direction: jax.Array, segments: Segments | None = None) -> jax.Array:
     """LAMB's: the norm of the parameter over that of the direction, 1 where one of them is 0."""
-    return ratio_of_norms(*(jnp.sqrt(whole_sum(x * x)) for x in (p, direction)))
+    ratio = ratio_of_norms(*(jnp.sqrt(whole_sum(x * x, segments)) for x in (p, direction)))
+    return ratio if segments is None else segments.spread(ratio)
 
 
 def ratio_of_norms(p_norm: jax.Array, norm: jax.Array) -> jax.Array:
@@ -128,10 +134,14 @@ def ratio_of_norms(p_norm: jax.Array, norm: jax.Array) -> jax.Array:
     return jnp.where(is_zero, jnp.ones_like(norm), p_norm / norm)
 
 
-def whole_sum(x: jax.Array) -> jax.Array:
-    """The sum over a parameter; along mapped axes over which it varies, over its shards."""
+def whole_sum(x: jax.Array, segments: Segments | None = None) -> jax.Array:
+    """The sum over a parameter; along mapped axes over which it varies, over its shards.
+
+    Of a flat buffer, the sums over its parameters.
+    """
+    total = jnp.sum(x) if segments is None else segments.sums(x)
     axes = tuple(sorted(varying_over(x)))
-    return lax.psum(jnp.sum(x), axes) if axes else jnp.sum(x)
+    return lax.psum(total, axes) if axes else total
 
 
 def _update_dtype(leaf: Leaf) -> np.dtype:

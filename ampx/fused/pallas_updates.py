@@ -48,10 +48,15 @@ def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
     """Whether a kernel updates this parameter; all others are left to XLA.
 
     Those are parameters of NovoGrad, which needs the norm of a gradient before anything else; of
-    float64; and those with state that is not an array of the parameter's shape in a common type,
-    such as 8-bit moments.
+    float64; those with state that is not an array of the parameter's shape in a common type, such
+    as 8-bit moments; and those of LAMB with half moments, which its second pass would read rounded,
+    or in flat buffers.
     """
     if not tail.new_params or tail.backend in ("auto", "xla") or rule.needs_squares:
+        return False
+    if rule.direction_again and any(slot.dtype != jnp.float32 for slot in leaf.slots):
+        return False
+    if rule.direction_again and leaf.segments is not None:
         return False
     arrays = leaf.grad, leaf.param, *leaf.slots
     return all(
@@ -76,8 +81,9 @@ def kernel_updates(
     for counts in (False, True):
         step = _Step(rule, numbers, tail.skip is not None, counts)
         group = [k for k, leaf in enumerate(leaves) if counts == step.may_overflow(leaf)]
+        arrays = [(leaf.grad, leaf.param, leaf.slots) for leaf in map(leaves.__getitem__, group)]
         update = functools.partial(_updates, step, _map_leaves(tail.backend))
-        for k, new in zip(group, placed(update, vector, [leaves[k] for k in group]), strict=True):
+        for k, new in zip(group, placed(update, vector, arrays), strict=True):
             param, slots, overflows = new
             results[k] = TailResult(param, is_bad | (overflows > 0) if counts else is_bad), slots
     return results
@@ -171,28 +177,32 @@ def _updates(
     step: _Step,
     map_leaves: Callable[..., Any],
     vector: jax.Array,
-    leaves: Sequence[Leaf],
+    leaves: Sequence[tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]],
     axes: Sequence[tuple[str, ...]],
 ) -> list[tuple[Any, tuple[Any, ...], jax.Array]]:
-    """Parameter, slots and number of overflows of leaves that are divided along mapped axes."""
+    """Parameter, slots and number of overflows of each (gradient, parameter, slots).
+
+    The leaves are divided along mapped `axes`; their sums are those of the whole.
+    """
 
     def mapped(fun: Any, jobs: Sequence[Any], num_sums: int) -> tuple[Any, list[jax.Array]]:
         arrays, sums = map_leaves(fun, jobs, num_sums=num_sums)
+        if not num_sums:
+            return arrays, [jnp.zeros((), jnp.float32)] * len(arrays)
         return arrays, [
             lax.psum(s, over) if over else s for s, over in zip(sums, axes, strict=True)
         ]
 
     if step.rule.direction_again is None:
-        jobs = [(vector, [leaf.grad], [leaf.param, *leaf.slots]) for leaf in leaves]
+        jobs = [(vector, [grad], [param, *slots]) for grad, param, slots in leaves]
         new, overflows = mapped(step.whole, jobs, int(step.counts))
-        return [
-            (param, tuple(slots), jnp.sum(o))
-            for (param, *slots), o in zip(new, overflows, strict=True)
-        ]
-    # The norms that scale a step are known only after everything was read once.
-    jobs = [(vector, [leaf.grad, leaf.param], list(leaf.slots)) for leaf in leaves]
-    slots, squares = mapped(step.slots, jobs, 2)
-    vectors = [jnp.append(vector, ratio_of_norms(*jnp.sqrt(s))) for s in squares]
-    jobs = [(v, s, [leaf.param]) for v, s, leaf in zip(vectors, slots, leaves, strict=True)]
-    params, overflows = mapped(step.param, jobs, int(step.counts))
-    return [(p, tuple(s), jnp.sum(o)) for [p], s, o in zip(params, slots, overflows, strict=True)]
+        params, slots = [param for param, *_ in new], [own for _, *own in new]
+    else:  # the norms that scale a step are known only after everything was read once
+        jobs = [(vector, [grad, param], list(slots)) for grad, param, slots in leaves]
+        slots, squares = mapped(step.slots, jobs, 2)
+        vectors = [jnp.append(vector, ratio_of_norms(*jnp.sqrt(s))) for s in squares]
+        jobs = [(v, s, [leaf[1]]) for v, s, leaf in zip(vectors, slots, leaves, strict=True)]
+        new, overflows = mapped(step.param, jobs, int(step.counts))
+        params = [param for [param] in new]
+    totals = [jnp.sum(overflow) for overflow in overflows]
+    return list(zip(params, map(tuple, slots), totals, strict=True))

@@ -22,10 +22,13 @@ class Operations(NamedTuple):
       keep: a function of (new slot, old slot), the one that stays. A rule must go on with what it
         returns. If it went on with the new one, both would have to be in memory at once, and XLA
         would copy every moment.
+      spread: from slots and coefficients that are one number a parameter to what the arrays of a
+        parameter are combined with; in a flat buffer there is one number for each parameter.
     """
 
     sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt
     keep: Callable[[jax.Array, jax.Array], jax.Array] = lambda new, old: new
+    spread: Callable[[jax.Array], jax.Array] = lambda numbers: numbers
 
 
 # (gradient, parameter or None, slots, coefficients, operations) -> (direction, new slots)

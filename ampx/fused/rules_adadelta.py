@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
+from ampx.flat_choices import per_buffer
 from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
 from ampx.fused.transformation import fused_transformation
 
@@ -74,7 +75,7 @@ def adadelta(
       >>> print(f"{updates[0]:.3f}, {updates[1]:.3f}")
       -0.314, 0.315
     """
-    reference = optax.adadelta(learning_rate, rho, eps, weight_decay, weight_decay_mask)
+    reference = optax.adadelta(learning_rate, rho, eps, weight_decay, per_buffer(weight_decay_mask))
 
     def advance(state: Any) -> Advanced:
         decay_state, own, rate_state = state

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ampx.flat_choices import per_buffer
 from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
 from ampx.fused.slot_formats import SlotDtype, array_dtype
 from ampx.fused.transformation import fused_transformation
@@ -202,7 +203,15 @@ def adamw(
     """
     own_dtype = array_dtype(mu_dtype)
     reference = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, own_dtype, weight_decay, mask, nesterov=nesterov
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        own_dtype,
+        weight_decay,
+        per_buffer(mask),
+        nesterov=nesterov,
     )
 
     def advance(state: Any) -> Advanced:

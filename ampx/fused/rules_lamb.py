@@ -7,6 +7,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
+from ampx.flat_choices import per_buffer
 from ampx.fused.rules import Advanced, Rule
 from ampx.fused.rules_adam import adam_direction, adam_direction_again, advance_adam
 from ampx.fused.slot_formats import SlotDtype
@@ -60,7 +61,7 @@ def lamb(
       >>> updates.round(3)  # 0.1 of the norm of the parameter, 5
       Array([-0.354, -0.354], dtype=float32)
     """
-    reference = optax.lamb(learning_rate, b1, b2, eps, eps_root, weight_decay, mask)
+    reference = optax.lamb(learning_rate, b1, b2, eps, eps_root, weight_decay, per_buffer(mask))
 
     def advance(state: Any) -> Advanced:
         return advance_adam(state, learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay)

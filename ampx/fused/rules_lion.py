@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ampx.flat_choices import per_buffer
 from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
 from ampx.fused.slot_formats import SlotDtype, array_dtype
 from ampx.fused.transformation import fused_transformation
@@ -76,7 +77,9 @@ def lion(
       >>> updates
       Array([-0.1,  0.1], dtype=float32)
     """
-    reference = optax.lion(learning_rate, b1, b2, array_dtype(mu_dtype), weight_decay, mask)
+    reference = optax.lion(
+        learning_rate, b1, b2, array_dtype(mu_dtype), weight_decay, per_buffer(mask)
+    )
 
     def advance(state: Any) -> Advanced:
         own, decay_state, rate_state = state

@@ -33,7 +33,7 @@ def novograd_direction(
     """The trace of gradients that are divided by their norm, with decay inside the trace."""
     mu, nu = slots
     nu = ops.keep(h.b2 * nu + h.b2_rest * h.squares, nu)
-    normal = g / (ops.sqrt(nu + h.eps_root) + h.eps)
+    normal = g / ops.spread(ops.sqrt(nu + h.eps_root) + h.eps)
     if h.weight_decay is not None:
         normal = normal + h.weight_decay * p
     mu = ops.keep(h.b1 * mu + normal, mu)

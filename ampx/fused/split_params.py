@@ -19,7 +19,7 @@ class SplitMastersState(NamedTuple):
     """State of `ampx.fused.split_masters`.
 
     Attributes:
-      error_bits: like the parameters, int8 or int16; empty for parameters that are not bfloat16.
+      error_bits: like the parameters, int8 or int16; a zero for those that are not bfloat16.
       inner_state: the wrapped transformation's state, made for float32 parameters.
 
     Examples:
@@ -85,7 +85,7 @@ def split_masters(
 
     def init(params: optax.Params) -> SplitMastersState:
         errors = jax.tree.map(
-            lambda p: jnp.zeros(jnp.shape(p) if _is_split(p) else (0,), dtype), params
+            lambda p: jnp.zeros(jnp.shape(p) if _is_split(p) else (), dtype), params
         )
         return SplitMastersState(errors, inner.init(jax.tree.map(widened, params)))
 

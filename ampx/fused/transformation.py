@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ampx.flat_choices import per_buffer
 from ampx.fused.leaf_updates import Leaf, compute_dtype, leaf_update, unchanged
 from ampx.fused.pallas_updates import kernel_updates, runs_in_kernel
 from ampx.fused.rules import Advanced, Rule, packed
+from ampx.fused.segments import per_parameter, segments_of
 from ampx.fused.slot_formats import SlotDtype, converted
 from ampx.fused.states import marked, own_part
 from ampx.tails import Tail, TailResult
@@ -39,10 +41,9 @@ def fused_transformation(
     def init(params: optax.Params) -> Any:
         state = marked(reference.init(params))
         at = own_part(state)
-        kept = {
-            name: converted(getattr(state[at], name), dtype, signed=name != "nu")
-            for name, dtype in (slot_dtypes or {}).items()
-        }
+        kept = {name: per_parameter(getattr(state[at], name)) for name in rule.slots}
+        for name, dtype in (slot_dtypes or {}).items():
+            kept[name] = converted(kept[name], dtype, signed=name != "nu")
         return (*state[:at], state[at]._replace(**kept), *state[at + 1 :])
 
     def update(
@@ -59,14 +60,15 @@ def fused_transformation(
         slots = {name: getattr(state[at], name) for name in rule.slots}
         structure = jax.tree.structure(updates)
         columns = [
+            segments_of(updates),
             structure.flatten_up_to(updates),
             [None] * structure.num_leaves if params is None else structure.flatten_up_to(params),
             *(structure.flatten_up_to(slot) for slot in slots.values()),
         ]
         step = getattr(state[at], "count", 0)
         leaves = [
-            Leaf(grad, param, tuple(own), place, step)
-            for place, (grad, param, *own) in enumerate(zip(*columns, strict=True))
+            Leaf(grad, param, tuple(own), place, step, segments)
+            for place, (segments, grad, param, *own) in enumerate(zip(*columns, strict=True))
         ]
         decays = _decays(mask, updates if params is None else params, structure)
         results = _leaf_updates(rule, coefficients, leaves, decays, tail)
@@ -93,7 +95,7 @@ def _counts_held(skip: jax.Array, new_state: Any, state: Any) -> Any:
 def _decays(mask: Any, tree: Any, structure: Any) -> list[bool]:
     if mask is None:
         return [True] * structure.num_leaves
-    chosen = mask(tree) if callable(mask) else mask
+    chosen = per_buffer(mask)(tree)
     return [bool(leaf) for leaf in jax.tree.leaves(jax.tree.broadcast(chosen, tree))]
 
 

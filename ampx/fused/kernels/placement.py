@@ -19,8 +19,8 @@ def placed(update: Update, vector: jax.Array, leaves: Sequence[Any]) -> list[Any
     """`update(vector, leaves, axes)`, called where every array is whole or one device's shard.
 
     Args:
-      update: what calls kernels. It returns arrays placed like the leaf for its first array and a
-        tuple of others, and one number, which must be the same on all devices.
+      update: what calls kernels. For each leaf it returns an array and a tuple of arrays, all
+        divided as the leaf is, and one number that is the same on all devices.
       vector: an array that is the same everywhere.
       leaves: trees of arrays of one shape.
 
@@ -51,7 +51,7 @@ def placed(update: Update, vector: jax.Array, leaves: Sequence[Any]) -> list[Any
     axes = [_axes_in(spec) for spec in specs]
     mapped_update = jax.shard_map(
         lambda v, all_: update(v, all_, axes),
-        mesh=None if mesh is not None and not mesh.empty else meshes.pop(),
+        mesh=meshes.pop() if mesh.empty else None,
         in_specs=(jax.P(), specs),
         out_specs=[(spec, spec, jax.P()) for spec in specs],
         check_vma=False,  # a kernel that updates in place takes no arrays of checked axes

@@ -1,0 +1,133 @@
+"""Parameters into flat buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ampx.buckets import Bucket, bucket_layout
+from ampx.checking import check_positive_int
+from ampx.flat_params import FlatLayout, FlatParams, has_flat
+from ampx.trees import path_name
+
+def flatten(
+    params: Any,
+    *,
+    mask: Any = None,
+    group_of: Callable[[str, Any], Hashable] | None = None,
+    row: int = 256,
+    bucket_bytes: int | None = None,
+    multiple_of: int = 1,
+) -> FlatParams:
+    """Puts parameters into flat buffers, one for each dtype and group, to train them there.
+
+    Give the result to `train_step(...).init`, `ampx.value_and_grad` and optimizers in the place of
+    the tree. Loss functions get the tree, gradients and moments are flat too. Masks of `ampx.fused`
+    optimizers, `local_norm` and the norms in LAMB and NovoGrad mean single parameters, as in the
+    tree. Optax's own wrappers and optimizers see buffers: give their masks and labels through
+    `per_buffer`, and do not use those that work by parameter, such as `optax.lamb`.
+
+    Worth it for many small parameters, up to some 64 thousand elements. A parameter costs row / 2
+    elements of padding on average, and the forward pass reads it out of its buffer.
+
+    Args:
+      params: a pytree of arrays, all on the same devices in the same way.
+      mask: which parameters decay, as the optimizer takes it, or labels as `optax.partition` takes
+        them: parameters that differ in it get different buffers.
+      group_of: a function of (path joined by "/", leaf): what else parameters of a buffer share.
+      row: elements that every parameter begins at a multiple of. Best a multiple of what the
+        hardware reads at once, and of the blocks of int8 moments.
+      bucket_bytes: close a buffer once it holds so many, so that the reduction of the last ones may
+        begin before the gradients of the first are known. None: one buffer, however large.
+      multiple_of: elements that each buffer is padded to a multiple of, for `ampx.zero1` on a
+        number of devices that is no power of two.
+
+    Returns:
+      A `FlatParams`. Jitted it is one concatenation a buffer.
+
+    Raises:
+      TypeError: if a size is not an int.
+      ValueError: if a size is not positive, or `params` are flat already.
+
+    References:
+      `combine_grad` of Ascend's apex; Megatron-LM's ParamAndGradBuffer.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp
+      >>> params = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
+      >>> def matrices(params):
+      ...     return jax.tree.map(lambda p: p.ndim > 1, params)
+      >>> def loss_fn(params, x):
+      ...     return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+      >>> step = ampx.train_step(loss_fn, ampx.fused.adamw(0.1, mask=matrices))
+      >>> state = step.init(ampx.fused.flatten(params, mask=matrices))
+      >>> state.params
+      FlatParams({'float32/no_decay': float32[256], 'float32/decay': float32[256]}, 2 parameters)
+      >>> state, report = jax.jit(step, donate_argnums=0)(state, jnp.ones((4, 2)))
+      >>> print(*[f"{b:.2f}" for b in state.params.tree()["b"]])
+      -0.10 -0.10 -0.10
+    """
+    if has_flat(params):
+        raise ValueError("these parameters are flat already: flatten the tree, flat.tree()")
+    for name, value in (("row", row), ("multiple_of", multiple_of)):
+        check_positive_int(name, value)
+    params = jax.tree.map(jnp.asarray, params)
+    choices: dict[str, Any] = {}
+    if mask is not None:
+        chosen = jax.tree.broadcast(mask(params) if callable(mask) else mask, params)
+        choices = {
+            path_name(path): label for path, label in jax.tree_util.tree_leaves_with_path(chosen)
+        }
+
+    def group(path: str, leaf: Any) -> tuple[Hashable, ...]:
+        own = () if group_of is None else (group_of(path, leaf),)
+        if mask is None:
+            return own
+        label = choices[path]
+        return (*own, ("decay" if label else "no_decay") if isinstance(label, bool) else label)
+
+    return laid_out(params, group, row=row, bucket_bytes=bucket_bytes, multiple_of=multiple_of)
+
+
+def laid_out(
+    params: Any,
+    group_of: Callable[[str, Any], tuple[Hashable, ...]],
+    *,
+    row: int,
+    bucket_bytes: int | None,
+    multiple_of: int,
+) -> FlatParams:
+    """`flatten` by a function to all that names a group."""
+    leaves = jax.tree.leaves(params)
+    everything = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    padded_to = math.lcm(row, multiple_of)
+    layout = bucket_layout(
+        params,
+        bucket_bytes=max(everything, 1) if bucket_bytes is None else bucket_bytes,
+        multiple_of=padded_to,
+        align=row,
+        group_of=group_of,
+    )
+    buckets = tuple(_with_spare(bucket, padded_to) for bucket in reversed(layout.buckets))
+    layout = dataclasses.replace(layout, buckets=buckets)
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    flat_layout = FlatLayout(layout, dtypes, _names(buckets), row, bucket_bytes, multiple_of)
+    return FlatParams(tuple(layout.flatten(params)), flat_layout)
+
+
+def _with_spare(bucket: Bucket, padded_to: int) -> Bucket:
+    is_full = bucket.offsets[-1] + bucket.sizes[-1] == bucket.size
+    return dataclasses.replace(bucket, size=bucket.size + padded_to) if is_full else bucket
+
+
+def _names(buckets: Sequence[Any]) -> tuple[str, ...]:
+    names = ["/".join(map(str, (bucket.dtype, *bucket.group))) for bucket in buckets]
+    return tuple(
+        name if names.count(name) == 1 else f"{name}/{names[:i].count(name)}"
+        for i, name in enumerate(names)
+    )

@@ -1,0 +1,89 @@
+"""The parameters in a flat buffer, for what an optimizer works out once for each of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ampx.buckets import Bucket
+from ampx.flat_params import FlatParams, check_is_whole, is_flat
+
+
+class Segments(NamedTuple):
+    """Sums over the parameters of a buffer, by rows: none holds elements of two parameters.
+
+    Attributes:
+      bucket: where the parameters lie.
+      row: elements of a row.
+    """
+
+    bucket: Bucket
+    row: int
+
+    def sums(self, x: jax.Array) -> jax.Array:
+        """Of shape (parameters,), whatever the padding holds."""
+        check_is_whole(self.bucket, x)
+        of_rows = jnp.sum(self.without_padding(x).reshape(-1, self.row), axis=1)
+        return jax.ops.segment_sum(
+            of_rows, self._owners(), len(self.bucket.leaves), indices_are_sorted=True
+        )
+
+    def spread(self, numbers: jax.Array) -> jax.Array:
+        """One number for each parameter to one for each element."""
+        of_rows = numbers[self._owners()]
+        return lax.broadcast_in_dim(of_rows, (len(of_rows), self.row), (0,)).reshape(-1)
+
+    def without_padding(self, x: jax.Array) -> jax.Array:
+        """The same with zeros between parameters: 0 / 0 does not stay there."""
+        filled = np.diff(self._starts(), append=self.bucket.size // self.row)
+        held = np.concatenate(
+            [
+                np.clip(size - self.row * np.arange(rows), 0, self.row)
+                for size, rows in zip(self.bucket.sizes, filled, strict=True)
+            ]
+        )
+        rows = x.reshape(-1, self.row)
+        is_held = lax.broadcasted_iota(jnp.int32, rows.shape, 1) < held.astype(np.int32)[:, None]
+        return jnp.where(is_held, rows, jnp.zeros_like(rows)).reshape(-1)
+
+    def _starts(self) -> np.ndarray:
+        return np.asarray(self.bucket.offsets) // self.row
+
+    def _owners(self) -> np.ndarray:
+        """The place of the parameter that each row belongs to, trailing padding to the last."""
+        rows = np.diff(self._starts(), append=self.bucket.size // self.row)
+        return np.repeat(np.arange(len(rows), dtype=np.int32), rows)
+
+
+def segments_of(tree: Any) -> list[Segments | None]:
+    """For each leaf of a tree, the parameters in it; None for a leaf that is one parameter."""
+    found: list[Segments | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_flat):
+        if not is_flat(node):
+            found.append(None)
+            continue
+        for bucket, buffer in zip(node.layout.buckets, node.buffers, strict=True):
+            found += [Segments(bucket, node.layout.row)] * len(jax.tree.leaves(buffer))
+    return found
+
+
+def per_parameter(slots: Any) -> Any:
+    """Slots that are one number for each array, as one for each parameter of a flat buffer."""
+
+    def of(node: Any) -> Any:
+        if not is_flat(node):
+            return node
+        pairs = zip(node.layout.buckets, node.buffers, strict=True)
+        return FlatParams(tuple(_numbers(*pair) for pair in pairs), node.layout)
+
+    return jax.tree.map(of, slots, is_leaf=is_flat)
+
+
+def _numbers(bucket: Bucket, slot: Any) -> Any:
+    if not isinstance(slot, jax.Array) or slot.ndim:
+        return slot
+    return jnp.broadcast_to(slot, len(bucket.leaves))
