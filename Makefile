@@ -9,13 +9,16 @@ BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint bench docs clean help
+.PHONY: demo test test-gpu lint bench bench-gpu aot docs clean help
 
 demo: $(VENV)/.ready ## train a small language model in six precisions and compare them
 	$(BIN)/python -m ampx.examples.language_model $(ARGS)
 
 test: $(VENV)/.ready ## run the tests: unit tests, doctests, notebooks
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+test-gpu: $(VENV)/.ready-cuda ## run the tests that need an NVIDIA GPU; installs CUDA's libraries
+	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu $(ARGS)
 
 lint: $(VENV)/.ready-lint ## check formatting, lint rules and types
 	$(BIN)/ruff format --check .
@@ -24,6 +27,12 @@ lint: $(VENV)/.ready-lint ## check formatting, lint rules and types
 
 bench: $(VENV)/.ready ## time ampx against plain optax
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-gpu: $(VENV)/.ready-cuda ## time fused updates on a GPU
+	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m benchmarks.fused --gpu $(ARGS)
+
+aot: $(VENV)/.ready ## count what compilers make of the fused updates; see benchmarks/aot.py
+	$(BIN)/python -m benchmarks.aot $(ARGS)
 
 docs: $(VENV)/.ready-docs ## build docs/_build/html; warnings are errors
 	$(BIN)/sphinx-build -q -E -W -b html docs docs/_build/html
@@ -35,7 +44,7 @@ clean: ## remove environments, caches and built files
 	find ampx benchmarks docs tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -52,6 +61,10 @@ $(VENV)/.ready: pyproject.toml
 
 $(VENV)/.ready-lint: $(VENV)/.ready
 	@$(INSTALL) -e ".[lint]"
+	@touch $@
+
+$(VENV)/.ready-cuda: $(VENV)/.ready
+	@$(INSTALL) -e ".[cuda]"
 	@touch $@
 
 $(VENV)/.ready-docs: $(VENV)/.ready

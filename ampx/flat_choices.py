@@ -46,11 +46,11 @@ def per_buffer(choice: Any) -> Any:
 
     def of(params: Any) -> Any:
         if not has_flat(params) or has_flat(choice):
-            return choice(params) if callable(choice) else choice
+            return choice(params) if _is_function(choice) else choice
         view = jax.tree.map(
             lambda node: node.shapes() if is_flat(node) else node, params, is_leaf=is_flat
         )
-        chosen = choice(view) if callable(choice) else choice
+        chosen = choice(view) if _is_function(choice) else choice
         chosen = jax.tree.broadcast(chosen, view, is_leaf=_is_masked)
         nodes, structure = jax.tree.flatten(params, is_leaf=is_flat)
         parts = structure.flatten_up_to(chosen)
@@ -60,6 +60,12 @@ def per_buffer(choice: Any) -> Any:
         )
 
     return of
+
+
+def _is_function(choice: Any) -> bool:
+    """Whether a choice is to be called: not so a module of bools that happens to be callable."""
+    leaves = jax.tree.leaves(choice)
+    return bool(leaves) and all(map(callable, leaves))
 
 
 def _is_masked(node: Any) -> bool:

@@ -15,6 +15,7 @@ from ampx.checking import check_positive_int
 from ampx.flat_params import FlatLayout, FlatParams, has_flat
 from ampx.trees import path_name
 
+
 def flatten(
     params: Any,
     *,
@@ -30,7 +31,8 @@ def flatten(
     the tree. Loss functions get the tree, gradients and moments are flat too. Masks of `ampx.fused`
     optimizers, `local_norm` and the norms in LAMB and NovoGrad mean single parameters, as in the
     tree. Optax's own wrappers and optimizers see buffers: give their masks and labels through
-    `per_buffer`, and do not use those that work by parameter, such as `optax.lamb`.
+    `per_buffer`, and do not use those that work by parameter, such as `optax.lamb`. An `eps` of 0
+    divides 0 by 0 in padding, which norms of single parameters leave out.
 
     Worth it for many small parameters, up to some 64 thousand elements. A parameter costs row / 2
     elements of padding on average, and the forward pass reads it out of its buffer.

@@ -47,35 +47,43 @@ def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
     if not leaves:
         return JudgedNorm(jnp.zeros((), jnp.float32), jnp.zeros(2, jnp.int32))
     # Otherwise XLA would share the casts of half gradients with the update, through memory.
-    leaves = lax.optimization_barrier(leaves)
-    multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
-    total = _over_shards(leaves, [_squares(leaf, multiplier) for leaf in leaves])
+    # One by one: in jax 0.10 a joint barrier makes all vary over what any of them does.
+    leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
     axes = sorted(frozenset[str]().union(*map(varying_over, leaves)))
+    multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
+    total = _over_shards(leaves, [_squares(leaf) for leaf in leaves])
 
     def all_is_well() -> JudgedNorm:
-        return JudgedNorm(jnp.sqrt(total), varying(jnp.zeros(2, jnp.int32), axes))
+        return JudgedNorm(jnp.sqrt(total) * multiplier, varying(jnp.zeros(2, jnp.int32), axes))
 
     def second_look() -> JudgedNorm:
-        large = [_squares(leaf, multiplier / _LARGE_UNIT) for leaf in leaves]
+        large = [_large_squares(leaf) for leaf in leaves]
         found = jnp.stack([jnp.stack([jnp.isinf(s), jnp.isnan(s)]) for s in large])
-        norm = jnp.sqrt(_over_shards(leaves, large)) * _LARGE_UNIT
+        norm = jnp.sqrt(_over_shards(leaves, large)) * multiplier * _LARGE_UNIT
         return JudgedNorm(norm, varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
 
     return lax.cond(jnp.isfinite(total), all_is_well, second_look)
 
 
-def _squares(leaf: jax.Array, multiplier: jax.Array) -> jax.Array:
+def _squares(leaf: jax.Array) -> jax.Array:
+    return jnp.sum(leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) ** 2)
+
+
+def _large_squares(leaf: jax.Array) -> jax.Array:
+    """The sum of squares in the large unit."""
     wide = leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
-    return jnp.sum((wide * multiplier.astype(wide.dtype)) ** 2)
+    # The floor is far below what matters here. It is there because XLA would else multiply the
+    # squares by the square of 1/unit, and the one is infinite and the other zero.
+    return jnp.sum(jnp.maximum(jnp.abs(wide * (1 / _LARGE_UNIT)), 2.0**-63) ** 2)
 
 
 def _over_shards(leaves: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> jax.Array:
     """The sum of one number from each leaf, and from all shards of those that are divided."""
-    by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
+    sums: dict[tuple[str, ...], jax.Array] = {}
     for leaf, number in zip(leaves, numbers, strict=True):
         axes = tuple(sorted(varying_over(leaf)))
-        by_axes.setdefault(axes, []).append(number.astype(jnp.float32))
-    sums = {axes: jnp.sum(jnp.stack(own)) for axes, own in by_axes.items()}
+        own = number.astype(jnp.float32)
+        sums[axes] = sums[axes] + own if axes in sums else own
     joined = [lax.psum(total, axes) if axes else total for axes, total in sums.items()]
     return sum(joined, jnp.zeros((), jnp.float32))
 
@@ -86,7 +94,10 @@ def clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
 
 
 def folded(tail: Tail, grads: Any) -> Tail:
-    """The same tail with its clip in the factor, the norm measured for it if nobody has yet."""
+    """The same tail with its clip in the factor, the norm measured for it if nobody has yet.
+
+    The clip times 1/scale is zero below 2**-126: such gradients are clipped to nothing.
+    """
     if tail.max_norm is None:
         return tail
     norm = judged_norm(grads, tail.factor).norm if tail.norm is None else tail.norm

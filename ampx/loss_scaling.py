@@ -29,6 +29,7 @@ from ampx.scale_dynamics import (
     check_scale,
     choice_as_number,
 )
+from ampx.stored_params import apply_updates
 from ampx.tails import Applied, Tail, takes_tail, unwrapped, wrappers_held
 from ampx.trees import find_nodes
 
@@ -90,12 +91,6 @@ def _scaled(
     ) -> tuple[Any, LossScaleState]:
         if can_fold and takes_tail(state.inner_state):
             return folded_update(updates, state, params, verdict, tail or Tail(), extra_args)
-        if tail is not None:
-            raise TypeError(
-                "fused.apply needs a fused optimizer, such as ampx.fused.adamw, directly inside "
-                "the loss scale, and a loss scale with one loss, no saturation_dtype and "
-                "nonfinite_updates='hold': otherwise use tx.update and ampx.apply_updates"
-            )
         per_loss = _gradients_per_loss(updates, num_losses)
         reduces = bool(find_nodes(state.inner_state, ReductionState))
         axes = axis_names or (verdict.axes if reduces and verdict else ())
@@ -116,6 +111,8 @@ def _scaled(
         overflow = jnp.any(jnp.stack(counts) > 0)
         seen = jnp.array([g is not None for g in per_loss]).reshape(shape)
         grads = _unscaled_sum(per_loss, state.loss_scale.reshape(num_losses))
+        if tail is not None and tail.max_norm is not None:
+            grads, _ = optax.clip_by_global_norm(tail.max_norm).update(grads, optax.EmptyState())
 
         new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
         new_updates = verdicts.landing(new_updates, params)
@@ -133,7 +130,10 @@ def _scaled(
         counts_of_all = jnp.stack(counts).reshape(*shape, 2)
         moved = _moved(advance, state, counts_of_all, seen, skip, bad_update & ~overflow)
         moved = moved._replace(inner_state=verdicts.hold(skip, new_inner, state.inner_state))
-        return verdicts.hold(skip, new_updates, no_updates), moved
+        new_updates = verdicts.hold(skip, new_updates, no_updates)
+        if tail is not None and tail.new_params:
+            return Applied(apply_updates(params, new_updates), None), moved
+        return new_updates, moved
 
     def folded_update(
         updates: Any,
@@ -145,11 +145,10 @@ def _scaled(
     ) -> tuple[Any, LossScaleState]:
         """For a fused optimizer, which divides by the scale and holds its state by itself."""
         factor, norm = 1 / state.loss_scale, None
-        if verdict is None:
+        counts = None if verdict is None else verdict.counts
+        if counts is None or tail.max_norm is not None:
             norm, local_counts = judged_norm(updates, factor)
-            counts = verdicts.agreed(local_counts, axis_names)
-        else:
-            counts = verdict.counts
+            counts = verdicts.agreed(local_counts, axis_names) if counts is None else counts
         overflow = jnp.any(counts > 0)
         tail = folded(dataclasses.replace(tail, factor=factor, skip=overflow, norm=norm), updates)
         new_updates, new_inner = inner.update(
@@ -271,7 +270,8 @@ def dynamic_loss_scale(
         moment that overflows, 0/0 in a half Adam). `"hold"` keeps the old value of exactly the
         elements concerned, in params and state; `"skip"` undoes the whole step, for which every
         parameter must wait for every update. Non-finite updates are counted in `bad_update_total`
-        either way.
+        either way; around an optimizer of `ampx.fused`, which writes in the same pass, only those
+        from a coefficient that is not finite or from the range of float16.
       powers_of_two: refuse factors and scales that are not powers of two, because unscaling is
         exact only for those. Turn it off to reproduce systems that use others (0.8, say).
 

@@ -149,7 +149,7 @@ class Reduction:
             else:
                 total = self._sum(_waiting_for(before, buffer))
                 if bucket.leaves[0] in ready:
-                    total = total.at[-1].set(0)
+                    total = _without_last(total)
             before = total[:1]
             reduced.append(total)
         empty = jax.tree.map(lambda leaf: leaf if leaf.size else self._summed_alone(leaf), tree)
@@ -235,6 +235,12 @@ def _waiting_for(before: jax.Array, buffer: jax.Array) -> jax.Array:
     """
     token = jnp.sum(jnp.isnan(before) if is_floating(before) else before > 0)
     return buffer.at[-1].set(token.astype(buffer.dtype))
+
+
+def _without_last(buffer: jax.Array) -> jax.Array:
+    """Zero in the place of the last element; written in place, it would cost a copy."""
+    last = buffer.size - 1
+    return jnp.where(lax.iota(jnp.int32, buffer.size) < last, buffer, jnp.zeros_like(buffer))
 
 
 def _sum_of_narrow(buffer: jax.Array, axes: tuple[str, ...], wire_dtype: Any) -> jax.Array:

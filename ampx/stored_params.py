@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ampx.mapped_axes import varying_over
 from ampx.precision import wider_dtype
 from ampx.tails import Tail, TailResult, takes_tail, unwrapped
 from ampx.verdicts import cast_like, is_float0, is_floating
@@ -63,9 +64,22 @@ def answer(new: Any, params: Any, bad: jax.Array, tail: Tail | None) -> Any:
         if tail.skip is None or not is_floating(leaf):
             return TailResult(value, bad)
         stays = leaf if wants_params else jnp.full_like(value, -0.0)
-        return TailResult(jnp.where(tail.skip, stays, value), bad)
+        held = jnp.where(jnp.isfinite(new_leaf) & ~tail.skip, value, stays)
+        return TailResult(held, bad | overflows(new_leaf, leaf))
 
     return jax.tree.map(result, new, params)
+
+
+def overflows(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Whether a float16 parameter that is finite would not stay so; over all of its shards.
+
+    Other types have the range of what they are computed in, and are not looked through.
+    """
+    if new.dtype != jnp.float16:
+        return jnp.zeros((), bool)
+    lost = jnp.sum(~jnp.isfinite(new) & jnp.isfinite(old), dtype=jnp.int32)
+    axes = tuple(sorted(varying_over(lost)))
+    return (jax.lax.psum(lost, axes) if axes else lost) > 0
 
 
 def _difference(new: jax.Array, old: jax.Array) -> Any:

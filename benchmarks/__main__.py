@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import ampx
-from benchmarks import autocast, distributed, model, pipeline
+from benchmarks import autocast, distributed, fused, model, pipeline
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -206,6 +206,7 @@ BENCHMARKS = {
     "distributed": distributed.distributed,
     "pipeline": pipeline.pipeline,
     "autocast": autocast.autocasting,
+    "fused": fused.fused,
 }
 
 

@@ -69,7 +69,7 @@ def apply(
 
     Args:
       tx: an optimizer of `ampx.fused`, or several in `optax.partition`, inside
-        `optax.inject_hyperparams`, `optax.masked`, `ampx.master_weights` and, outermost,
+        `optax.inject_hyperparams`, `ampx.master_weights` and, outermost,
         `ampx.dynamic_loss_scale` or `static_loss_scale`.
       grads: gradients, still multiplied by the loss scale; any floating dtype.
       opt_state: the state of `tx`. Donate it, and `params`, to update in place.
@@ -77,7 +77,12 @@ def apply(
       max_norm: clip the unscaled gradients by their global norm. The norm of finite gradients is
         right even where the sum of their squares overflows.
       half_dtype: also return the new parameters in this dtype, for the next forward pass.
-      backend: `"auto"`, `"xla"` or `"pallas"`.
+      backend: `"auto"` is XLA; `"pallas"`, kernels for the GPU (Hopper or newer) or TPU at hand,
+        in place. Parameters that kernels cannot update are left to XLA: those of NovoGrad, of
+        float64, with 8-bit state, and of LAMB with half moments. Kernels need to know where arrays
+        lie: on the only device, in a mesh of Explicit axes, or in `shard_map` (on GPUs with
+        `check_vma=False`, where LAMB's norms are those of the shards). `"mosaic_gpu"` and
+        `"mosaic_tpu"` lower for those from anywhere; `"interpret"` is for tests.
       verdict: a verdict on the gradients that devices agreed on already.
       **extra_args: handed to `tx`.
 
@@ -86,7 +91,8 @@ def apply(
 
     Raises:
       TypeError: if something in `tx` would have to see updates or unscaled gradients.
-      ValueError: for a `max_norm` that is not positive, or an unknown backend.
+      ValueError: for a `max_norm` that is not positive, a backend that is unknown or has no
+        kernels for this platform, or arrays of which kernels cannot know where they lie.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp

@@ -16,6 +16,7 @@ from ampx.fused.segments import Segments
 from ampx.fused.slot_formats import loaded, stored
 from ampx.mapped_axes import varying_over
 from ampx.precision import wider_dtype
+from ampx.stored_params import overflows
 from ampx.tails import Tail, TailResult
 from ampx.verdicts import is_floating
 
@@ -68,7 +69,7 @@ def leaf_update(
         step = step * trust_ratio(p, step, leaf.segments)
     step = step if h.step_size is None else h.step_size * step
     kept = tuple(
-        stored(new, old, leaf.step, leaf.place)
+        stored(new, old, leaf.step, leaf.place, holds=tail.skip is not None)
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
     return _result(p, step, leaf, tail, coefficients.is_bad), kept
@@ -97,18 +98,19 @@ def unchanged(leaf: Leaf, tail: Tail) -> TailResult:
 def _result(p: Any, step: jax.Array, leaf: Leaf, tail: Tail, bad: jax.Array) -> TailResult:
     """The update or the new parameter, and whether something is wrong with it.
 
-    Behind gradients with a finite norm only two things make a finite parameter infinite or NaN: a
-    coefficient that is so, which is seen for free, and a float16 that overflows, which is counted.
+    Counted are a coefficient that is not finite, which is seen for free, and a float16 parameter
+    that overflows. What else is not finite (0/0 without epsilon) is held, and not counted: that
+    would be one more pass over every parameter.
     """
     new = step if p is None else (p + step).astype(leaf.param.dtype)
-    value = new if tail.new_params else step.astype(_update_dtype(leaf))
     if tail.skip is None:
+        value = new if tail.new_params else step.astype(_update_dtype(leaf))
         return TailResult(value, bad)
-    if new.dtype == jnp.float16:
-        was_finite = True if p is None else jnp.isfinite(leaf.param)
-        bad |= jnp.any(~jnp.isfinite(new) & was_finite)
+    if p is not None:
+        bad |= overflows(new, leaf.param)
+    # A wide update: that of a half might overflow where its sum with the parameter does not.
     # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
-    stays = leaf.param if tail.new_params else jnp.full_like(value, -0.0)
+    value, stays = (new, leaf.param) if tail.new_params else (step, jnp.full_like(step, -0.0))
     return TailResult(jnp.where(is_finite(new) & ~tail.skip, value, stays), bad)
 
 

@@ -54,9 +54,11 @@ def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
     """
     if not tail.new_params or tail.backend in ("auto", "xla") or rule.needs_squares:
         return False
-    if rule.direction_again and any(slot.dtype != jnp.float32 for slot in leaf.slots):
+    if any(getattr(slot, "dtype", None) == jnp.float16 for slot in leaf.slots):
         return False
     if rule.direction_again and leaf.segments is not None:
+        return False
+    if rule.direction_again and any(getattr(s, "dtype", None) != jnp.float32 for s in leaf.slots):
         return False
     arrays = leaf.grad, leaf.param, *leaf.slots
     return all(
@@ -129,8 +131,9 @@ class _Step(NamedTuple):
     def slots(self, scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:
         """Reads gradient and parameter, writes the slots; sums the squares of both norms."""
         h, skip, _ = self._unpacked(scalars)
-        direction, new_slots = self._stepped(h, skip, *read_, written, sqrt)
-        param = _wide(read_[1])
+        grad, param = read_
+        direction, new_slots = self._stepped(h, skip, grad, param, written, sqrt)
+        param = _wide(param)
         return new_slots, [param * param, direction * direction]
 
     def param(self, scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:

@@ -95,7 +95,8 @@ def advance_adam(
 
 def _correction(decay: Any, count: Any) -> jax.Array:
     """What undoes the bias of a mean that began at zero, `count` steps ago."""
-    return 1 / (1 - jnp.asarray(decay, jnp.float32) ** count.astype(jnp.float32))
+    dtype = jnp.result_type(float)
+    return 1 / (1 - jnp.asarray(decay, dtype) ** count.astype(dtype))
 
 
 def adam(

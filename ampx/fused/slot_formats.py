@@ -47,14 +47,17 @@ def loaded(slot: Any, dtype: Any) -> jax.Array:
     return (decode(slot) if isinstance(slot, Int8Blocks) else slot).astype(dtype)
 
 
-def stored(new: jax.Array, old: Any, step: Any, place: int) -> Any:
-    """New numbers in the form of the old slot.
+def stored(new: jax.Array, old: Any, step: Any, place: int, *, holds: bool) -> Any:
+    """New numbers in the form of the old slot; the old number, if asked, where float16 overflows.
 
     Second moments in int8 are rounded stochastically, by bits that depend on the step and on the
     place of the parameter: rounded to the nearest they would stand still, see `int8_blocks`.
     """
     if not isinstance(old, Int8Blocks):
-        return new.astype(old.dtype)
+        cast = new.astype(old.dtype)
+        if holds and old.dtype == jnp.float16:
+            cast = jnp.where(jnp.isfinite(cast), cast, old)
+        return cast
     signed = old.codes.dtype == jnp.int8
     bits = None
     if not signed:

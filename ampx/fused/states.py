@@ -58,6 +58,17 @@ def marked(state: Any) -> tuple[Any, ...]:
     return (FusedEmptyState(), *parts[1:])
 
 
-def own_part(state: tuple[Any, ...]) -> int:
-    """The place of the marked part."""
-    return next(i for i, part in enumerate(state) if isinstance(part, TakesTail))
+def own_part(state: Any) -> int:
+    """The place of the marked part.
+
+    Raises:
+      TypeError: if no part is.
+    """
+    for place, part in enumerate(state if isinstance(state, tuple) else ()):
+        if isinstance(part, TakesTail):
+            return place
+    raise TypeError(
+        f"got a state of {type(state).__name__} that no optimizer of ampx.fused has made: to go on "
+        "from a state of optax, use "
+        "jax.tree.unflatten(jax.tree.structure(tx.init(params)), jax.tree.leaves(state))"
+    )

@@ -99,7 +99,7 @@ def stochastic_rounding(
             )
         ]
         steps = answer(structure.unflatten(rounded), params, bad, tail)
-        count = optax.safe_increment(state.rounding_count)
+        count: Any = optax.safe_increment(state.rounding_count)
         if tail is not None and tail.skip is not None:
             count = hold(tail.skip, count, state.rounding_count)
         return steps, StochasticRoundingState(count, inner_state)

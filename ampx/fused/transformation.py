@@ -61,11 +61,13 @@ def fused_transformation(
         structure = jax.tree.structure(updates)
         columns = [
             segments_of(updates),
-            structure.flatten_up_to(updates),
-            [None] * structure.num_leaves if params is None else structure.flatten_up_to(params),
+            map(_array, structure.flatten_up_to(updates)),
+            [None] * structure.num_leaves
+            if params is None
+            else map(_array, structure.flatten_up_to(params)),
             *(structure.flatten_up_to(slot) for slot in slots.values()),
         ]
-        step = getattr(state[at], "count", 0)
+        step = state[at]._asdict().get("count", 0)
         leaves = [
             Leaf(grad, param, tuple(own), place, step, segments)
             for place, (segments, grad, param, *own) in enumerate(zip(*columns, strict=True))
@@ -81,6 +83,10 @@ def fused_transformation(
         return new_updates, (*next_state[:at], own, *next_state[at + 1 :])
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _array(leaf: Any) -> Any:
+    return leaf if is_float0(leaf) else jnp.asarray(leaf)
 
 
 def _counts_held(skip: jax.Array, new_state: Any, state: Any) -> Any:

@@ -1,0 +1,196 @@
+"""What compilers make of the fused tails for an H100 and a TPU v5e, without either: `make aot`.
+
+Counts and bytes, never times. Each accelerator needs its own large optional package, in an
+environment of its own: `jax[cuda12]` or `jax[cuda13]` (5 GB), `jax[tpu]` (1.3 GB). Where one is
+missing, that is said and the others are compiled.
+
+Bytes are those of operands and results of what the entry of the optimized program runs: fusions,
+custom calls and other instructions that are no bookkeeping. Copies between memory and a TPU's VMEM
+that XLA starts ahead of time are not counted again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+TARGETS = {"h100": "NVIDIA H100", "v5e": "TPU v5e"}
+NOT_INSTALLED = 3
+SHAPES = {f"w{k}": (2048, 2048) for k in range(4)} | {f"b{k}": (2048,) for k in range(4)}
+
+_ENTRY = re.compile(r"^ENTRY .*?\{\n(.*?)^\}", re.S | re.M)
+_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
+_TYPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"}
+_COPIES = re.compile(r"(copy|slice|async)-(start|done)")
+
+
+class Counts(NamedTuple):
+    """What is counted in the text of a program."""
+
+    kernels: int
+    custom_calls: int
+    size: int
+
+
+def counted(text: str) -> Counts:
+    """Counts what the entry computation of an optimized HLO text runs."""
+    found = _ENTRY.search(text)
+    assert found, "no ENTRY computation"
+    types: dict[str, str] = {}
+    kernels = custom_calls = size = 0
+    for line in found[1].splitlines():
+        if not (match := _LINE.match(line)):
+            continue
+        name, kind, opcode, rest = match.groups()
+        types[name] = kind
+        if opcode in _FREE or _COPIES.fullmatch(opcode):
+            continue
+        kernels += 1
+        custom_calls += opcode == "custom-call"
+        operands = _NAME.findall(rest.split("), ")[0])
+        size += _bytes(kind) + sum(_bytes(types.get(operand, "")) for operand in operands)
+    return Counts(kernels, custom_calls, size)
+
+
+def _bytes(kind: str) -> int:
+    return sum(
+        math.prod(map(int, filter(None, dims.split(",")))) * _width(name)
+        for name, dims in _TYPE.findall(kind)
+    )
+
+
+def _width(name: str) -> int:
+    digits = re.search(r"\d+", name)
+    return max(1, int(digits[0]) // 8) if digits else 1
+
+
+def _h100_config() -> str:
+    """XLA's own description of the GPU, as `get_topology_desc` takes it."""
+    return """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84978434048
+  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def _topology(target: str) -> Any:
+    from jax.experimental import topologies
+
+    if target == "v5e":
+        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    settings = dict(target_config=_h100_config(), topology="1x1x1")
+    return topologies.get_topology_desc(platform="cuda", **settings)
+
+
+def _installed(target: str) -> bool:
+    import importlib.util
+
+    names = {"v5e": ["libtpu"], "h100": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}[target]
+    return any(importlib.util.find_spec(name) for name in names)
+
+
+def _kernels_know_the_tpu(target: str) -> Any:
+    """One-dimensional blocks need to be told which TPU they are for."""
+    import contextlib
+
+    if target == "h100":
+        return contextlib.nullcontext()
+    import jax
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice("TPU v5 lite", 1, "tpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def compile_for(target: str) -> None:
+    """Compiles everything for one accelerator and prints the rows of its table."""
+    if not _installed(target):
+        sys.exit(NOT_INSTALLED)
+    import jax
+    import jax.numpy as jnp
+
+    import ampx
+
+    sharding = jax.sharding.SingleDeviceSharding(_topology(target).devices[0])
+
+    def shaped(tree: Any, dtype: Any = None) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding), tree
+        )
+
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    elements = sum(math.prod(shape) for shape in SHAPES.values())
+    kernels = {"v5e": "mosaic_tpu", "h100": "mosaic_gpu"}[target]
+    for name, tx in {"adamw": ampx.fused.adamw(1e-3), "lamb": ampx.fused.lamb(1e-3)}.items():
+        for scaled in (False, True):
+            tail = ampx.dynamic_loss_scale(tx) if scaled else tx
+            max_norm = 1.0 if scaled else None
+            for backend in ("xla", kernels):
+                step = jax.jit(
+                    functools.partial(_step, tail, max_norm, backend), donate_argnums=(0, 1)
+                )
+                state = jax.eval_shape(tail.init, params)
+                arguments = shaped(params), shaped(state), shaped(params, jnp.bfloat16)
+                with _kernels_know_the_tpu(target):
+                    compiled = step.lower(*arguments).compile()
+                memory, counts = compiled.memory_analysis(), counted(compiled.as_text())
+                cells = (
+                    TARGETS[target],
+                    name + (", scale, clip" if scaled else ""),
+                    backend,
+                    f"{memory.temp_size_in_bytes / elements:.2f}",
+                    f"{memory.alias_size_in_bytes / elements:.2f}",
+                    f"{counts.kernels} ({counts.custom_calls})",
+                    f"{counts.size / elements:.1f}",
+                )
+                print("|", " | ".join(cells), "|", flush=True)
+
+
+def _step(tx: Any, max_norm: Any, backend: Any, params: Any, state: Any, grads: Any) -> Any:
+    import ampx
+
+    return ampx.fused.apply(tx, grads, state, params, max_norm=max_norm, backend=backend)[:2]
+
+
+def main() -> None:
+    """Compiles for each accelerator in a process of its own, since a compiler may abort one."""
+    print("Four matrices of 2048 x 2048 and four vectors, float32, with bfloat16 gradients.")
+    print(
+        "\n| for | tail | backend | temporaries, B/param | in place, B/param "
+        "| kernels (custom calls) | B/param |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # no driver is needed to compile
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
+    for target in TARGETS:
+        command = [sys.executable, "-m", "benchmarks.aot", target]
+        code = subprocess.run(command, env=environment).returncode
+        if code == NOT_INSTALLED:
+            extra = "jax[tpu]" if target == "v5e" else "jax[cuda12] or jax[cuda13]"
+            print(f"| {TARGETS[target]} | not compiled: {extra} is not installed | | | | | |")
+        elif code:
+            print(f"| {TARGETS[target]} | failed with exit status {code} | | | | | |")
+
+
+if __name__ == "__main__":
+    compile_for(sys.argv[1]) if len(sys.argv) > 1 else main()

@@ -1,0 +1,62 @@
+"""The tail of a step over many small parameters: as a tree, and living in one flat buffer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ampx
+from benchmarks.measuring import Candidate, print_table, ratio, take_turns
+
+
+def flat_tail(leaves: int = 2000, size: int = 5000, rounds: int = 15) -> None:
+    """AdamW for `leaves` parameters of `size` elements; gradients of the flat one are born flat."""
+    rng = np.random.default_rng(0)
+
+    def tree():
+        return {f"w{i:04d}": jnp.asarray(rng.normal(size=size), jnp.float32) for i in range(leaves)}
+
+    params, grads = tree(), tree()
+    flat_params = ampx.fused.flatten(params)
+    flat_grads = flat_params.like(grads)
+    optaxs, ours = optax.adamw(1e-3), ampx.fused.adamw(1e-3)
+
+    def by_optax(state, grads):
+        params, opt_state = state
+        updates, opt_state = optaxs.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def by_apply(state, grads):
+        params, opt_state = state
+        return ampx.fused.apply(ours, grads, opt_state, params)[:2]
+
+    candidates = [
+        Candidate.compiled("optax, tree", by_optax, (params, optaxs.init(params)), grads),
+        Candidate.compiled("fused.apply, tree", by_apply, (params, ours.init(params)), grads),
+        Candidate.compiled(
+            "fused.apply, flat", by_apply, (flat_params, ours.init(flat_params)), flat_grads
+        ),
+        Candidate.compiled(
+            "optax, flat", by_optax, (flat_params, optaxs.init(flat_params)), flat_grads
+        ),
+    ]
+    take_turns(candidates, rounds)
+    rows = [
+        [
+            candidate.name,
+            f"{candidate.median_ms:.1f}",
+            f"{1e3 * min(candidate.seconds):.1f}",
+            ratio(candidate, candidates[0]),
+            f"{candidate.compile_seconds:.1f}",
+        ]
+        for candidate in candidates
+    ]
+    print_table(
+        f"Flat parameters: AdamW, {leaves} of {size} elements, {jax.default_backend()}",
+        ["", "median ms", "best ms", "of optax, tree", "compile s"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    flat_tail()

@@ -1,0 +1,264 @@
+"""Bytes that a compiled program moves through memory, read out of its HLO at kernel boundaries.
+
+What is counted: every kernel that the program launches (a fusion, a copy, a reduction, a custom
+call) reads each of its operands once and writes all of its outputs once, an output that reuses an
+operand's buffer as well. What happens inside a fusion is free, however often it looks at an
+operand; so are tuples, bitcasts and parameters. Caches are not modelled: an array that is read by
+two kernels counts twice. Of a conditional one branch counts: the cheapest or the dearest, whichever
+an ordinary step takes.
+
+Devices differ in what they fuse. XLA:CPU gives every fusion one output, so that AdamW has to read
+gradient and moments twice, 40 bytes a parameter where one kernel with three outputs moves 28.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx import dynamic_loss_scale, fused
+from benchmarks.measuring import print_table
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\((.*)$")
+_CALLED = re.compile(r"(?:to_apply|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+)")
+_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
+    *("after-all", "partition-id", "replica-id", "copy-done", "async-done"),
+}
+SMALL = 1024  # elements; what touches nothing larger is no pass over parameters
+
+LEAVES, LEAF = 4, 2**19
+
+
+class Traffic(NamedTuple):
+    """What a program moves.
+
+    Attributes:
+      moved: bytes read and written.
+      kernels: how many are launched.
+      passes: those of them that touch an array of more than `SMALL` elements.
+    """
+
+    moved: float
+    kernels: int
+    passes: int
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+Branch = Callable[[list[Traffic]], Traffic]
+
+
+class _Instruction(NamedTuple):
+    opcode: str
+    result: str
+    operands: tuple[str, ...]
+    called: tuple[str, ...]
+
+
+def traffic(text: str, branch: Branch = min) -> Traffic:
+    """The traffic of a compiled program.
+
+    Args:
+      text: of its optimized HLO.
+      branch: `min` or `max`, which branch of a conditional counts.
+
+    Raises:
+      ValueError: for a loop, since the text does not say how often it runs.
+    """
+    computations, entry = _computations(text)
+    return _of_computation(computations, entry, branch)
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """The instructions of each computation, operands given by their types, and the entry's name."""
+    found: dict[str, list[_Instruction]] = {}
+    entry, types = "", {}
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current, types = found.setdefault(header[2], []), {}
+            entry = header[2] if header[1] else entry
+        elif match := _INSTRUCTION.match(line):
+            name, result, opcode, rest = match.groups()
+            types[name] = result
+            operands, attributes = _divided(rest)
+            names = dict.fromkeys(_NAME.findall(operands))  # an operand that is given twice is one
+            called = [_NAME.findall(group) for group in _CALLED.findall(attributes)]
+            current.append(
+                _Instruction(
+                    opcode,
+                    result,
+                    tuple(types.get(operand, "") for operand in names),
+                    tuple(name for names in called for name in names),
+                )
+            )
+    return found, entry
+
+
+def _divided(rest: str) -> tuple[str, str]:
+    """What stands behind an opcode, taken apart into operands and attributes."""
+    depth = 1
+    for place, letter in enumerate(rest):
+        depth += (letter == "(") - (letter == ")")
+        if not depth:
+            return rest[:place], rest[place:]
+    return rest, ""
+
+
+def _of_computation(
+    computations: dict[str, list[_Instruction]], name: str, branch: Branch
+) -> Traffic:
+    total = Traffic(0, 0, 0)
+    for opcode, result, operands, called in computations[name]:
+        if opcode in _FREE:
+            continue
+        if opcode == "while":
+            raise ValueError("this program has a loop: the HLO does not say how often it runs")
+        if opcode in ("call", "conditional"):
+            inside = [_of_computation(computations, each, branch) for each in called]
+            total = total.plus(branch(inside))
+        else:
+            total = total.plus(_of_kernel(result, *operands))
+    return total
+
+
+def _of_kernel(*types: str) -> Traffic:
+    arrays = [array for kind in types for array in _arrays(kind)]
+    is_pass = any(elements > SMALL for elements, _ in arrays)
+    return Traffic(sum(size for _, size in arrays), 1, int(is_pass))
+
+
+def _arrays(kind: str) -> Iterator[tuple[int, float]]:
+    """Elements and bytes of each array of a type, which may be a tuple."""
+    for dtype, bits, dims in _ARRAY.findall(kind):
+        elements = math.prod(int(dim) for dim in dims.split(",") if dim)
+        yield elements, elements * (1 if dtype == "pred" else int(bits) / 8)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+Step = Callable[[Any, Any], Any]
+
+
+def by_update(tx: optax.GradientTransformationExtraArgs) -> Step:
+    """`tx.update` and `optax.apply_updates`."""
+
+    def step(state, grads):
+        params, opt_state = state
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def by_apply(tx: Any, max_norm: float | None = None, backend: Any = "auto") -> Step:
+    """`ampx.fused.apply`."""
+
+    def step(state, grads):
+        params, opt_state = state
+        applied = fused.apply(tx, grads, opt_state, params, max_norm=max_norm, backend=backend)
+        return applied[:2]
+
+    return step
+
+
+def compiled_traffic(step: Step, tx: Any, branch: Branch = min) -> Traffic:
+    """The traffic of a donated step on float32; nothing is allocated or run."""
+    params = [jax.ShapeDtypeStruct((LEAF,), jnp.float32) for _ in range(LEAVES)]
+    state = params, jax.eval_shape(tx.init, params)
+    compiled = jax.jit(step, donate_argnums=0).lower(state, params).compile()
+    return traffic(compiled.as_text(), branch)
+
+
+def _clipped(tx: Any) -> Any:
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
+# Bytes a parameter that have to be read and written: in one kernel, and if kernels have one output.
+FLOORS = {
+    "SGD": (12, 12),
+    "SGD, momentum": (20, 24),
+    "Adagrad": (20, 28),
+    "Lion": (20, 28),
+    "Adam": (28, 40),
+    "AdamW": (28, 40),
+    "Adadelta": (28, 48),
+    "NovoGrad": (24, 28),
+    "LAMB": (40, 52),
+    "AdamW, clipped": (32, 44),
+    "AdamW, scaled, clipped, skipping": (32, 44),
+}
+_OPTIMIZERS = {
+    "SGD": lambda kind: kind.sgd(1e-3),
+    "SGD, momentum": lambda kind: kind.sgd(1e-3, momentum=0.9),
+    "Adagrad": lambda kind: kind.adagrad(1e-3),
+    "Lion": lambda kind: kind.lion(1e-3),
+    "Adam": lambda kind: kind.adam(1e-3),
+    "AdamW": lambda kind: kind.adamw(1e-3),
+    "Adadelta": lambda kind: kind.adadelta(1e-3),
+    "NovoGrad": lambda kind: kind.novograd(1e-3),
+    "LAMB": lambda kind: kind.lamb(1e-3),
+}
+
+
+def _variants() -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Arguments of `compiled_traffic`, by row and column."""
+    rows: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for name, make in _OPTIMIZERS.items():
+        theirs, ours = make(optax), make(fused)
+        rows[name] = {
+            "optax": (by_update(theirs), theirs),
+            "update": (by_update(ours), ours),
+            "apply": (by_apply(ours), ours),
+        }
+    theirs, ours = _clipped(optax.adamw(1e-3)), fused.adamw(1e-3)
+    rows["AdamW, clipped"] = {
+        "optax": (by_update(theirs), theirs),
+        "apply": (by_apply(ours, 1.0), ours),
+    }
+    guarded, scaled = optax.apply_if_finite(theirs, 5), dynamic_loss_scale(ours)
+    rows["AdamW, scaled, clipped, skipping"] = {
+        "optax": (by_update(guarded), guarded, max),  # it is a skip that costs little
+        "apply": (by_apply(scaled, 1.0), scaled),
+    }
+    return rows
+
+
+def traffic_table() -> None:
+    """Bytes a parameter and kernels, for optax and for `ampx.fused`."""
+    rows = []
+    for name, variants in _variants().items():
+        cells = []
+        for column in ("optax", "update", "apply"):
+            found = compiled_traffic(*variants[column]) if column in variants else None
+            cells.append(
+                f"{found.moved / (LEAVES * LEAF):.1f} ({found.passes / LEAVES:g})" if found else "–"
+            )
+        one_kernel, one_output = FLOORS[name]
+        rows.append([name, *cells, str(one_output), str(one_kernel)])
+    print_table(
+        f"Bytes moved a parameter, and kernels a leaf that touch one ({LEAVES} leaves, "
+        f"{jax.default_backend()})",
+        [
+            "optimizer",
+            "optax",
+            "`ampx.fused`, update",
+            "`ampx.fused.apply`",
+            "floor, one output a kernel",
+            "floor",
+        ],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    print(f"jax {jax.__version__}, optax {optax.__version__}, {jax.devices()[0].device_kind}")
+    traffic_table()

@@ -1,0 +1,69 @@
+"""Fused updates on a GPU: kernels equal XLA, update in place and repeat bit for bit.
+
+Without a GPU all are skipped; `test_fused_pallas.py` runs the same steps in an interpreter.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_bit_equal, make_mesh
+from test_fused_pallas import CASES, apply_step, by, by_optax, dynamic, near, normal
+
+from ampx import fused
+
+pytestmark = pytest.mark.gpu
+SHAPES = {"w": (300, 130), "v": (278011,), "b": (7,), "s": (), "e": (0, 3), "m": (512, 512)}
+SHAPES |= {f"u{k}": (1000 + k,) for k in range(20)}  # more than one launch
+KERNELS = [case for case in CASES if case not in ("novograd", "groups")]
+
+
+@pytest.fixture(autouse=True)
+def on_one_of_several_gpus():
+    with jax.set_mesh(make_mesh((1,), ("one",))):
+        yield
+
+
+def steps_of(dtype=jnp.float32):
+    return [normal(i, dtype, SHAPES) for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_kernels_equal_xla_and_optax_on_a_gpu(case):
+    args = normal(0, shapes=SHAPES), steps_of()
+    actual = by("pallas", CASES[case](fused), *args)
+    near(actual, by("xla", CASES[case](fused), *args))
+    near(actual, by_optax(CASES[case], *args))
+
+
+@pytest.mark.parametrize("param", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", ["adamw", "lamb"])
+def test_half_types_on_a_gpu(case, param):
+    args = dynamic(CASES[case](fused)), normal(0, param, SHAPES), steps_of(jnp.bfloat16)
+    near(by("pallas", *args), by("xla", *args), 2e-6 if param == "float32" else 2.0**-7)
+
+
+@pytest.mark.parametrize("case", ["adamw", "lamb"])
+def test_a_skip_on_a_gpu_leaves_every_bit(case):
+    tx = dynamic(CASES[case](fused))
+    step = jax.jit(functools.partial(apply_step, tx, "pallas"))
+    params = normal(0, shapes=SHAPES)
+    params, state = step(params, tx.init(params), normal(1, shapes=SHAPES))
+    bad = normal(2, shapes=SHAPES)
+    bad["v"] = bad["v"].at[-1].set(jnp.nan)
+    after, next_state = step(params, state, bad)
+    assert_bit_equal((after, next_state.inner_state), (params, state.inner_state))
+
+
+@pytest.mark.parametrize("case", ["adamw", "lamb"])
+def test_steps_on_a_gpu_are_in_place_and_repeatable(case):
+    tx, params, grads = CASES[case](fused), normal(0, shapes=SHAPES), steps_of()[0]
+    state = tx.init(params)
+    step = jax.jit(functools.partial(apply_step, tx, "pallas"), donate_argnums=(0, 1))
+    memory = step.lower(params, state, grads).compile().memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert memory.temp_size_in_bytes < 0.05 * size
+    assert memory.alias_size_in_bytes >= 3 * size
+    twice = [step(*jax.tree.map(jnp.copy, (params, state)), grads) for _ in range(2)]
+    assert_bit_equal(*twice)
