@@ -98,8 +98,9 @@ def apply_step(tx, params, state, grads):
 @pytest.mark.parametrize(
     "name, around",
     [
-        *((name, "scaled") for name in UPDATE_FACE_ONLY | EITHER_FACE),
-        *((name, "bare") for name in ("clip", "masked", "optax.MultiSteps", "hyperparams")),
+        *((name, "scaled") for name in EITHER_FACE),
+        *((name, "scaled") for name in ("clip", "masked", "partly frozen", "ampx.multi_steps")),
+        *((name, "bare") for name in ("clip", "optax.MultiSteps", "hyperparams")),
     ],
 )
 def test_the_update_face_works_inside_any_transformation(name, around):
@@ -133,8 +134,9 @@ def apply_clipped(tx, params, state, grads):
     return fused.apply(tx, grads, state, params, max_norm=0.5)[:2]
 
 
-@pytest.mark.parametrize("around", ["bare", "scaled"])
-@pytest.mark.parametrize("name", EITHER_FACE)
+@pytest.mark.parametrize(
+    ("name", "around"), [*((name, "scaled") for name in EITHER_FACE), ("masters of groups", "bare")]
+)
 def test_apply_reaches_through_what_does_not_look_at_updates(name, around):
     steps = gradient_sequence(around != "bare")
     expected = run(AROUND[around](EITHER_FACE[name](optax)), optimizer_step, steps)
