@@ -10,7 +10,7 @@ import optax
 
 from ampx.flat_params import FlatParams, has_flat, is_flat
 from ampx.flattening import laid_out
-from ampx.trees import path_name
+from ampx.trees import chosen, path_name
 
 
 def per_buffer(choice: Any) -> Any:
@@ -46,14 +46,13 @@ def per_buffer(choice: Any) -> Any:
 
     def of(params: Any) -> Any:
         if not has_flat(params) or has_flat(choice):
-            return choice(params) if _is_function(choice) else choice
+            return chosen(choice, params)
         view = jax.tree.map(
             lambda node: node.shapes() if is_flat(node) else node, params, is_leaf=is_flat
         )
-        chosen = choice(view) if _is_function(choice) else choice
-        chosen = jax.tree.broadcast(chosen, view, is_leaf=_is_masked)
+        of_tree = jax.tree.broadcast(chosen(choice, view), view, is_leaf=_is_masked)
         nodes, structure = jax.tree.flatten(params, is_leaf=is_flat)
-        parts = structure.flatten_up_to(chosen)
+        parts = structure.flatten_up_to(of_tree)
         pairs = zip(nodes, parts, strict=True)
         return structure.unflatten(
             [_of_buffers(node, part) if is_flat(node) else part for node, part in pairs]
@@ -62,25 +61,19 @@ def per_buffer(choice: Any) -> Any:
     return of
 
 
-def _is_function(choice: Any) -> bool:
-    """Whether a choice is to be called: not so a module of bools that happens to be callable."""
-    leaves = jax.tree.leaves(choice)
-    return bool(leaves) and all(map(callable, leaves))
-
-
 def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _of_buffers(flat: FlatParams, chosen: Any) -> FlatParams:
+def _of_buffers(flat: FlatParams, of_tree: Any) -> FlatParams:
     layout = flat.layout
-    of_leaves = jax.tree.leaves(chosen, is_leaf=_is_masked)
+    of_leaves = jax.tree.leaves(of_tree, is_leaf=_is_masked)
     values = []
     for name, bucket in zip(layout.names, layout.buckets, strict=True):
         first = bucket.leaves[0]
         for i in bucket.leaves:
             if of_leaves[i] != of_leaves[first]:
-                paths = [path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(chosen)]
+                paths = [path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(of_tree)]
                 raise ValueError(
                     f"{paths[first]!r} has {of_leaves[first]!r} and {paths[i]!r} has "
                     f"{of_leaves[i]!r} in a mask or labels, but both lie in the flat buffer "

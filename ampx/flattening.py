@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ampx.buckets import Bucket, bucket_layout
 from ampx.checking import check_positive_int
 from ampx.flat_params import FlatLayout, FlatParams, has_flat
-from ampx.trees import path_name
+from ampx.trees import chosen, path_name
 
 
 def flatten(
@@ -81,9 +81,9 @@ def flatten(
     params = jax.tree.map(jnp.asarray, params)
     choices: dict[str, Any] = {}
     if mask is not None:
-        chosen = jax.tree.broadcast(mask(params) if callable(mask) else mask, params)
+        labels = jax.tree.broadcast(chosen(mask, params), params)
         choices = {
-            path_name(path): label for path, label in jax.tree_util.tree_leaves_with_path(chosen)
+            path_name(path): label for path, label in jax.tree_util.tree_leaves_with_path(labels)
         }
 
     def group(path: str, leaf: Any) -> tuple[Hashable, ...]:

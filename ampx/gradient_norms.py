@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.mapped_axes import varying_over
+from ampx.mapped_axes import sum_over_shards, varying_over
 from ampx.precision import wider_dtype
 from ampx.tails import Tail
 from ampx.verdicts import is_floating, varying
@@ -32,6 +32,7 @@ class JudgedNorm(NamedTuple):
     counts: jax.Array
 
 
+@jax.named_scope("ampx.verdict")
 def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
     """Norm and verdict together.
 
@@ -51,7 +52,7 @@ def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
     leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
     axes = sorted(frozenset[str]().union(*map(varying_over, leaves)))
     multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
-    total = _over_shards(leaves, [_squares(leaf) for leaf in leaves])
+    total = _over_shards([_squares(leaf) for leaf in leaves])
 
     def all_is_well() -> JudgedNorm:
         return JudgedNorm(jnp.sqrt(total) * multiplier, varying(jnp.zeros(2, jnp.int32), axes))
@@ -59,7 +60,7 @@ def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
     def second_look() -> JudgedNorm:
         large = [_large_squares(leaf) for leaf in leaves]
         found = jnp.stack([jnp.stack([jnp.isinf(s), jnp.isnan(s)]) for s in large])
-        norm = jnp.sqrt(_over_shards(leaves, large)) * multiplier * _LARGE_UNIT
+        norm = jnp.sqrt(_over_shards(large)) * multiplier * _LARGE_UNIT
         return JudgedNorm(norm, varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
 
     return lax.cond(jnp.isfinite(total), all_is_well, second_look)
@@ -77,15 +78,13 @@ def _large_squares(leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.maximum(jnp.abs(wide * (1 / _LARGE_UNIT)), 2.0**-63) ** 2)
 
 
-def _over_shards(leaves: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> jax.Array:
-    """The sum of one number from each leaf, and from all shards of those that are divided."""
-    sums: dict[tuple[str, ...], jax.Array] = {}
-    for leaf, number in zip(leaves, numbers, strict=True):
-        axes = tuple(sorted(varying_over(leaf)))
-        own = number.astype(jnp.float32)
+def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:
+    """The sum of one number from each leaf over all shards: one reduction for equal axes."""
+    sums: dict[frozenset[str], jax.Array] = {}
+    for number in numbers:
+        axes, own = varying_over(number), number.astype(jnp.float32)
         sums[axes] = sums[axes] + own if axes in sums else own
-    joined = [lax.psum(total, axes) if axes else total for axes, total in sums.items()]
-    return sum(joined, jnp.zeros((), jnp.float32))
+    return sum(map(sum_over_shards, sums.values()), jnp.zeros((), jnp.float32))
 
 
 def clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:

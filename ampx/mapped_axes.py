@@ -45,6 +45,12 @@ def varying_over(leaf: Any) -> frozenset[str]:
     return jax.typeof(leaf).manual_axis_type.varying
 
 
+def sum_over_shards(number: jax.Array) -> jax.Array:
+    """What each device found in its shard, summed over the mapped axes over which it varies."""
+    axes = tuple(sorted(varying_over(number)))
+    return lax.psum(number, axes) if axes else number
+
+
 def tracks_varying(axis: str) -> bool:
     """Whether the `shard_map` around checks what varies over this axis."""
     return axis in varying_over(lax.axis_index(axis))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ampx.mapped_axes import varying_over
+from ampx.mapped_axes import sum_over_shards
 from ampx.precision import wider_dtype
 from ampx.tails import Tail, TailResult, takes_tail, unwrapped
 from ampx.verdicts import cast_like, is_float0, is_floating
@@ -60,9 +60,9 @@ def answer(new: Any, params: Any, bad: jax.Array, tail: Tail | None) -> Any:
         value = new_leaf if wants_params else _difference(new_leaf, leaf)
         if tail is None:
             return value
-        # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
         if tail.skip is None or not is_floating(leaf):
             return TailResult(value, bad)
+        # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
         stays = leaf if wants_params else jnp.full_like(value, -0.0)
         held = jnp.where(jnp.isfinite(new_leaf) & ~tail.skip, value, stays)
         return TailResult(held, bad | overflows(new_leaf, leaf))
@@ -78,8 +78,7 @@ def overflows(new: jax.Array, old: jax.Array) -> jax.Array:
     if new.dtype != jnp.float16:
         return jnp.zeros((), bool)
     lost = jnp.sum(~jnp.isfinite(new) & jnp.isfinite(old), dtype=jnp.int32)
-    axes = tuple(sorted(varying_over(lost)))
-    return (jax.lax.psum(lost, axes) if axes else lost) > 0
+    return sum_over_shards(lost) > 0
 
 
 def _difference(new: jax.Array, old: jax.Array) -> Any:

@@ -20,6 +20,16 @@ def map_by_path(tree: Any, fun: Callable[[str, Any], Any]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: fun(path_name(path), leaf), tree)
 
 
+def chosen(choice: Any, tree: Any) -> Any:
+    """A choice for the parts of a tree, or what a function says of the tree.
+
+    A module of bools that happens to be callable is a choice, as it is in optax.
+    """
+    leaves = jax.tree.leaves(choice)
+    is_function = bool(leaves) and all(map(callable, leaves))
+    return choice(tree) if is_function else choice
+
+
 def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:
     """All nodes of a type, outermost first; not the ones inside them."""
 

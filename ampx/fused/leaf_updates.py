@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ampx.fused.rules import Operations, Packed, Rule
 from ampx.fused.segments import Segments
 from ampx.fused.slot_formats import loaded, stored
-from ampx.mapped_axes import varying_over
+from ampx.mapped_axes import sum_over_shards
 from ampx.precision import wider_dtype
 from ampx.stored_params import overflows
 from ampx.tails import Tail, TailResult
@@ -141,9 +140,7 @@ def whole_sum(x: jax.Array, segments: Segments | None = None) -> jax.Array:
 
     Of a flat buffer, the sums over its parameters.
     """
-    total = jnp.sum(x) if segments is None else segments.sums(x)
-    axes = tuple(sorted(varying_over(x)))
-    return lax.psum(total, axes) if axes else total
+    return sum_over_shards(jnp.sum(x) if segments is None else segments.sums(x))
 
 
 def _update_dtype(leaf: Leaf) -> np.dtype:

@@ -39,7 +39,7 @@ Direction = Callable[..., tuple[jax.Array, Slots]]
 class Rule:
     """The arithmetic of an optimizer for one parameter: a pure function, the same everywhere.
 
-    XLA, the Pallas kernels and the tests' float64 reference run this one function.
+    XLA and the Pallas kernels run this one function.
 
     Attributes:
       direction: a function of (gradient, parameter, slots, coefficients, operations), all in one

@@ -39,23 +39,23 @@ class Segments(NamedTuple):
 
     def without_padding(self, x: jax.Array) -> jax.Array:
         """The same with zeros between parameters: 0 / 0 does not stay there."""
-        filled = np.diff(self._starts(), append=self.bucket.size // self.row)
         held = np.concatenate(
             [
                 np.clip(size - self.row * np.arange(rows), 0, self.row)
-                for size, rows in zip(self.bucket.sizes, filled, strict=True)
+                for size, rows in zip(self.bucket.sizes, self._rows(), strict=True)
             ]
         )
         rows = x.reshape(-1, self.row)
         is_held = lax.broadcasted_iota(jnp.int32, rows.shape, 1) < held.astype(np.int32)[:, None]
         return jnp.where(is_held, rows, jnp.zeros_like(rows)).reshape(-1)
 
-    def _starts(self) -> np.ndarray:
-        return np.asarray(self.bucket.offsets) // self.row
+    def _rows(self) -> np.ndarray:
+        """How many rows each parameter has; trailing padding is the last one's."""
+        return np.diff(self.bucket.offsets, append=self.bucket.size) // self.row
 
     def _owners(self) -> np.ndarray:
-        """The place of the parameter that each row belongs to, trailing padding to the last."""
-        rows = np.diff(self._starts(), append=self.bucket.size // self.row)
+        """The place of the parameter that each row belongs to."""
+        rows = self._rows()
         return np.repeat(np.arange(len(rows), dtype=np.int32), rows)
 
 
