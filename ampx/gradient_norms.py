@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +33,11 @@ class JudgedNorm(NamedTuple):
 
 
 @jax.named_scope("ampx.verdict")
-def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
+def judged_norm(
+    grads: Any,
+    factor: jax.Array | None = None,
+    squares: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None,
+) -> JudgedNorm:
     """Norm and verdict together.
 
     A sum of squares that is finite has finite terms. One that is not may have overflowed, which is
@@ -43,6 +47,7 @@ def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
       grads: any pytree of arrays; leaves that are not floating are left out. Along mapped axes over
         which a leaf varies, it is taken as a shard.
       factor: scalar that multiplies every gradient.
+      squares: see `Tail`.
     """
     leaves = [leaf for leaf in jax.tree.leaves(grads) if is_floating(leaf)]
     if not leaves:
@@ -52,7 +57,7 @@ def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
     leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
     axes = sorted(frozenset[str]().union(*map(varying_over, leaves)))
     multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
-    total = _over_shards([_squares(leaf) for leaf in leaves])
+    total = _over_shards((squares or sums_of_squares)(leaves))
 
     def all_is_well() -> JudgedNorm:
         return JudgedNorm(jnp.sqrt(total) * multiplier, varying(jnp.zeros(2, jnp.int32), axes))
@@ -66,8 +71,9 @@ def judged_norm(grads: Any, factor: jax.Array | None = None) -> JudgedNorm:
     return lax.cond(jnp.isfinite(total), all_is_well, second_look)
 
 
-def _squares(leaf: jax.Array) -> jax.Array:
-    return jnp.sum(leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) ** 2)
+def sums_of_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """The sum of squares of each array, in float32 or wider."""
+    return [jnp.sum(leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) ** 2) for leaf in leaves]
 
 
 def _large_squares(leaf: jax.Array) -> jax.Array:
@@ -99,7 +105,7 @@ def folded(tail: Tail, grads: Any) -> Tail:
     """
     if tail.max_norm is None:
         return tail
-    norm = judged_norm(grads, tail.factor).norm if tail.norm is None else tail.norm
+    norm = judged_norm(grads, tail.factor, tail.squares).norm if tail.norm is None else tail.norm
     clip = clip_factor(norm, tail.max_norm)
     factor = clip if tail.factor is None else tail.factor * clip
     return dataclasses.replace(tail, factor=factor, max_norm=None, norm=norm * clip)

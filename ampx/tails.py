@@ -8,6 +8,7 @@ argument `tail`: a factor for the gradients, and whether the step is to be skipp
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
@@ -31,6 +32,8 @@ class Tail:
       norm: global norm of the gradients, `factor` applied, if somebody has measured it.
       new_params: return new parameters in the place of updates.
       backend: what runs the update.
+      squares: a function from arrays to the sum of squares of each, if something faster than XLA
+        measures the norm.
     """
 
     factor: jax.Array | None = None
@@ -39,6 +42,7 @@ class Tail:
     norm: jax.Array | None = None
     new_params: bool = False
     backend: Backend = "auto"
+    squares: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None
 
 
 class TailResult:

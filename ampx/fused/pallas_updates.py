@@ -18,6 +18,7 @@ from jax import lax
 from ampx.fused.kernels.placement import placed
 from ampx.fused.leaf_updates import Leaf, held, is_finite, ratio_of_norms, wide_step
 from ampx.fused.rules import Operations, Packed, Rule, read
+from ampx.gradient_norms import sums_of_squares
 from ampx.tails import Backend, Tail, TailResult
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -89,6 +90,36 @@ def kernel_updates(
             param, slots, overflows = new
             results[k] = TailResult(param, is_bad | (overflows > 0) if counts else is_bad), slots
     return results
+
+
+def kernel_squares(
+    backend: Backend,
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]] | None:
+    """What sums the squares of many arrays in few launches; None where XLA is as good."""
+    if backend not in ("mosaic_gpu", "interpret"):
+        return None
+    map_leaves = _map_leaves(backend)
+
+    def squared(scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:
+        wide = _wide(read_[0])
+        return [], [wide * wide]
+
+    def update(vector: jax.Array, leaves: Any, axes: Sequence[tuple[str, ...]]) -> list[Any]:
+        _, sums = map_leaves(squared, [(vector, leaf, []) for leaf in leaves], num_sums=1)
+        return [
+            ((), (), lax.psum(s[0], over) if over else s[0])
+            for s, over in zip(sums, axes, strict=True)
+        ]
+
+    def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        suits = [array.dtype.name in _DTYPES for array in arrays]
+        ours = [[array] for array, is_ours in zip(arrays, suits, strict=True) if is_ours]
+        others = [array for array, is_ours in zip(arrays, suits, strict=True) if not is_ours]
+        by_kernel = iter(placed(update, jnp.ones(1, jnp.float32), ours))
+        by_xla = iter(sums_of_squares(others))
+        return [next(by_kernel)[-1] if is_ours else next(by_xla) for is_ours in suits]
+
+    return squares
 
 
 def _map_leaves(backend: Backend) -> Callable[..., Any]:
