@@ -2,6 +2,7 @@
 
 from ampx import fused, pipelining
 from ampx.accumulation import GradResult, split_microbatches, value_and_grad
+from ampx.annealing import follow_schedule
 from ampx.autocasting.marks import (
     banned_function,
     cast,
@@ -33,6 +34,8 @@ from ampx.masters import MasterWeightsState, master_params, master_weights
 from ampx.opt_levels import Recipe, as_recipe, opt_level
 from ampx.overlap import OverlapReport, check_overlap, forward_order
 from ampx.precision import Policy, cast_floating, get_policy, is_norm_path, norm_rule
+from ampx.precision_phases import PrecisionScheduleState, precision_phase
+from ampx.precision_schedules import Phase, PrecisionSchedule, precision_schedule
 from ampx.reduction import ReductionState, all_reduce
 from ampx.sharding import Zero1State, zero1, zero1_specs
 from ampx.sparse_rows import SparseRows, densify, densify_rows
@@ -54,7 +57,10 @@ __all__ = [
     "MasterWeightsState",
     "MultiStepsState",
     "OverlapReport",
+    "Phase",
     "Policy",
+    "PrecisionSchedule",
+    "PrecisionScheduleState",
     "Recipe",
     "ReductionState",
     "Rules",
@@ -81,6 +87,7 @@ __all__ = [
     "explain",
     "find_loss_scale_state",
     "float_function",
+    "follow_schedule",
     "forward_order",
     "fused",
     "get_policy",
@@ -95,6 +102,8 @@ __all__ = [
     "norm_rule",
     "opt_level",
     "pipelining",
+    "precision_phase",
+    "precision_schedule",
     "promote_function",
     "raise_if_exhausted",
     "reduce_in_backward",

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ampx import flax_modules
+from ampx.annealing import by_phase
 from ampx.aux_outputs import AuxReduction
 from ampx.checking import check_choice, check_positive_int
 from ampx.flat_params import as_tree, has_flat
@@ -24,6 +25,7 @@ from ampx.mapped_axes import reduced_axes, unreduced_zeros
 from ampx.normalization import Normalize, loss_and_weight, normalized, unpacked
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.precision import Policy, wider_dtype
+from ampx.precision_schedules import PrecisionSchedule
 from ampx.sparse_rows import densify, merge_stacked, partition, read_tables
 from ampx.trees import map_by_path
 from ampx.verdicts import cast_like, varying
@@ -128,7 +130,7 @@ def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
     num_microbatches: int = 1,
-    policy: Policy | Recipe | str | None = None,
+    policy: Policy | Recipe | PrecisionSchedule | str | None = None,
     normalize: Normalize = "mean",
     has_aux: bool = False,
     aux_reduction: Any = "mean",
@@ -148,7 +150,8 @@ def value_and_grad(
         `ampx.fused.FlatParams`: `loss_fn` gets the tree, and `grads` are flat.
       num_microbatches: k; the leading axis of the batch is split by `split_microbatches`.
       policy: the precision of the parameters inside `loss_fn`: see `Recipe.call`. The batch is not
-        cast: flax models cast their own inputs.
+        cast: flax models cast their own inputs. With a `PrecisionSchedule`, `g` takes `phase=`, of
+        `ampx.precision_phase(opt_state)`.
       normalize: `"mean"` divides the sum over micro-batches by k, `"sum"` by nothing, `"weights"`
         by the sum of all weights, so that every token counts the same. No weight at all gives
         zero, not NaN.
@@ -190,6 +193,20 @@ def value_and_grad(
       1.6666666 5.3333335 3.0
     """
     _check_arguments(num_microbatches, normalize, remainder, aux_reduction)
+    if isinstance(policy, PrecisionSchedule):
+        of_policy = functools.partial(
+            value_and_grad,
+            loss_fn,
+            num_microbatches=num_microbatches,
+            normalize=normalize,
+            has_aux=has_aux,
+            aux_reduction=aux_reduction,
+            accumulator_dtype=accumulator_dtype,
+            axis_name=axis_name,
+            remainder=remainder,
+            sparse_rows=sparse_rows,
+        )
+        return by_phase(of_policy, policy)
     recipe = as_recipe(policy)
     loss_at_precision = functools.partial(recipe.call, loss_fn) if recipe else loss_fn
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
@@ -234,8 +251,10 @@ def value_and_grad(
                 fun(params, microbatch, *args, **kwargs), has_aux, has_state
             )
             loss, weight = loss_and_weight(value, normalize)
-            return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
+            with jax.named_scope("ampx.scale"):
+                return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
 
+        @jax.named_scope("ampx.micro_batch")
         def one(microbatch: Any, mask: Any, index: Any, state: Any) -> tuple[Any, ...]:
             read, collect = read_tables(params, microbatch, tables)
             differentiate = jax.value_and_grad(scaled_loss, has_aux=True)

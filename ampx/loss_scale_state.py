@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx import verdicts
+from ampx.precision_phases import PrecisionScheduleState
 from ampx.trees import find_nodes
 
 
@@ -70,6 +71,13 @@ def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
     if len(states) > 1:
         raise ValueError(f"found {len(states)} loss scales in the state: pass the one meant")
     return _as_arrays(states[0]) if states else None
+
+
+def outermost_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
+    """The loss-scale state around all of an optimizer's state, or None."""
+    while isinstance(opt_state, PrecisionScheduleState):
+        opt_state = opt_state.inner_state
+    return opt_state if isinstance(opt_state, LossScaleState) else None
 
 
 def _as_arrays(state: LossScaleState) -> LossScaleState:

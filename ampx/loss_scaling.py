@@ -114,7 +114,8 @@ def _scaled(
         if tail is not None and tail.max_norm is not None:
             grads, _ = optax.clip_by_global_norm(tail.max_norm).update(grads, optax.EmptyState())
 
-        new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
+        with jax.named_scope("ampx.update"):
+            new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
         new_updates = verdicts.landing(new_updates, params)
         no_updates = verdicts.null_updates(new_updates)
         whole_step = nonfinite_updates == "skip"
@@ -147,13 +148,14 @@ def _scaled(
         factor, norm = 1 / state.loss_scale, None
         counts = None if verdict is None else verdict.counts
         if counts is None or tail.max_norm is not None:
-            norm, local_counts = judged_norm(updates, factor)
+            norm, local_counts = judged_norm(updates, factor, tail.squares)
             counts = verdicts.agreed(local_counts, axis_names) if counts is None else counts
         overflow = jnp.any(counts > 0)
         tail = folded(dataclasses.replace(tail, factor=factor, skip=overflow, norm=norm), updates)
-        new_updates, new_inner = inner.update(
-            updates, state.inner_state, params, tail=tail, **extra_args
-        )
+        with jax.named_scope("ampx.update"):
+            new_updates, new_inner = inner.update(
+                updates, state.inner_state, params, tail=tail, **extra_args
+            )
         new_updates, bad_update = unwrapped(new_updates)
         if tail.new_params:
             new_updates = Applied(new_updates, norm)

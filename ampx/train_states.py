@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ampx import flax_modules, verdicts
 from ampx.loss_scale_state import LossScaleState, find_loss_scale_state, is_skipped
+from ampx.precision_phases import PrecisionScheduleState
 from ampx.trees import find_nodes
 from ampx.windowing import MultiStepsState
 
@@ -129,7 +130,7 @@ def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
     scale = find_loss_scale_state(opt_state)
     node: Any = opt_state
     while scale is not None and not isinstance(node, LossScaleState):
-        if isinstance(node, MultiStepsState):
+        if isinstance(node, MultiStepsState | PrecisionScheduleState):
             node = node.inner_state
         elif isinstance(node, tuple) and len(node) == 1:
             node = node[0]

@@ -14,16 +14,19 @@ from jax.typing import DTypeLike
 
 from ampx import flax_modules, train_states
 from ampx.accumulation import GradResult, Remainder, value_and_grad
+from ampx.annealing import follow_schedule
 from ampx.checking import check_transformation
 from ampx.clipping import clipped
 from ampx.flat_params import as_tree
 from ampx.fused.application import apply, can_apply
-from ampx.loss_scale_state import LossScaleState, current_loss_scale
+from ampx.loss_scale_state import LossScaleState, current_loss_scale, outermost_loss_scale
 from ampx.loss_scaling import loss_scale as choose_loss_scale
 from ampx.normalization import Normalize
 from ampx.opt_levels import Recipe, as_recipe
 from ampx.pipelining.pipeline_gradients import PipelineGradients
 from ampx.precision import Policy
+from ampx.precision_phases import precision_phase
+from ampx.precision_schedules import PrecisionSchedule
 from ampx.reduction import Reduction, ReductionState, checked_reduction
 from ampx.sharding import Zero1State
 from ampx.sparse_rows import densify
@@ -47,6 +50,7 @@ class StepReport(NamedTuple):
       local_norm: dict from parameter group to float32 norm; None unless asked for.
       size: dict from parameter group to int32 number of elements; None unless asked for.
       aux: the loss function's auxiliary output, or None.
+      phase: int32, the phase of the precision schedule that this step was in; None without one.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -64,6 +68,7 @@ class StepReport(NamedTuple):
     local_norm: dict[str, jax.Array] | None = None
     size: dict[str, jax.Array] | None = None
     aux: Any = None
+    phase: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +96,7 @@ class TrainStep:
     learning_rate: optax.ScalarOrSchedule | None
     group_of: Callable[[str], str] | None
     reduction: Reduction | None = dataclasses.field(default=None, repr=False)
+    schedule: PrecisionSchedule | None = None
 
     def init(
         self, params: Any, *, key: jax.Array | None = None, model_state: Any = None
@@ -139,18 +145,30 @@ class TrainStep:
         scale = current_loss_scale(now.opt_state)
         is_nnx, norm = train_states.is_nnx_pair(state), None
         wrt = state[1].wrt if is_nnx else None
+        about: dict[str, Any] = {}
+        if self.schedule is not None:
+            about["phase"] = precision_phase(now.opt_state)
         result = self.grads_of(
-            now.params, batch, loss_scale=scale, key=key, model_state=now.model_state, wrt=wrt
+            now.params,
+            batch,
+            loss_scale=scale,
+            key=key,
+            model_state=now.model_state,
+            wrt=wrt,
+            **about,
         )
         grads = densify(result.grads)
         extra_args: dict[str, Any] = {"weight": result.weight}
+        if about:
+            extra_args["value"] = result.loss
         if self.reduction is not None:
-            grads, about = _reduced(self.reduction, grads, now.opt_state)
-            extra_args |= about
-        elif result.verdict is not None and isinstance(now.opt_state, LossScaleState):
+            grads, of_reduction = _reduced(self.reduction, grads, now.opt_state)
+            extra_args |= of_reduction
+        elif result.verdict is not None and outermost_loss_scale(now.opt_state) is not None:
             extra_args["verdict"] = Verdict(result.verdict, ())
         if is_nnx:
-            new_state = train_states.apply_to_nnx(state, grads, result.model_state, extra_args)
+            with jax.named_scope("ampx.update"):
+                new_state = train_states.apply_to_nnx(state, grads, result.model_state, extra_args)
             new_opt_state = train_states.read(new_state, self.tx).opt_state
         else:
             params, new_opt_state, norm = self._applied(grads, now, extra_args)
@@ -159,8 +177,10 @@ class TrainStep:
             )
             new_state = train_states.write(state, following)
         result = result._replace(grads=grads)
-        return new_state, self._report(now, new_opt_state, result, scale, norm)
+        report = self._report(now, new_opt_state, result, scale, norm)
+        return new_state, report._replace(**about)
 
+    @jax.named_scope("ampx.update")
     def _applied(
         self, grads: Any, now: TrainState, extra_args: dict[str, Any]
     ) -> tuple[Any, Any, jax.Array | None]:
@@ -220,7 +240,7 @@ def _reduced(reduction: Reduction, grads: Any, opt_state: Any) -> tuple[Any, dic
     """Gradients as `tx` wants them, over devices, and what it should know of them."""
     axes = reduction.axes
     verdict = Verdict(count_nonfinite(grads, axis_names=axes), axes)
-    judges = isinstance(opt_state, LossScaleState)
+    judges = outermost_loss_scale(opt_state) is not None
     about = {"verdict": verdict} if judges else {}
     if find_nodes(opt_state, Zero1State):
         return grads, {**about, "reduce_op": reduction.op}
@@ -236,7 +256,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
-    policy: Policy | Recipe | str | None = None,
+    policy: Policy | Recipe | PrecisionSchedule | str | None = None,
     loss_scale: Any = "policy",
     max_grad_norm: float | None = None,
     num_microbatches: int = 1,
@@ -260,7 +280,8 @@ def train_step(
       loss_fn: see `ampx.value_and_grad`. Or what `ampx.pipelining.value_and_grad` returns; the
         arguments that are about gradients are then its own, and not given here.
       tx: any optax transformation. It may hold its loss scale already.
-      policy: a `Policy`, a `Recipe`, or a string: `"O2"`, `"p=f32,c=bf16,o=f32"`.
+      policy: a `Policy`, a `Recipe`, or a string: `"O2"`, `"p=f32,c=bf16,o=f32"`. Or a
+        `PrecisionSchedule`, such as `ampx.precision_schedule("fast|step|0.9", total_steps=1000)`.
       loss_scale: what `ampx.loss_scale` takes, or a function that wraps a transformation, such as
         `functools.partial(ampx.dynamic_loss_scale, growth_interval=100)`. `"policy"` takes the
         opt level's, and adds none where the policy has none.
@@ -322,9 +343,12 @@ def train_step(
             tail_overlap=tail_overlap,
         )
         policy = loss_fn.recipe
+    schedule = None
+    if isinstance(policy, PrecisionSchedule):
+        schedule, policy = policy, policy.recipes[0]
     recipe = as_recipe(policy)
     if isinstance(loss_scale, str) and loss_scale == "policy":
-        loss_scale = None if recipe is None else recipe.loss_scale
+        loss_scale = getattr(schedule or recipe, "loss_scale", None)
     if max_grad_norm is not None:
         if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
             raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
@@ -337,7 +361,7 @@ def train_step(
         else value_and_grad(
             loss_fn,
             num_microbatches=num_microbatches,
-            policy=recipe,
+            policy=schedule or recipe,
             normalize=normalize,
             has_aux=has_aux,
             aux_reduction=aux_reduction,
@@ -349,8 +373,9 @@ def train_step(
     )
     group_of = _first_component if local_norm is True else (local_norm or None)
     tx = optax.with_extra_args_support(choose_loss_scale(loss_scale, tx))
+    tx = follow_schedule(tx, schedule) if schedule else tx
     reduction = _reduction(axis_name, bucket_bytes, tail_overlap)
-    return TrainStep(tx, grads_of, recipe, learning_rate, group_of, reduction)
+    return TrainStep(tx, grads_of, recipe, learning_rate, group_of, reduction, schedule)
 
 
 def _refuse_options(**options: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import ampx
-from benchmarks import autocast, distributed, fused, model, pipeline
+from benchmarks import autocast, distributed, fused, model, pipeline, schedule
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -207,6 +207,7 @@ BENCHMARKS = {
     "pipeline": pipeline.pipeline,
     "autocast": autocast.autocasting,
     "fused": fused.fused,
+    "schedule": schedule.schedule,
 }
 
 

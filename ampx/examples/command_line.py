@@ -66,12 +66,13 @@ def read(flags: argparse.Namespace) -> Command:
 def _configs(given: dict[str, Any]) -> list[Config]:
     if "precision" in given:
         config = Config(**given)
-        if "init_scale" in given and config.recipe.loss_scale != "dynamic":
+        if "init_scale" in given and config.policy.loss_scale != "dynamic":
             raise ValueError(
-                f"--init-scale needs a dynamic loss scale, not {config.recipe.loss_scale}"
+                f"--init-scale needs a dynamic loss scale, not {config.policy.loss_scale}"
             )
         return [config]
-    alone = [name for name in ("half", "loss_scale", "init_scale") if name in given]
+    alone = ("half", "loss_scale", "init_scale", "final_loss")
+    alone = [name for name in alone if name in given]
     if alone:
         flag = "--" + alone[0].replace("_", "-")
         raise ValueError(f"{flag} needs --precision: without it, six precisions are compared")
@@ -95,7 +96,12 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train a small language model at one precision, or compare six (no flags).",
     )
     flag = parser.add_argument
-    flag("--precision", help="O0, O1, O2, O3, float32, or a policy such as p=f32,c=bf16,o=f32")
+    flag(
+        "--precision",
+        help="O0, O1, O2, O3, float32, a policy such as p=f32,c=bf16,o=f32, or a schedule such as "
+        "'fast|step|0.9'",
+    )
+    flag("--final-loss", type=float, metavar="X", help="that a 'fast|loss|1.05' is relative to")
     flag("--half", choices=("float16", "bfloat16"), help="half type of O1, O2 and O3 (bfloat16)")
     flag("--loss-scale", metavar="SCALE", help="dynamic, none or a number (the precision's own)")
     flag("--init-scale", type=float, metavar="SCALE", help="first dynamic loss scale (65536)")

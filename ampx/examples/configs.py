@@ -25,7 +25,9 @@ class Config:
     """One training run.
 
     Attributes:
-      precision: `"O0"` to `"O3"`, or a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`.
+      precision: `"O0"` to `"O3"`, a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`, or a
+        schedule such as `"fast|step|0.9"`.
+      final_loss: what the ratio of a schedule such as `"fast|loss|1.05"` is to.
       half: float16 or bfloat16, for O1, O2 and O3.
       loss_scale: `"dynamic"`, `"none"`, a number, or `"policy"` for the precision's own.
       init_scale: first dynamic scale.
@@ -58,6 +60,7 @@ class Config:
     """
 
     precision: str = "float32"
+    final_loss: float | None = None
     half: str = "bfloat16"
     loss_scale: Any = "policy"
     init_scale: float = 2.0**16
@@ -95,6 +98,15 @@ class Config:
                 f"schedule {self.schedule} needs a mesh with {meshes.STAGE}=N, such as "
                 f"{meshes.DATA}=2,{meshes.STAGE}=2"
             )
+        if self.final_loss is not None and "|" not in self.precision:
+            raise ValueError(f"final_loss is for a schedule, not for precision {self.precision}")
+        if self.phases is not None:
+            if self.loss_scale != "policy":
+                raise ValueError(
+                    f"loss_scale={self.loss_scale}: each phase of {self.precision} has its own"
+                )
+            if self.pipeline is not None:
+                raise ValueError(f"precision {self.precision} needs a mesh without stages")
         meshes.check(self.mesh, self.batch_size, self.num_microbatches, self.zero1)
 
     @property
@@ -122,8 +134,28 @@ class Config:
         return name + scale + ("" if self.optimizer == "adamw" else f", {self.optimizer}")
 
     @property
+    def policy(self) -> ampx.Recipe | ampx.PrecisionSchedule:
+        """What to give to `ampx.train_step(policy=...)`."""
+        return self.phases or self.recipe
+
+    @property
+    def phases(self) -> ampx.PrecisionSchedule | None:
+        """The precision as a schedule, None for one that does not change."""
+        if "|" not in self.precision:
+            return None
+        total_steps = self.steps if "|step" in self.precision else None
+        return ampx.precision_schedule(
+            self.precision, total_steps=total_steps, final_loss=self.final_loss
+        )
+
+    @property
     def recipe(self) -> ampx.Recipe:
-        """The opt level with the run's half dtype and loss scale, or the policy as a recipe."""
+        """The opt level with the run's half dtype and loss scale, or the policy as a recipe.
+
+        Of a schedule, the last phase's: the precision that the trained model is judged at.
+        """
+        if self.phases is not None:
+            return self.phases.recipes[-1]
         if self.precision.startswith("O"):
             recipe = ampx.opt_level(self.precision, half_dtype=self.half)
         else:

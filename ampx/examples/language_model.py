@@ -107,8 +107,7 @@ def make_step(
         decay_steps=config.steps,
         end_value=config.learning_rate / 20,
     )
-    recipe = config.recipe
-    loss_scale: Any = recipe.loss_scale
+    loss_scale: Any = config.policy.loss_scale
     if loss_scale == "dynamic":
         loss_scale = functools.partial(
             ampx.dynamic_loss_scale,
@@ -123,7 +122,7 @@ def make_step(
     about_gradients: dict[str, Any] = {}
     if not isinstance(loss_fn, pipelining.PipelineGradients):
         about_gradients = dict(
-            policy=recipe,
+            policy=config.policy,
             num_microbatches=config.num_microbatches,
             axis_name=meshes.DATA if config.mesh else None,
         )

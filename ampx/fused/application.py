@@ -10,9 +10,9 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.checking import check_choice, check_transformation
-from ampx.fused.pallas_updates import resolved
+from ampx.fused.pallas_updates import kernel_squares, resolved
 from ampx.gradient_norms import folded, judged_norm
-from ampx.loss_scale_state import LossScaleState, current_loss_scale, is_skipped
+from ampx.loss_scale_state import current_loss_scale, is_skipped, outermost_loss_scale
 from ampx.precision import cast_floating
 from ampx.tails import Applied, Backend, Tail, takes_tail, unwrapped
 from ampx.verdicts import Verdict
@@ -45,8 +45,8 @@ class ApplyReport(NamedTuple):
 
 def can_apply(opt_state: optax.OptState) -> bool:
     """Whether `apply` takes a transformation with this state."""
-    own = opt_state.inner_state if isinstance(opt_state, LossScaleState) else opt_state
-    return takes_tail(own)
+    scaled = outermost_loss_scale(opt_state)
+    return takes_tail(opt_state if scaled is None else scaled.inner_state)
 
 
 def apply(
@@ -70,7 +70,7 @@ def apply(
     Args:
       tx: an optimizer of `ampx.fused`, or several in `optax.partition`, inside
         `optax.inject_hyperparams`, `ampx.master_weights` and, outermost,
-        `ampx.dynamic_loss_scale` or `static_loss_scale`.
+        `ampx.dynamic_loss_scale` or `static_loss_scale`, with `ampx.follow_schedule` around it.
       grads: gradients, still multiplied by the loss scale; any floating dtype.
       opt_state: the state of `tx`. Donate it, and `params`, to update in place.
       params: parameters.
@@ -114,17 +114,19 @@ def apply(
             f"but a loss scale, got a state of type {type(opt_state).__name__}: clip with "
             "max_norm, and for other transformations use tx.update and ampx.apply_updates"
         )
-    tail = Tail(max_norm=max_norm, new_params=True, backend=resolved(backend))
+    backend = resolved(backend)
+    squares = kernel_squares(backend)
+    tail = Tail(max_norm=max_norm, new_params=True, backend=backend, squares=squares)
     scale = current_loss_scale(opt_state)
     norm = None
-    if isinstance(opt_state, LossScaleState):
+    if outermost_loss_scale(opt_state) is not None:
         applied, new_state = tx.update(
             grads, opt_state, params, tail=tail, verdict=verdict, **extra_args
         )
         new_params, norm = cast(Applied, applied)
     else:
         if max_norm is not None:
-            norm = judged_norm(grads).norm
+            norm = judged_norm(grads, squares=squares).norm
             tail = folded(dataclasses.replace(tail, norm=norm), grads)
         results, new_state = tx.update(grads, opt_state, params, tail=tail, **extra_args)
         new_params, _ = unwrapped(results)

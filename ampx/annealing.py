@@ -1,0 +1,176 @@
+"""Following a precision schedule: in the optimizer's state, and in the choice of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ampx.checking import check_transformation
+from ampx.loss_scale_state import LossScaleState
+from ampx.precision import wider_dtype
+from ampx.precision_phases import PrecisionScheduleState
+from ampx.precision_schedules import PrecisionSchedule
+from ampx.scale_dynamics import choice_as_number
+from ampx.trees import find_nodes
+
+
+def follow_schedule(
+    inner: optax.GradientTransformation, schedule: PrecisionSchedule
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that its state knows the phase of a precision schedule.
+
+    `ampx.train_step(policy=schedule)` does it by itself. In a loop of your own take gradients with
+    `ampx.value_and_grad(loss_fn, policy=schedule)`, called with
+    `phase=ampx.precision_phase(opt_state)` and `loss_scale=ampx.current_loss_scale(opt_state)`.
+
+    Args:
+      inner: any optax transformation with its loss scale, as `ampx.loss_scale(schedule.loss_scale,
+        optimizer)` gives it. Each phase sets that scale to its own.
+      schedule: the phases.
+
+    Returns:
+      A transformation whose state is a `PrecisionScheduleState`. Its `update` takes the extra
+      argument `value`, the unscaled loss over all devices, if a loss ends a phase, and hands all
+      extra arguments on.
+
+    Raises:
+      TypeError: if `inner` is not a gradient transformation or `schedule` no schedule.
+      ValueError: at `init`, for phases with a loss scale where `inner` has none; in `update`, for a
+        missing `value`.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> schedule = ampx.precision_schedule("fast|loss|1.5", final_loss=2.0)
+      >>> tx = ampx.follow_schedule(ampx.dynamic_loss_scale(optax.sgd(0.1)), schedule)
+      >>> state = tx.init(jnp.ones(2))
+      >>> for loss in (4.0, 3.0, 5.0):
+      ...     scale = ampx.current_loss_scale(state)
+      ...     _, state = tx.update(scale * jnp.ones(2), state, value=jnp.array(loss))
+      ...     print(ampx.precision_phase(state), ampx.current_loss_scale(state))
+      0 65536.0
+      1 1.0
+      1 1.0
+    """
+    check_transformation("inner", inner)
+    if not isinstance(schedule, PrecisionSchedule):
+        raise TypeError(
+            f"schedule must be an ampx.PrecisionSchedule, got {type(schedule).__name__}"
+        )
+    inner = optax.with_extra_args_support(inner)
+    numbers_of = [choice_as_number(recipe.loss_scale) for recipe in schedule.recipes]
+    is_dynamic = np.array([number == 0 for number in numbers_of])
+    # Off, -1, is a scale of 1.
+    fixed_scales = np.array([max(number, 1.0) for number in numbers_of], np.float32)
+
+    def init(params: optax.Params) -> PrecisionScheduleState:
+        inner_state = inner.init(params)
+        scaled = find_nodes(inner_state, LossScaleState)
+        if not scaled and (is_dynamic.any() or (fixed_scales != 1).any()):
+            raise ValueError(
+                f"the schedule '{schedule}' has phases with a loss scale, but the optimizer has "
+                "none to set: wrap it in ampx.loss_scale(schedule.loss_scale, optimizer)"
+            )
+        parked = jnp.copy(scaled[0].loss_scale) if scaled else jnp.ones((), jnp.float32)
+        if scaled and not is_dynamic[0]:
+            inner_state = _with_loss_scale(
+                inner_state,
+                lambda own: own._replace(loss_scale=jnp.full_like(parked, fixed_scales[0])),
+            )
+        zero = jnp.zeros((), jnp.int32)
+        return PrecisionScheduleState(zero, jnp.copy(zero), parked, inner_state)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        value: jax.Array | None = None,
+        **extra_args: Any,
+    ) -> tuple[Any, PrecisionScheduleState]:
+        if schedule.needs_loss and value is None:
+            raise ValueError(
+                f"the schedule '{schedule}' waits for a loss: call update(..., value=loss)"
+            )
+        about = extra_args if value is None else {**extra_args, "value": value}
+        updates, inner_state = inner.update(updates, state.inner_state, params, **about)
+        steps_seen = state.steps_seen + 1
+        phase = schedule.next_phase(state.precision_phase, steps_seen, value)
+        parked = state.parked_scale
+        scaled = find_nodes(inner_state, LossScaleState)
+        if scaled:
+            (old,) = find_nodes(state.inner_state, LossScaleState)
+            was_dynamic = jnp.asarray(is_dynamic)[state.precision_phase]
+            parked = jnp.where(was_dynamic, scaled[0].loss_scale, parked)
+            scale = jnp.where(
+                jnp.asarray(is_dynamic)[phase], parked, jnp.asarray(fixed_scales)[phase]
+            )
+            trackers = {
+                name: jnp.where(was_dynamic, getattr(scaled[0], name), getattr(old, name))
+                for name in ("growth_tracker", "hysteresis_tracker")
+            }
+            inner_state = _with_loss_scale(
+                inner_state, lambda own: own._replace(loss_scale=scale, **trackers)
+            )
+        return updates, PrecisionScheduleState(phase, steps_seen, parked, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_loss_scale(opt_state: Any, change: Callable[[LossScaleState], LossScaleState]) -> Any:
+    def is_scaled(node: Any) -> bool:
+        return isinstance(node, LossScaleState)
+
+    return jax.tree.map(
+        lambda node: change(node) if is_scaled(node) else node, opt_state, is_leaf=is_scaled
+    )
+
+
+def by_phase(
+    make: Callable[..., Callable[..., Any]], schedule: PrecisionSchedule
+) -> Callable[..., Any]:
+    """One function of several, that of the phase given in the argument `phase`.
+
+    Args:
+      make: makes the function of a phase from `policy=`. Their results differ in dtypes at most,
+        and are then given the widest.
+      schedule: the phases.
+    """
+    each = [make(policy=recipe) for recipe in schedule.recipes]
+
+    def at_phase(*args: Any, phase: jax.Array | None = None, **kwargs: Any) -> Any:
+        if phase is None:
+            raise TypeError(
+                "with a PrecisionSchedule as its policy this function needs to know the phase: "
+                "call it with phase=ampx.precision_phase(opt_state)"
+            )
+        if len(each) == 1:
+            return each[0](*args, **kwargs)
+        calls = [lambda fun=fun: fun(*args, **kwargs) for fun in each]
+        results = [jax.eval_shape(call) for call in calls]
+        first, *others = map(jax.tree.structure, results)
+        for number, structure in enumerate(others, 1):
+            if structure != first:
+                raise ValueError(
+                    f"the loss function returns {first} in phase 0 and {structure} in phase "
+                    f"{number}: what it returns may depend on the precision in dtypes only"
+                )
+        widest = jax.tree.map(lambda *leaves: _widest([leaf.dtype for leaf in leaves]), *results)
+
+        def cast(call: Callable[[], Any]) -> Callable[[], Any]:
+            return lambda: jax.tree.map(lambda leaf, to: leaf.astype(to), call(), widest)
+
+        return jax.lax.switch(phase, [cast(call) for call in calls])
+
+    return at_phase
+
+
+def _widest(dtypes: Sequence[Any]) -> Any:
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = widest if dtype == widest else wider_dtype(widest, dtype)
+    return widest
