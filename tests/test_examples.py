@@ -130,6 +130,14 @@ def test_scale_that_starts_scaled_is_found_by_skipping(scaled, compared) -> None
     assert abs(scaled.held_out_loss / compared.runs[0].held_out_loss - 1) < 0.05
 
 
+def test_precision_switches_once_and_reaches_the_loss_of_float32(short, model, compared) -> None:
+    config = dataclasses.replace(CONFIG, precision="fast|step|0.9", init_scale=2.0**10)
+    run = language_model.train(config, corpus=short, model=model)
+    np.testing.assert_array_equal(run.history.phase, np.arange(120) >= 108)
+    assert set(run.history.loss_scale[108:]) == {1.0} and min(run.history.loss_scale[:108]) >= 2**10
+    assert abs(run.held_out_loss / compared.runs[0].held_out_loss - 1) < 0.01
+
+
 def test_schedule_waits_for_skipped_steps(scaled) -> None:
     change = np.diff(scaled.history.learning_rate)
     skipped = scaled.history.overflow[:-1]
@@ -329,6 +337,11 @@ def configs_of(monkeypatch):
             Config("O2", init_scale=1024.0, batch_size=8, learning_rate=0.1, seed=3),
         ),
         ("--precision O3 --max-grad-norm 0.5", Config(precision="O3", max_grad_norm=0.5)),
+        ("--precision fast|step|0.5", Config(precision="fast|step|0.5")),
+        (
+            "--precision fast1|loss --final-loss 2.5",
+            Config(precision="fast1|loss", final_loss=2.5),
+        ),
         ("--precision O2 --mesh data=4", Config(precision="O2", mesh="data=4")),
         (
             "--precision O0 --mesh data=8 --zero1 --microbatches 2",
@@ -363,6 +376,14 @@ def test_no_precision_compares_six(configs_of) -> None:
         ("--precision O2 --init-scale 1000", "use 512 or 1024"),
         ("--precision O2 --init-scale 8 --loss-scale 128", "needs a dynamic loss scale, not 128"),
         ("--precision O3 --init-scale 8", "needs a dynamic loss scale, not 1.0"),
+        ("--precision fast|step|0.95", "field 3 of 'fast|step|0.95' must be a number from 0.2"),
+        ("--precision fast|loss", "'fast|loss' needs final_loss"),
+        ("--precision fast|step --final-loss 2", "final_loss=2.0 has no meaning"),
+        ("--precision O2 --final-loss 2", "final_loss is for a schedule, not for precision O2"),
+        ("--precision fast|step --loss-scale 128", "each phase of fast|step has its own"),
+        ("--precision fast1|step --init-scale 8", "needs a dynamic loss scale, not None"),
+        ("--precision fast|step --mesh stage=2", "needs a mesh without stages"),
+        ("--final-loss 2", "--final-loss needs --precision"),
         ("--half float16", "--half needs --precision"),
         ("--loss-scale 128", "--loss-scale needs --precision"),
         ("--steps 0", "steps must be positive, got 0"),

@@ -27,7 +27,6 @@ class Config:
     Attributes:
       precision: `"O0"` to `"O3"`, a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`, or a
         schedule such as `"fast|step|0.9"`.
-      final_loss: what the ratio of a schedule such as `"fast|loss|1.05"` is to.
       half: float16 or bfloat16, for O1, O2 and O3.
       loss_scale: `"dynamic"`, `"none"`, a number, or `"policy"` for the precision's own.
       init_scale: first dynamic scale.
@@ -47,6 +46,7 @@ class Config:
       layers: of the model that `train` makes.
       schedule: who computes what when in a mesh with stages, one of `pipelined.SCHEDULES`; None is
         `"1f1b"`.
+      final_loss: what the ratio is to in a precision such as `"fast|loss|1.05"`.
 
     Examples:
       >>> from ampx.examples.configs import Config
@@ -60,7 +60,6 @@ class Config:
     """
 
     precision: str = "float32"
-    final_loss: float | None = None
     half: str = "bfloat16"
     loss_scale: Any = "policy"
     init_scale: float = 2.0**16
@@ -76,6 +75,7 @@ class Config:
     zero1: bool = False
     layers: int = 2
     schedule: str | None = None
+    final_loss: float | None = None
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "layers", "learning_rate", "max_grad_norm")
