@@ -15,6 +15,7 @@ from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import autocast
 from ampx.backward_reduction import reduce_in_backward
 from ampx.bucket_clipping import clip_by_bucket_norm
+from ampx.bucket_timelines import BucketTimeline, bucket_timeline
 from ampx.buckets import Bucket, BucketLayout, bucket_layout
 from ampx.loss_scale_state import (
     LossScaleState,
@@ -31,6 +32,7 @@ from ampx.loss_scaling import (
     static_loss_scale,
 )
 from ampx.masters import MasterWeightsState, master_params, master_weights
+from ampx.monitoring import metrics, progress_bar
 from ampx.opt_levels import Recipe, as_recipe, opt_level
 from ampx.overlap import OverlapReport, check_overlap, forward_order
 from ampx.precision import Policy, cast_floating, get_policy, is_norm_path, norm_rule
@@ -50,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Bucket",
     "BucketLayout",
+    "BucketTimeline",
     "DEFAULT_RULES",
     "Explanation",
     "GradResult",
@@ -75,6 +78,7 @@ __all__ = [
     "autocast",
     "banned_function",
     "bucket_layout",
+    "bucket_timeline",
     "cast",
     "cast_floating",
     "check_overlap",
@@ -97,6 +101,7 @@ __all__ = [
     "loss_scale",
     "master_params",
     "master_weights",
+    "metrics",
     "multi_steps",
     "no_loss_scale",
     "norm_rule",
@@ -105,6 +110,7 @@ __all__ = [
     "precision_phase",
     "precision_schedule",
     "promote_function",
+    "progress_bar",
     "raise_if_exhausted",
     "reduce_in_backward",
     "select_if_finite",

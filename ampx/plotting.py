@@ -1,4 +1,4 @@
-"""Pictures: losses side by side, the loss scale with the steps it cost, and pipeline schedules.
+"""Pictures: of training, of pipeline schedules, of magnitudes of values, of buckets of gradients.
 
 matplotlib is imported when a picture is drawn, so that ampx itself does without it.
 """
@@ -6,9 +6,13 @@ matplotlib is imported when a picture is drawn, so that ampx itself does without
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from ampx.plotting_axes import COLORS, mixed, new_axes, pyplot, width_in_points
+from ampx.plotting_buckets import plot_buckets
+from ampx.plotting_exponents import plot_exponents
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,8 +21,7 @@ if TYPE_CHECKING:
     from ampx.pipelining.schedules import Schedule
     from ampx.pipelining.simulation import Simulation
 
-# Okabe and Ito's colours, which people of any colour vision can tell apart.
-_COLORS = ("#000000", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#0072B2")
+__all__ = ["plot_buckets", "plot_exponents", "plot_schedule", "plot_training"]
 
 
 def plot_training(
@@ -30,12 +33,14 @@ def plot_training(
     """Draws loss curves and, below them, the loss scale with every skipped step marked.
 
     The curves are drawn from wide to narrow, so that runs which agree show as one striped line. A
-    run whose loss stops being finite ends in a cross.
+    run whose loss stops being finite ends in a cross. Where a run follows a precision schedule, a
+    dashed line marks each change of its phase.
 
     Args:
       histories: from a run's name to what it reported: a list of `StepReport`, one report whose
         fields are arrays (as `lax.scan` returns it), or a mapping with the keys `"loss"` and, if
-        there was a loss scale, `"loss_scale"` and `"overflow"`. Lists and arrays are welcome.
+        there was a loss scale, `"loss_scale"` and `"overflow"`, and with a precision schedule
+        `"phase"`. Lists and arrays are welcome.
       smoothing: number of steps to average over; 1 shows the raw losses alone. The default is a
         twenty-fifth of the longest run.
       axes: two axes to draw on; a new figure by default.
@@ -64,26 +69,28 @@ def plot_training(
     runs = {name: _as_arrays(name, history) for name, history in histories.items()}
     if not runs:
         raise ValueError("histories is empty: give at least one run, as in {'O2': reports}")
-    longest = max(len(loss) for loss, _, _ in runs.values())
+    longest = max(len(run.loss) for run in runs.values())
     width = max(1, longest // 25) if smoothing is None else smoothing
     if width < 1:
         raise ValueError(f"smoothing must be a positive number of steps, got {smoothing}")
     loss_axes, scale_axes = _new_axes() if axes is None else axes
 
-    for index, (name, (loss, scale, skipped)) in enumerate(runs.items()):
+    for index, (name, run) in enumerate(runs.items()):
         style = dict(
-            color=_COLORS[index % len(_COLORS)],
+            color=COLORS[index % len(COLORS)],
             linewidth=1.0 + 3.2 * (1 - (index + 1) / len(runs)),
             zorder=2 + index,
         )
-        _draw_loss(loss_axes, name, loss, width, style)
-        if np.any(scale != 1) or np.any(skipped):
-            _draw_scale(scale_axes, name, scale, skipped, style)
+        _draw_loss(loss_axes, name, run.loss, width, style)
+        if np.any(run.scale != 1) or np.any(run.skipped):
+            _draw_scale(scale_axes, name, run.scale, run.skipped, style)
+        _mark_switches((loss_axes, scale_axes), run.phase, style["color"])
+    _name_switches(loss_axes, [run.phase for run in runs.values()])
 
-    bottom, top = _limits([loss for loss, _, _ in runs.values()])
+    bottom, top = _limits([run.loss for run in runs.values()])
     loss_axes.set_ylim(bottom, top)
-    for index, (loss, _, _) in enumerate(runs.values()):
-        _mark_end(loss_axes, loss, top, _COLORS[index % len(_COLORS)])
+    for index, run in enumerate(runs.values()):
+        _mark_end(loss_axes, run.loss, top, COLORS[index % len(COLORS)])
     loss_axes.set_ylabel("training loss")
     scale_axes.set_yscale("log", base=2)
     scale_axes.set_ylabel("loss scale")
@@ -94,18 +101,8 @@ def plot_training(
     return loss_axes, scale_axes
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "plotting needs matplotlib, which comes with the extra ampx-jax[examples]"
-        ) from error
-    return plt
-
-
 def _new_axes() -> tuple[Axes, Axes]:
-    _, (loss_axes, scale_axes) = _pyplot().subplots(
+    _, (loss_axes, scale_axes) = pyplot().subplots(
         2, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
     )
     for axes in (loss_axes, scale_axes):
@@ -115,8 +112,16 @@ def _new_axes() -> tuple[Axes, Axes]:
     return loss_axes, scale_axes
 
 
-def _as_arrays(name: str, history: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Loss, scale and skips of one run; without a loss scale it is 1 and nothing is skipped."""
+class _Run(NamedTuple):
+    """What happened in each step; without a loss scale it is 1 and nothing is skipped."""
+
+    loss: np.ndarray
+    scale: np.ndarray
+    skipped: np.ndarray
+    phase: np.ndarray
+
+
+def _as_arrays(name: str, history: Any) -> _Run:
     loss = _field(history, "loss")
     if loss is None or loss.ndim != 1 or not loss.size:
         raise ValueError(f"run {name!r} must have a loss for each of its steps")
@@ -128,14 +133,21 @@ def _as_arrays(name: str, history: Any) -> tuple[np.ndarray, np.ndarray, np.ndar
             f"run {name!r} must have as many losses as scales and overflows, got {loss.size}, "
             f"{scale.size} and {skipped.size}"
         )
-    return loss.astype(float), scale.astype(float), skipped.astype(bool)
+    phase = _field(history, "phase")
+    phase = np.zeros(loss.shape, int) if phase is None else phase
+    if phase.shape != loss.shape:
+        raise ValueError(
+            f"run {name!r} must have as many losses as phases, got {loss.size} and {phase.size}"
+        )
+    return _Run(loss.astype(float), scale.astype(float), skipped.astype(bool), phase)
 
 
 def _field(history: Any, field: str) -> np.ndarray | None:
     if isinstance(history, Mapping):
         values = history.get(field)
     elif isinstance(history, list):
-        values = [getattr(report, field) for report in history]
+        values = [getattr(report, field, None) for report in history]
+        values = None if any(value is None for value in values) else values
     else:
         values = getattr(history, field, None)
     return None if values is None else np.asarray(values)
@@ -192,6 +204,34 @@ def _draw_scale(
         )
 
 
+def _switches(phase: np.ndarray) -> list[int]:
+    """The last steps of all phases but the last, counted from 1."""
+    return [int(step) for step in np.flatnonzero(np.diff(phase)) + 1]
+
+
+def _mark_switches(panels: Sequence[Axes], phase: np.ndarray, color: str) -> None:
+    for panel in panels:
+        for step in _switches(phase):
+            panel.axvline(step + 0.5, color=color, linestyle="--", linewidth=1, zorder=1)
+
+
+def _name_switches(axes: Axes, phases: Sequence[np.ndarray]) -> None:
+    """Once for each step, however many runs switch there."""
+    for step in sorted({step for phase in phases for step in _switches(phase)}):
+        axes.annotate(
+            f"precision switches after step {step}",
+            (step + 0.5, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(-2, -3),
+            textcoords="offset points",
+            rotation="vertical",
+            ha="right",
+            va="top",
+            fontsize=8,
+            color="0.3",
+        )
+
+
 def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
     """The mean of the finite values within `width` steps; NaN where the value itself is none."""
     finite = np.isfinite(values)
@@ -243,8 +283,7 @@ def plot_schedule(schedule: Schedule, *, axes: Axes | None = None, **simulation:
     """
     result = schedule.simulate(**simulation)
     if axes is None:
-        size = (11, 1.3 + 0.42 * schedule.num_devices)
-        _, axes = _pyplot().subplots(figsize=size, layout="constrained")
+        axes = new_axes(11, 1.3 + 0.42 * schedule.num_devices)
     for device in range(schedule.num_devices):
         axes.broken_barh([(0, result.makespan)], (device - 0.42, 0.84), color=_WAITING, zorder=0)
     _draw_actions(axes, schedule, result)
@@ -268,7 +307,7 @@ def plot_schedule(schedule: Schedule, *, axes: Axes | None = None, **simulation:
 
 def _draw_actions(axes: Axes, schedule: Schedule, result: Simulation) -> None:
     bars: dict[tuple[int, str, float], list[tuple[float, float]]] = {}
-    width = axes.bbox.width / axes.figure.dpi * 72  # points, to see which numbers fit
+    width = width_in_points(axes)
     size = min(9.0, 0.55 * axes.bbox.height / axes.figure.dpi * 72 / schedule.num_devices)
     shortest = min(end - start for start, end in result.times.values()) / result.makespan * width
     for action, (start, end) in result.times.items():
@@ -290,7 +329,7 @@ def _draw_actions(axes: Axes, schedule: Schedule, result: Simulation) -> None:
         axes.broken_barh(
             spans,
             (device - 0.42, 0.84),
-            facecolor=_mixed(*_KINDS[kind][1:], shade),
+            facecolor=mixed(*_KINDS[kind][1:], shade),
             edgecolor="white",
             linewidth=min(0.6, shortest / 8),
         )
@@ -303,14 +342,9 @@ def _place(schedule: Schedule, action: Action) -> tuple[int, float]:
     return device, stages.index(action.stage) / (len(stages) - 1) if len(stages) > 1 else _MIDDLE
 
 
-def _mixed(light: str, dark: str, shade: float) -> tuple[float, ...]:
-    pairs = ((int(light[i : i + 2], 16), int(dark[i : i + 2], 16)) for i in (1, 3, 5))
-    return tuple((a + (b - a) * shade) / 255 for a, b in pairs)
-
-
 def _draw_legend(axes: Axes, kinds: set[str]) -> None:
     for kind, (label, light, dark) in _KINDS.items():
         if kind in kinds:
-            axes.broken_barh([], (0, 0), facecolor=_mixed(light, dark, _MIDDLE), label=label)
+            axes.broken_barh([], (0, 0), facecolor=mixed(light, dark, _MIDDLE), label=label)
     axes.broken_barh([], (0, 0), facecolor=_WAITING, label="waiting")
     axes.legend(loc="upper right", bbox_to_anchor=(1, 0), borderaxespad=2, ncols=5, frameon=False)

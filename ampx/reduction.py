@@ -143,13 +143,14 @@ class Reduction:
         layout = dataclasses.replace(layout, buckets=tuple(rooms))
         reduced: list[jax.Array] = []
         before = first
-        for buffer, bucket in zip(layout.flatten(tree), layout.buckets, strict=True):
-            if not chained or before is None:
-                total = self._sum(buffer)
-            else:
-                total = self._sum(_waiting_for(before, buffer))
-                if bucket.leaves[0] in ready:
-                    total = _without_last(total)
+        for i, buffer in enumerate(layout.flatten(tree)):
+            with jax.named_scope(f"ampx.bucket_{i}"):
+                if not chained or before is None:
+                    total = self._sum(buffer)
+                else:
+                    total = self._sum(_waiting_for(before, buffer))
+                    if layout.buckets[i].leaves[0] in ready:
+                        total = _without_last(total)
             before = total[:1]
             reduced.append(total)
         empty = jax.tree.map(lambda leaf: leaf if leaf.size else self._summed_alone(leaf), tree)

@@ -290,8 +290,9 @@ class _Exchange:
             group_of=lambda path, leaf: varying_over(rows[int(path)]),
         )
         moved: dict[int, jax.Array] = {}
-        for bucket in layout.buckets:
-            joined = move(jnp.concatenate([rows[i] for i in bucket.leaves], axis=-1))
+        for number, bucket in enumerate(layout.buckets):
+            with jax.named_scope(f"ampx.bucket_{number}"):
+                joined = move(jnp.concatenate([rows[i] for i in bucket.leaves], axis=-1))
             places = zip(bucket.leaves, bucket.offsets, bucket.sizes, strict=True)
             for i, offset, size in places:
                 moved[i] = lax.slice_in_dim(joined, offset, offset + size, axis=-1)

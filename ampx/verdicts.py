@@ -76,14 +76,17 @@ def count_nonfinite(
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf) and leaf.size]
     if not leaves:
         return jnp.zeros(2, jnp.int32)
-    found = jnp.stack([_leaf_verdict(leaf, saturation_dtype) for leaf in leaves])
-    return agreed(jnp.sum(found, axis=0, dtype=jnp.int32), axis_names)
+    with jax.named_scope("ampx.verdict"):
+        found = jnp.stack([_leaf_verdict(leaf, saturation_dtype) for leaf in leaves])
+        counts = jnp.sum(found, axis=0, dtype=jnp.int32)
+    return agreed(counts, axis_names)
 
 
 def agreed(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """The sum of each device's counts over mapped axes."""
     axes = tuple(axis_names)
-    return jax.lax.psum(varying(counts, axes), axes) if axes else counts
+    with jax.named_scope("ampx.verdict"):
+        return jax.lax.psum(varying(counts, axes), axes) if axes else counts
 
 
 def varying(tree: Any, axes: Sequence[str]) -> Any:

@@ -15,6 +15,10 @@ import pytest
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Compiling is what takes the time. XLA's own passes stay; LLVM's are left out.
+    level = "--xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{level} {os.environ.get('XLA_FLAGS', '')}".strip()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -24,6 +24,7 @@ import numpy as np
 WORKERS = pathlib.Path(__file__).with_name("process_workers.py")
 ROOT = WORKERS.parents[1]
 LOG_LINES = 25
+QUICK_COMPILER = "--xla_backend_optimization_level=0"  # as in conftest.py
 # After this much silence of one process, JAX ends the others.
 HEARTBEAT_SECONDS = 5
 
@@ -153,7 +154,8 @@ def environment() -> dict[str, str]:
         if not name.startswith(dropped) and not name.lower().endswith("_proxy")
     }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILER, "PYTHONUNBUFFERED": "1"}
+    return {**kept, **own, "PYTHONPATH": path}
 
 
 @contextlib.contextmanager

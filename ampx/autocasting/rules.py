@@ -54,8 +54,10 @@ class _Entry:
 
 
 def _has_run(path: tuple[str, ...], run: tuple[str, ...]) -> bool:
-    # linen writes the path of a nested module as one scope per level or as "Model.block".
-    parts = tuple(part for name in path for part in name.split("."))
+    # linen writes the path of a nested module as one scope per level or as "Model.block". What ampx
+    # calls its own phases, for profilers, is nobody's path.
+    named = (name for name in path if not name.startswith("ampx."))
+    parts = tuple(part for name in named for part in name.split("."))
     return any(parts[i : i + len(run)] == run for i in range(len(parts) - len(run) + 1))
 
 

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 import optax
-from tqdm import tqdm
 
 import ampx
+from ampx import monitoring
 
 if TYPE_CHECKING:
     from ampx.examples.language_model import Run
 
-_REFRESH_EVERY = 10
 
-
-@contextlib.contextmanager
 def progress_bar(
     label: str, steps: int, tokens_per_step: int, *, disable: bool = False
-) -> Iterator[Callable[[ampx.StepReport], None]]:
-    """A bar with loss, scale, skips and tokens per second.
+) -> AbstractContextManager[Callable[[ampx.StepReport], None]]:
+    """A bar for one of several runs; see `ampx.monitoring.progress_bar`.
 
     Args:
       label: what to write before the bar.
@@ -34,9 +30,8 @@ def progress_bar(
       tokens_per_step: for the speed.
       disable: show nothing.
 
-    Yields:
-      A function to call with each step's report. It reads them from the device ten at a time:
-      reading waits for the step, and a wait at every step would hold the device up.
+    Returns:
+      A context that gives a function to call with each step's report.
 
     Examples:
       >>> from ampx.examples import reporting
@@ -45,47 +40,9 @@ def progress_bar(
       ... ) as on_step:
       ...     pass  # on_step(report)
     """
-    layout = "{desc:<26}{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
-    bar = tqdm(desc=label, total=steps, bar_format=layout, disable=disable)
-    unread: list[ampx.StepReport] = []
-    skipped = 0
-    started = None
-
-    def on_step(report: ampx.StepReport) -> None:
-        nonlocal skipped, started
-        started = time.perf_counter() if started is None else started
-        unread.append(report)
-        if len(unread) < _REFRESH_EVERY and bar.n + len(unread) < steps:
-            return
-        skipped += sum(bool(report.overflow) for report in unread)
-        bar.update(len(unread))
-        unread.clear()
-        speed = bar.n * tokens_per_step / (time.perf_counter() - started)
-        bar.set_postfix_str(
-            f"loss {float(report.loss):.3f}, scale {format_scale(float(report.loss_scale))}, "
-            f"{skipped} skipped, {speed:,.0f} tokens/s"
-        )
-
-    with bar:
-        yield on_step
-
-
-def format_scale(scale: float) -> str:
-    """A loss scale as people say it.
-
-    Args:
-      scale: a positive number.
-
-    Returns:
-      A power of two as such, anything else as a number.
-
-    Examples:
-      >>> from ampx.examples import reporting
-      >>> [reporting.format_scale(scale) for scale in (1.0, 65536.0, 1000.0)]
-      ['1', '2^16', '1000']
-    """
-    exponent = np.log2(scale)
-    return f"2^{exponent:.0f}" if exponent == round(exponent) and exponent else f"{scale:g}"
+    return monitoring.progress_bar(
+        steps, label=label, tokens_per_step=tokens_per_step, disable=disable
+    )
 
 
 def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
@@ -119,7 +76,7 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
                 f"{run.milliseconds:.1f}",
                 f"{run.temporary_bytes / 2**20:.1f}",
                 str(run.skipped),
-                format_scale(run.final_scale),
+                monitoring.format_scale(run.final_scale),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
