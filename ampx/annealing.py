@@ -133,7 +133,7 @@ def _with_loss_scale(opt_state: Any, change: Callable[[LossScaleState], LossScal
 def by_phase(
     make: Callable[..., Callable[..., Any]], schedule: PrecisionSchedule
 ) -> Callable[..., Any]:
-    """One function of several, that of the phase given in the argument `phase`.
+    """One function of several: that of the argument `phase`, chosen while tracing if it is an int.
 
     Args:
       make: makes the function of a phase from `policy=`. Their results differ in dtypes at most,
@@ -142,7 +142,7 @@ def by_phase(
     """
     each = [make(policy=recipe) for recipe in schedule.recipes]
 
-    def at_phase(*args: Any, phase: jax.Array | None = None, **kwargs: Any) -> Any:
+    def at_phase(*args: Any, phase: jax.Array | int | None = None, **kwargs: Any) -> Any:
         if phase is None:
             raise TypeError(
                 "with a PrecisionSchedule as its policy this function needs to know the phase: "
@@ -150,6 +150,8 @@ def by_phase(
             )
         if len(each) == 1:
             return each[0](*args, **kwargs)
+        if isinstance(phase, int):
+            return each[phase](*args, **kwargs)
         calls = [lambda fun=fun: fun(*args, **kwargs) for fun in each]
         results = [jax.eval_shape(call) for call in calls]
         first, *others = map(jax.tree.structure, results)

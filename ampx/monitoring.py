@@ -21,7 +21,7 @@ from ampx.sharding import Zero1State
 from ampx.windowing import MultiStepsState
 
 if TYPE_CHECKING:
-    from ampx.training import StepReport
+    from ampx.step_reports import StepReport
 
 # The fields of each state that are figures. One that holds a mapping stands for what is in it.
 _FIGURES: dict[type, tuple[str, ...]] = {

@@ -144,6 +144,24 @@ class PrecisionSchedule:
             return "dynamic"
         return None if set(scales) == {-1} else 1.0
 
+    def phase_at(self, step: int) -> int:
+        """The phase of a step of training, for a loop that compiles a step for each phase.
+
+        Args:
+          step: counted from 0, the skipped ones included.
+
+        Returns:
+          The number of the phase, from 0.
+
+        Raises:
+          ValueError: if a loss ends a phase: then only the optimizer's state knows.
+        """
+        if self.needs_loss:
+            raise ValueError(
+                f"when '{self}' switches depends on losses: read ampx.precision_phase(opt_state)"
+            )
+        return sum(step >= phase.until_step for phase in self.phases[:-1] if phase.until_step)
+
     def next_phase(
         self, phase: jax.Array, steps_seen: jax.Array, loss: jax.Array | None
     ) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from ampx.accumulation import GradResult, Remainder, value_and_grad
 from ampx.annealing import follow_schedule
 from ampx.checking import check_transformation
 from ampx.clipping import clipped
-from ampx.flat_params import as_tree
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scale_state import LossScaleState, current_loss_scale, outermost_loss_scale
 from ampx.loss_scaling import loss_scale as choose_loss_scale
@@ -30,45 +29,11 @@ from ampx.precision_schedules import PrecisionSchedule
 from ampx.reduction import Reduction, ReductionState, checked_reduction
 from ampx.sharding import Zero1State
 from ampx.sparse_rows import densify
+from ampx.step_reports import StepReport, local_norms
 from ampx.stored_params import apply_updates
 from ampx.train_states import TrainState
-from ampx.trees import find_nodes, path_name
+from ampx.trees import find_nodes
 from ampx.verdicts import Verdict, cast_like, count_nonfinite, unscale
-
-
-class StepReport(NamedTuple):
-    """What one step tells. All on the device; reading a field waits for it.
-
-    Attributes:
-      loss: float32 (float64 for a float64 loss), unscaled.
-      overflow: bool, whether the step was skipped. Inside a window of `ampx.multi_steps`: whether
-        the window, or the micro-step, is dropped.
-      loss_scale: float32, the scale that this step used.
-      learning_rate: float32, the rate that this step used; None where it is not known. A skipped
-        step moves no schedule.
-      global_norm: float32, norm of the unscaled gradients before any clipping.
-      local_norm: dict from parameter group to float32 norm; None unless asked for.
-      size: dict from parameter group to int32 number of elements; None unless asked for.
-      aux: the loss function's auxiliary output, or None.
-      phase: int32, the phase of the precision schedule that this step was in; None without one.
-
-    Examples:
-      >>> import ampx, jax.numpy as jnp, optax
-      >>> step = ampx.train_step(lambda w, x: jnp.mean((w * x) ** 2), optax.sgd(0.5))
-      >>> _, report = step(step.init(jnp.array(2.0)), jnp.ones(4))
-      >>> print(report.loss, report.global_norm, report.overflow)
-      4.0 4.0 False
-    """
-
-    loss: jax.Array
-    overflow: jax.Array
-    loss_scale: jax.Array
-    learning_rate: jax.Array | None
-    global_norm: jax.Array
-    local_norm: dict[str, jax.Array] | None = None
-    size: dict[str, jax.Array] | None = None
-    aux: Any = None
-    phase: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +146,46 @@ class TrainStep:
         return new_state, report._replace(**about)
 
     @jax.named_scope("ampx.update")
+    def in_phase(self, number: int) -> TrainStep:
+        """The step of one phase of its precision schedule, compiled without the others.
+
+        For a loop that chooses by `schedule.phase_at(i)`: faster on CPUs, where XLA runs what is
+        inside a `switch` on one core, and smaller. States are the same, so the steps take turns.
+
+        Args:
+          number: of the phase, from 0.
+
+        Returns:
+          A `TrainStep`. Whether it was called in its phase is seen in `report.phase`.
+
+        Raises:
+          IndexError: if there is no such phase.
+
+        Examples:
+          >>> import ampx, jax, jax.numpy as jnp, optax
+          >>> schedule = ampx.precision_schedule("fast1|step|0.5", total_steps=4)
+          >>> def loss_fn(w, x):
+          ...     return jnp.mean(w * x.astype(w.dtype))
+          >>> step = ampx.train_step(loss_fn, optax.sgd(0.1), policy=schedule)
+          >>> steps = [jax.jit(step.in_phase(number)) for number in range(2)]
+          >>> state = step.init(jnp.ones(()))
+          >>> for i in range(4):
+          ...     state, report = steps[schedule.phase_at(i)](state, jnp.ones(4))
+          ...     print(report.phase)
+          0
+          0
+          1
+          1
+        """
+        phases = () if self.schedule is None else self.schedule.phases
+        if not 0 <= number < len(phases):
+            raise IndexError(f"number must be that of one of {len(phases)} phases, got {number}")
+
+        def grads_of(*args: Any, phase: jax.Array, **kwargs: Any) -> GradResult:
+            return self.grads_of(*args, phase=number, **kwargs)
+
+        return dataclasses.replace(self, grads_of=grads_of)
+
     def _applied(
         self, grads: Any, now: TrainState, extra_args: dict[str, Any]
     ) -> tuple[Any, Any, jax.Array | None]:
@@ -213,7 +218,7 @@ class TrainStep:
                 raise ValueError("local_norm is not known with zero1, which reduces inside tx")
         local_norm = size = None
         if self.group_of is not None:
-            local_norm, size = _local_norms(grads, self.group_of)
+            local_norm, size = local_norms(grads, self.group_of)
         return StepReport(
             loss=result.loss,
             overflow=train_states.outcome(now.opt_state, new_opt_state).skipped,
@@ -430,18 +435,3 @@ def _clipped(
 
 def _first_component(path: str) -> str:
     return path.split("/")[0]
-
-
-def _local_norms(
-    grads: Any, group_of: Callable[[str], str]
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    groups: dict[str, list[jax.Array]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(as_tree(grads)):
-        name = group_of(path_name(path))
-        groups.setdefault(name, []).append(leaf)
-    norms = {name: optax.tree.norm(leaves) for name, leaves in groups.items()}
-    sizes = {
-        name: jnp.asarray(sum(leaf.size for leaf in leaves), jnp.int32)
-        for name, leaves in groups.items()
-    }
-    return norms, sizes

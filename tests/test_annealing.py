@@ -106,6 +106,27 @@ def test_the_switch_is_exact_inside_a_scan_of_steps(length):
     np.testing.assert_allclose(losses, expected.loss, rtol=1e-5)
 
 
+def test_a_step_for_each_phase_gives_the_same():
+    params, batches = data()
+    step = scheduled()
+    expected, _ = run(step, step.init(params), batches)
+    steps = [jax.jit(step.in_phase(number)) for number in range(2)]
+    state = step.init(params)
+    for i in range(STEPS):
+        number = step.schedule.phase_at(i)
+        text = str(steps[number].trace(state, rows(batches, i)).jaxpr)
+        assert ("f16[" in text) == (number == 0)
+        state, report = steps[number](state, rows(batches, i))
+        assert int(report.phase) == number
+    chex.assert_trees_all_close(state, expected, rtol=1e-6)
+    with pytest.raises(IndexError, match="one of 2 phases, got 2"):
+        step.in_phase(2)
+    with pytest.raises(IndexError, match="one of 0 phases"):
+        ampx.train_step(loss_fn, optax.sgd(0.1)).in_phase(0)
+    with pytest.raises(ValueError, match="depends on losses"):
+        ampx.precision_schedule("fast|loss", final_loss=1.0).phase_at(0)
+
+
 def test_only_the_half_phase_computes_in_half():
     params, batches = data()
     seen = []
