@@ -40,8 +40,8 @@ def follow_schedule(
 
     Raises:
       TypeError: if `inner` is not a gradient transformation or `schedule` no schedule.
-      ValueError: at `init`, for phases with a loss scale where `inner` has none; in `update`, for a
-        missing `value`.
+      ValueError: at `init`, for phases with a loss scale where `inner` has none, or has it inside
+        another wrapper; in `update`, for a missing `value`.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -62,27 +62,31 @@ def follow_schedule(
             f"schedule must be an ampx.PrecisionSchedule, got {type(schedule).__name__}"
         )
     inner = optax.with_extra_args_support(inner)
-    numbers_of = [choice_as_number(recipe.loss_scale) for recipe in schedule.recipes]
-    is_dynamic = np.array([number == 0 for number in numbers_of])
-    # Off, -1, is a scale of 1.
-    fixed_scales = np.array([max(number, 1.0) for number in numbers_of], np.float32)
+    scales = [choice_as_number(recipe.loss_scale) for recipe in schedule.recipes]
+    is_dynamic = np.array([scale == 0 for scale in scales])
+    fixed_scales = np.array([max(scale, 1.0) for scale in scales], np.float32)  # off, -1, is 1
 
     def init(params: optax.Params) -> PrecisionScheduleState:
         inner_state = inner.init(params)
-        scaled = find_nodes(inner_state, LossScaleState)
-        if not scaled and (is_dynamic.any() or (fixed_scales != 1).any()):
+        phase, parked = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32)
+        if isinstance(inner_state, LossScaleState):
+            parked = inner_state.loss_scale
+            first = jnp.full_like(parked, fixed_scales[0])
+            inner_state = inner_state._replace(
+                loss_scale=jnp.copy(parked) if is_dynamic[0] else first
+            )
+        elif find_nodes(inner_state, LossScaleState):
+            raise ValueError(
+                f"the loss scale is inside {type(inner_state).__name__}, which may hold sums of "
+                "gradients at a scale that the schedule is about to change: put it around the "
+                "whole optimizer, as in dynamic_loss_scale(multi_steps(optimizer, k))"
+            )
+        elif is_dynamic.any() or (fixed_scales != 1).any():
             raise ValueError(
                 f"the schedule '{schedule}' has phases with a loss scale, but the optimizer has "
                 "none to set: wrap it in ampx.loss_scale(schedule.loss_scale, optimizer)"
             )
-        parked = jnp.copy(scaled[0].loss_scale) if scaled else jnp.ones((), jnp.float32)
-        if scaled and not is_dynamic[0]:
-            inner_state = _with_loss_scale(
-                inner_state,
-                lambda own: own._replace(loss_scale=jnp.full_like(parked, fixed_scales[0])),
-            )
-        zero = jnp.zeros((), jnp.int32)
-        return PrecisionScheduleState(zero, jnp.copy(zero), parked, inner_state)
+        return PrecisionScheduleState(phase, jnp.copy(phase), parked, inner_state)
 
     def update(
         updates: Any,
@@ -97,37 +101,26 @@ def follow_schedule(
                 f"the schedule '{schedule}' waits for a loss: call update(..., value=loss)"
             )
         about = extra_args if value is None else {**extra_args, "value": value}
-        updates, inner_state = inner.update(updates, state.inner_state, params, **about)
+        updates, new = inner.update(updates, state.inner_state, params, **about)
         steps_seen = state.steps_seen + 1
         phase = schedule.next_phase(state.precision_phase, steps_seen, value)
         parked = state.parked_scale
-        scaled = find_nodes(inner_state, LossScaleState)
-        if scaled:
-            (old,) = find_nodes(state.inner_state, LossScaleState)
-            was_dynamic = jnp.asarray(is_dynamic)[state.precision_phase]
-            parked = jnp.where(was_dynamic, scaled[0].loss_scale, parked)
-            scale = jnp.where(
-                jnp.asarray(is_dynamic)[phase], parked, jnp.asarray(fixed_scales)[phase]
+        if isinstance(new, LossScaleState):
+            was_dynamic, is_now = (
+                jnp.asarray(is_dynamic)[p] for p in (state.precision_phase, phase)
             )
-            trackers = {
-                name: jnp.where(was_dynamic, getattr(scaled[0], name), getattr(old, name))
-                for name in ("growth_tracker", "hysteresis_tracker")
-            }
-            inner_state = _with_loss_scale(
-                inner_state, lambda own: own._replace(loss_scale=scale, **trackers)
+            parked = jnp.where(was_dynamic, new.loss_scale, parked)
+            old = state.inner_state
+            new = new._replace(
+                loss_scale=jnp.where(is_now, parked, jnp.asarray(fixed_scales)[phase]),
+                growth_tracker=jnp.where(was_dynamic, new.growth_tracker, old.growth_tracker),
+                hysteresis_tracker=jnp.where(
+                    was_dynamic, new.hysteresis_tracker, old.hysteresis_tracker
+                ),
             )
-        return updates, PrecisionScheduleState(phase, steps_seen, parked, inner_state)
+        return updates, PrecisionScheduleState(phase, steps_seen, parked, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _with_loss_scale(opt_state: Any, change: Callable[[LossScaleState], LossScaleState]) -> Any:
-    def is_scaled(node: Any) -> bool:
-        return isinstance(node, LossScaleState)
-
-    return jax.tree.map(
-        lambda node: change(node) if is_scaled(node) else node, opt_state, is_leaf=is_scaled
-    )
 
 
 def by_phase(

@@ -330,6 +330,13 @@ def test_windows_of_micro_steps_count_calls():
     assert int(state.step) == STEPS // 2
 
 
+def test_a_scale_inside_a_window_would_change_under_its_sums():
+    schedule = ampx.precision_schedule("fast|step", total_steps=9)
+    tx = ampx.follow_schedule(ampx.multi_steps(dynamic(optax.sgd(0.1)), 2), schedule)
+    with pytest.raises(ValueError, match="inside MultiStepsState, which may hold sums"):
+        tx.init(jnp.ones(2))
+
+
 def test_micro_batches_and_auxiliary_output_of_two_dtypes():
     params, batches = data()
 
