@@ -33,7 +33,9 @@ from ampx.loss_scaling import (
 )
 from ampx.masters import MasterWeightsState, master_params, master_weights
 from ampx.monitoring import metrics, progress_bar
+from ampx.numerics import NumericsReport, NumericsRow, numerics_report
 from ampx.opt_levels import Recipe, as_recipe, opt_level
+from ampx.overflows import OverflowRecord, OverflowReport
 from ampx.overlap import OverlapReport, check_overlap, forward_order
 from ampx.precision import Policy, cast_floating, get_policy, is_norm_path, norm_rule
 from ampx.precision_phases import PrecisionScheduleState, precision_phase
@@ -41,9 +43,11 @@ from ampx.precision_schedules import Phase, PrecisionSchedule, precision_schedul
 from ampx.reduction import ReductionState, all_reduce
 from ampx.sharding import Zero1State, zero1, zero1_specs
 from ampx.sparse_rows import SparseRows, densify, densify_rows
+from ampx.step_reports import StepReport
 from ampx.stored_params import apply_updates
+from ampx.tracing import trace_overflow
 from ampx.train_states import TrainState
-from ampx.training import StepReport, TrainStep, train_step
+from ampx.training import TrainStep, train_step
 from ampx.verdicts import count_nonfinite
 from ampx.windowing import MultiStepsState, multi_steps
 
@@ -59,6 +63,10 @@ __all__ = [
     "LossScaleState",
     "MasterWeightsState",
     "MultiStepsState",
+    "NumericsReport",
+    "NumericsRow",
+    "OverflowRecord",
+    "OverflowReport",
     "OverlapReport",
     "Phase",
     "Policy",
@@ -105,17 +113,19 @@ __all__ = [
     "multi_steps",
     "no_loss_scale",
     "norm_rule",
+    "numerics_report",
     "opt_level",
     "pipelining",
     "precision_phase",
     "precision_schedule",
-    "promote_function",
     "progress_bar",
+    "promote_function",
     "raise_if_exhausted",
     "reduce_in_backward",
     "select_if_finite",
     "split_microbatches",
     "static_loss_scale",
+    "trace_overflow",
     "train_step",
     "value_and_grad",
     "zero1",

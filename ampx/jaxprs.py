@@ -41,6 +41,7 @@ _LOCAL = (
     *("axis_index", "pvary", "pcast", "preduced"),
     *("reduced_vary_cast", "reduced_vary_cast_p", "vary_unreduced_cast", "vary_unreduced_cast_p"),
 )
+_RECOMPUTED = "rematted_computation"  # a scope that remat puts around what it runs again
 _JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 
 
@@ -104,6 +105,11 @@ def with_bodies(eqn: Equation, bodies: Sequence[Jaxpr]) -> dict[str, Any]:
 def call_name(eqn: Equation) -> str | None:
     """The name of a jitted function, or None."""
     return eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
+
+
+def constants_of(jaxpr: Jaxpr) -> Sequence[Any]:
+    """The arrays that are attached to a jaxpr, in the order of its `constvars`."""
+    return closed(jaxpr).consts
 
 
 def has_constants(jaxpr: Jaxpr) -> bool:
@@ -175,6 +181,11 @@ def scan_sizes(eqn: Equation) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
     return len(list(consts)), len(list(carry))
+
+
+def scan_steps(eqn: Equation) -> tuple[int, bool]:
+    """How many iterations a scan has, and whether it runs from the last one to the first."""
+    return eqn.params["length"], eqn.params["reverse"]
 
 
 def while_sizes(eqn: Equation) -> tuple[int, int]:
@@ -376,9 +387,17 @@ def function_of(jaxpr: Jaxpr) -> tuple[str, int] | None:
 
 def scope_of(eqn: Equation) -> tuple[str, ...]:
     """The name scopes around an equation, without the marks that jvp, vmap and others leave."""
-    stack = str(eqn.source_info.name_stack)
+    # remat names its place twice: as a part of the backward pass, and as what it recomputes.
+    stack = re.sub(r"transpose\(.*/(?=jvp\()", "", str(eqn.source_info.name_stack))
     names = (re.sub(r"\w+\(|\)", "", part) for part in stack.split("/"))
     return tuple(name for name in names if name)
+
+
+def is_transposed(eqn: Equation) -> bool | None:
+    """Whether an equation is of a backward pass; None where only the call around it can tell."""
+    stack = str(eqn.source_info.name_stack)
+    recomputed, transposed = stack.rfind(_RECOMPUTED), stack.rfind("transpose(")
+    return None if recomputed == transposed else transposed > recomputed
 
 
 def frames_of(eqn: Equation) -> list[Frame]:

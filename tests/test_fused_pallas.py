@@ -313,7 +313,9 @@ def test_a_norm_by_kernel_is_that_by_xla():
         theirs, ours = (step(grads, state, params) for step in steps)
         np.testing.assert_allclose(ours[2].global_norm, theirs[2].global_norm, rtol=1e-6)
         near(ours[:2], theirs[:2])
-        traced = [str(step.trace(grads, state, params).jaxpr).count("pallas_call") for step in steps]
+        traced = [
+            str(step.trace(grads, state, params).jaxpr).count("pallas_call") for step in steps
+        ]
         # The two large leaves: once for the norm, once for the update.
         assert traced == [0, 4]
 

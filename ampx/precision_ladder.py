@@ -1,0 +1,188 @@
+"""Which opt level, half dtype and loss scale to try first, by what a float32 run shows.
+
+The order is the advice of Ascend's Apex: O2 with a loss scale of 128, then O1 with it, then O1 with
+a dynamic one; and after these bfloat16, and float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ampx.exponents import FORMATS, Histogram
+
+SHIFTS = range(-126, 127)  # powers of two that are loss scales: their reciprocals are normal
+TOLERANCE = 0.001  # of nonzero gradients that more underflow at the low end of a range of scales
+LARGEST_LOSS = 0.05  # of nonzero gradients that underflow even at the best scale
+_DYNAMIC = (0, 24)  # powers of two that ampx.dynamic_loss_scale stays between
+
+
+class Evidence(NamedTuple):
+    """What a level would have in half: histograms of its values by scope.
+
+    Attributes:
+      forward: values of the forward pass.
+      gradients: values that depend on the cotangent of the loss, as they are without a scale.
+    """
+
+    forward: Mapping[str, Histogram]
+    gradients: Mapping[str, Histogram]
+
+
+class Findings(NamedTuple):
+    """The evidence that a rung asks for.
+
+    Attributes:
+      everything: all values, as O2 has them in half.
+      products: operands and results of matrix products and convolutions, as O1 has them.
+    """
+
+    everything: Evidence
+    products: Evidence
+
+
+class Rung(NamedTuple):
+    """A precision to try.
+
+    Attributes:
+      level: for `ampx.opt_level`.
+      half_dtype: for `ampx.opt_level`; None for O0, which has none.
+      loss_scale: for `ampx.opt_level`.
+      objection: tells why it does not fit what was found, or nothing.
+    """
+
+    level: str
+    half_dtype: str | None
+    loss_scale: float | str | None
+    objection: Callable[[Findings], str]
+
+    def __str__(self) -> str:
+        return _name(self.level, self.half_dtype, self.loss_scale)
+
+
+def _name(level: str, half_dtype: str | None, loss_scale: float | str | None) -> str:
+    half = f" in {half_dtype}" if half_dtype else ""
+    return level + half + (f" with loss_scale={loss_scale!r}" if loss_scale else "")
+
+
+def total(histograms: Mapping[str, Histogram]) -> Histogram:
+    """The sum over scopes."""
+    return sum(histograms.values(), Histogram())
+
+
+def scale_range(gradients: Histogram, half_dtype: str) -> tuple[int, int]:
+    """The least and the largest power of two to scale gradients by.
+
+    At the largest nothing overflows, but would at twice as much; from the least on, no more than
+    `TOLERANCE` of the nonzero gradients become zero that do not at the largest.
+    """
+    form = FORMATS[half_dtype]
+    high = max((s for s in SHIFTS if not gradients.overflows(form, s)), default=SHIFTS[0])
+    most = gradients.underflows(form, high) + TOLERANCE * gradients.nonzero
+    low = min(s for s in SHIFTS if s <= high and gradients.underflows(form, s) <= most)
+    return low, high
+
+
+def _forward_overflow(evidence: Evidence, half_dtype: str) -> str:
+    form = FORMATS[half_dtype]
+    found = {scope: h.overflows(form) for scope, h in evidence.forward.items()}
+    worst = max(found, key=found.__getitem__, default="")
+    count = sum(found.values())
+    if not count:
+        return ""
+    where = f", most of them in {worst}" if worst else ""
+    return f"{count} forward values exceed {form.largest:.6g}{where}"
+
+
+def _lost_gradients(evidence: Evidence, half_dtype: str) -> str:
+    gradients = total(evidence.gradients)
+    _, high = scale_range(gradients, half_dtype)
+    lost = gradients.share(gradients.underflows(FORMATS[half_dtype], high))
+    if lost <= LARGEST_LOSS:
+        return ""
+    return f"{lost:.1%} of the gradients underflow even at the largest loss scale, 2**{high}"
+
+
+def _at_128(evidence: Evidence) -> str:
+    low, high = scale_range(total(evidence.gradients), "float16")
+    if high < math.log2(128):
+        return f"gradients overflow at a loss scale of 128: 2**{high} is the largest"
+    if low > math.log2(128):
+        return f"gradients underflow at a loss scale of 128: it takes 2**{low}"
+    return ""
+
+
+def _at_some_scale(evidence: Evidence) -> str:
+    low, high = scale_range(total(evidence.gradients), "float16")
+    least, most = _DYNAMIC
+    if high < least:
+        return f"gradients overflow at every loss scale from 1 on: 2**{high} is the largest"
+    if low > most:
+        return f"gradients underflow at every loss scale up to 2**{most}: it takes 2**{low}"
+    return ""
+
+
+def _unscaled(evidence: Evidence) -> str:
+    count = total(evidence.gradients).overflows(FORMATS["bfloat16"])
+    return f"{count} gradients overflow in bfloat16" if count else ""
+
+
+def _of_o2(found: Findings) -> str:
+    of = found.everything
+    return _forward_overflow(of, "float16") or _lost_gradients(of, "float16") or _at_128(of)
+
+
+def _of_o1(found: Findings) -> str:
+    of = found.products
+    return _forward_overflow(of, "float16") or _lost_gradients(of, "float16") or _at_128(of)
+
+
+def _of_dynamic_o1(found: Findings) -> str:
+    of = found.products
+    return _forward_overflow(of, "float16") or _lost_gradients(of, "float16") or _at_some_scale(of)
+
+
+def _of_bfloat16(found: Findings) -> str:
+    of = found.everything
+    return _forward_overflow(of, "bfloat16") or _lost_gradients(of, "bfloat16") or _unscaled(of)
+
+
+LADDER = (
+    Rung("O2", "float16", 128.0, _of_o2),
+    Rung("O1", "float16", 128.0, _of_o1),
+    Rung("O1", "float16", "dynamic", _of_dynamic_o1),
+    Rung("O2", "bfloat16", None, _of_bfloat16),
+    Rung("O0", None, None, lambda found: ""),
+)
+
+
+class Recommendation(NamedTuple):
+    """The first rung of the ladder that holds.
+
+    Attributes:
+      level: for `ampx.opt_level`.
+      half_dtype: for `ampx.opt_level`; None for O0.
+      loss_scale: for `ampx.opt_level`.
+      reason: what is wrong with each rung before it, in words.
+    """
+
+    level: str
+    half_dtype: str | None
+    loss_scale: float | str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{_name(self.level, self.half_dtype, self.loss_scale)}: {self.reason}"
+
+
+def recommendation(found: Findings) -> Recommendation:
+    """Climbs down the ladder to the first rung that holds."""
+    refused = []
+    for rung in LADDER:
+        objection = rung.objection(found)
+        if not objection:
+            break
+        refused.append(f"not {rung}: {objection}")
+    reason = "; ".join(refused) or "the first of the ladder holds"
+    return Recommendation(rung.level, rung.half_dtype, rung.loss_scale, reason)
