@@ -111,7 +111,7 @@ class NumericsReport:
 
     @property
     def exponents(self) -> np.ndarray:
-        """The binary exponents that `counts` are of: floor(log2(|x|))."""
+        """The binary exponents that `counts` are of, ``floor(log2(|value|))``."""
         return EXPONENTS.copy()
 
     @property
