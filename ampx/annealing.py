@@ -15,7 +15,7 @@ from ampx.loss_scale_state import LossScaleState
 from ampx.precision import wider_dtype
 from ampx.precision_phases import PrecisionScheduleState
 from ampx.precision_schedules import PrecisionSchedule
-from ampx.scale_dynamics import choice_as_number
+from ampx.scale_dynamics import checked_choice
 from ampx.trees import find_nodes
 
 
@@ -62,7 +62,7 @@ def follow_schedule(
             f"schedule must be an ampx.PrecisionSchedule, got {type(schedule).__name__}"
         )
     inner = optax.with_extra_args_support(inner)
-    scales = [choice_as_number(recipe.loss_scale) for recipe in schedule.recipes]
+    scales = [checked_choice(recipe.loss_scale) for recipe in schedule.recipes]
     is_dynamic = np.array([scale == 0 for scale in scales])
     fixed_scales = np.array([max(scale, 1.0) for scale in scales], np.float32)  # off, -1, is 1
 
@@ -110,14 +110,13 @@ def follow_schedule(
                 jnp.asarray(is_dynamic)[p] for p in (state.precision_phase, phase)
             )
             parked = jnp.where(was_dynamic, new.loss_scale, parked)
-            old = state.inner_state
-            new = new._replace(
-                loss_scale=jnp.where(is_now, parked, jnp.asarray(fixed_scales)[phase]),
-                growth_tracker=jnp.where(was_dynamic, new.growth_tracker, old.growth_tracker),
-                hysteresis_tracker=jnp.where(
-                    was_dynamic, new.hysteresis_tracker, old.hysteresis_tracker
-                ),
-            )
+            of_dynamics = ("growth_tracker", "hysteresis_tracker", "floor_hits", "floor_flag")
+            held = {
+                name: jnp.where(was_dynamic, getattr(new, name), getattr(state.inner_state, name))
+                for name in of_dynamics
+            }
+            scale = jnp.where(is_now, parked, jnp.asarray(fixed_scales)[phase])
+            new = new._replace(loss_scale=scale, **held)
         return updates, PrecisionScheduleState(phase, steps_seen, parked, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -144,6 +143,8 @@ def by_phase(
         if len(each) == 1:
             return each[0](*args, **kwargs)
         if isinstance(phase, int):
+            if not 0 <= phase < len(each):
+                raise ValueError(f"phase must be that of one of {len(each)} phases, got {phase}")
             return each[phase](*args, **kwargs)
         calls = [lambda fun=fun: fun(*args, **kwargs) for fun in each]
         results = [jax.eval_shape(call) for call in calls]

@@ -27,7 +27,7 @@ from ampx.scale_dynamics import (
     Refill,
     ScaleDynamics,
     check_scale,
-    choice_as_number,
+    checked_choice,
 )
 from ampx.stored_params import apply_updates
 from ampx.tails import Applied, Tail, takes_tail, unwrapped, wrappers_held
@@ -420,16 +420,11 @@ def loss_scale(
     """
     if callable(choice):
         return choice(inner, **options)
-    number = choice_as_number(choice)
+    number = checked_choice(choice)
     if number == -1:
         if options:
             raise TypeError(f"no loss scale was chosen, so {sorted(options)} have no meaning")
         return no_loss_scale(inner)
     if number == 0:
         return dynamic_loss_scale(inner, **options)
-    if number >= 1:
-        return static_loss_scale(inner, number, **options)
-    raise ValueError(
-        f"loss scale must be None, -1 or 'none' (off), 0 or 'dynamic', or a number >= 1, got "
-        f"{choice!r}"
-    )
+    return static_loss_scale(inner, number, **options)

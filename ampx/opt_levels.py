@@ -303,6 +303,12 @@ def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
       >>> print(ampx.as_recipe("c=bf16,o=f32").policy)
       p=f32,c=bf16,o=f32
     """
+    if isinstance(policy, str) and "|" in policy:
+        raise ValueError(
+            f"{policy!r} is a precision schedule, which takes more than a string: give "
+            f"ampx.precision_schedule({policy!r}, total_steps=...) or final_loss=..., where a "
+            "schedule is taken"
+        )
     if isinstance(policy, str):
         return opt_level(policy) if re.fullmatch(r"[oO0]\d", policy) else Recipe(get_policy(policy))
     if isinstance(policy, Policy):

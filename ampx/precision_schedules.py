@@ -16,7 +16,7 @@ import numpy as np
 from ampx.checking import check_choice, check_positive_int
 from ampx.opt_levels import Recipe, as_recipe, opt_level
 from ampx.precision import Policy
-from ampx.scale_dynamics import choice_as_number
+from ampx.scale_dynamics import checked_choice
 
 # Of "fast|step|0.9": the half type, and what the ratio may be, with its default.
 _HALVES = {"fast": "float16", "fast1": "bfloat16"}
@@ -36,7 +36,7 @@ class Phase:
 
     Raises:
       TypeError: for a policy, step or loss of the wrong kind.
-      ValueError: for a step below 1, or a loss that is not finite.
+      ValueError: for a step below 1, a loss that is not finite, or an impossible loss scale.
 
     Examples:
       >>> import ampx
@@ -52,6 +52,7 @@ class Phase:
         recipe = as_recipe(self.policy)
         if recipe is None:
             raise TypeError("policy must be a Policy, a Recipe or a string, got None")
+        checked_choice(recipe.loss_scale)
         object.__setattr__(self, "policy", recipe)
         if self.until_step is not None:
             check_positive_int("until_step", self.until_step)
@@ -77,7 +78,8 @@ class PrecisionSchedule:
     number, 1 without one, and stands still.
 
     Attributes:
-      phases: at least one; all but the last have an end, the last has none.
+      phases: at least one; all but the last have an end, the last has none. A pair
+        (step, policy) stands for `Phase(policy, until_step=step)`.
 
     Raises:
       TypeError: for what is no `Phase`.
@@ -100,7 +102,12 @@ class PrecisionSchedule:
     phases: tuple[Phase, ...]
 
     def __post_init__(self) -> None:
-        phases = tuple(self.phases)
+        phases = tuple(
+            Phase(phase[1], until_step=phase[0])
+            if isinstance(phase, tuple) and len(phase) == 2
+            else phase
+            for phase in self.phases
+        )
         object.__setattr__(self, "phases", phases)
         for phase in phases:
             if not isinstance(phase, Phase):
@@ -139,7 +146,7 @@ class PrecisionSchedule:
     @property
     def loss_scale(self) -> Any:
         """What to wrap the optimizer in: `"dynamic"` if a phase needs it, 1.0, or None."""
-        scales = [choice_as_number(recipe.loss_scale) for recipe in self.recipes]
+        scales = [checked_choice(recipe.loss_scale) for recipe in self.recipes]
         if 0 in scales:
             return "dynamic"
         return None if set(scales) == {-1} else 1.0

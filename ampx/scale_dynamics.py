@@ -102,6 +102,17 @@ def choice_as_number(choice: Any) -> float:
     return float(choice if getattr(choice, "shape", ()) == () else choice[0])
 
 
+def checked_choice(choice: Any) -> float:
+    """A word or number for a loss scale as one number: -1 off, 0 dynamic, or a fixed scale."""
+    number = choice_as_number(choice)
+    if number not in (-1, 0) and not number >= 1:
+        raise ValueError(
+            f"loss scale must be None, -1 or 'none' (off), 0 or 'dynamic', or a number >= 1, got "
+            f"{choice!r}"
+        )
+    return number
+
+
 def check_scale(name: str, value: Any, powers_of_two: bool) -> None:
     """Refuses what is not a number that float32 can hold together with its inverse."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -145,7 +145,6 @@ class TrainStep:
         report = self._report(now, new_opt_state, result, scale, norm)
         return new_state, report._replace(**about)
 
-    @jax.named_scope("ampx.update")
     def in_phase(self, number: int) -> TrainStep:
         """The step of one phase of its precision schedule, compiled without the others.
 
@@ -186,6 +185,7 @@ class TrainStep:
 
         return dataclasses.replace(self, grads_of=grads_of)
 
+    @jax.named_scope("ampx.update")
     def _applied(
         self, grads: Any, now: TrainState, extra_args: dict[str, Any]
     ) -> tuple[Any, Any, jax.Array | None]:
@@ -354,6 +354,11 @@ def train_step(
     recipe = as_recipe(policy)
     if isinstance(loss_scale, str) and loss_scale == "policy":
         loss_scale = getattr(schedule or recipe, "loss_scale", None)
+    elif loss_scale is not None and schedule is not None and schedule.loss_scale != "dynamic":
+        raise ValueError(
+            f"loss_scale={loss_scale!r} would be used in no phase of the schedule '{schedule}': "
+            "only those use it whose recipe has loss_scale='dynamic'"
+        )
     if max_grad_norm is not None:
         if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
             raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")

@@ -198,6 +198,8 @@ def test_more_phases_with_ends_of_both_kinds():
     # Phase 1 is over before phase 0 ends, so it is left out.
     assert phases_for([3, 3, 3, 1, 0.5, 3], schedule) == [0, 0, 0, 0, 2, 3]
     assert phases_for([1, 3, 3, 1, 0.7, 0.1], schedule) == [0, 1, 1, 2, 2, 2]
+    pairs = ampx.PrecisionSchedule(((3, "O2"), (None, "O0")))
+    assert pairs == ampx.PrecisionSchedule((ampx.Phase("O2", until_step=3), ampx.Phase("O0")))
     either = ampx.PrecisionSchedule(
         (ampx.Phase("O2", until_step=3, until_loss=1.0), ampx.Phase("O0"))
     )
@@ -243,6 +245,25 @@ def test_the_other_way_round_and_back_the_dynamic_scale_is_taken_up_again():
     )
     scales, _ = scales_of(schedule, [1, 1, 1, np.inf, 1, 1, 1, 1], init_scale=8.0)
     assert scales == [1, 1, 8, 8, 128, 128, 4, 4]
+
+
+def test_a_bad_batch_in_float32_is_no_scale_at_its_floor():
+    schedule = ampx.precision_schedule("fast|step|0.5", total_steps=2)
+    tx = ampx.follow_schedule(
+        ampx.dynamic_loss_scale(optax.sgd(0.1), on_floor="raise-flag"), schedule
+    )
+    state = tx.init(jnp.ones(2))
+    for bad in (0.0, np.inf):
+        _, state = tx.update(jnp.array([bad, 1.0]), state)
+    assert bool(ampx.is_skipped(state)) and int(state.inner_state.floor_hits) == 0
+    ampx.raise_if_exhausted(state)
+
+
+def test_a_loss_scale_that_no_phase_uses_is_refused():
+    bfloat16 = ampx.precision_schedule("fast1|step", total_steps=9)
+    for choice in ("dynamic", 512.0, dynamic):
+        with pytest.raises(ValueError, match="would be used in no phase of the schedule 'O2 bf"):
+            ampx.train_step(loss_fn, optax.sgd(0.1), policy=bfloat16, loss_scale=choice)
 
 
 def test_a_skipped_step_counts_as_a_step_of_training():
@@ -531,6 +552,12 @@ def test_what_is_missing_at_run_time_is_named():
         ampx.follow_schedule(optax.sgd(0.1), by_step).init(jnp.ones(2))
     with pytest.raises(TypeError, match="phase="):
         ampx.value_and_grad(loss_fn, policy=by_step)({}, {})
+    with pytest.raises(ValueError, match="phase must be that of one of 2 phases, got 2"):
+        ampx.value_and_grad(loss_fn, policy=by_step)({}, {}, phase=2)
+    with pytest.raises(ValueError, match="is a precision schedule.*ampx.precision_schedule"):
+        ampx.train_step(loss_fn, optax.sgd(0.1), policy="fast|step|0.9")
+    with pytest.raises(ValueError, match="a number >= 1, got 0.25"):
+        ampx.Phase(dataclasses.replace(LOW, loss_scale=0.25))
     with pytest.raises(ValueError, match="phases with a loss scale"):
         ampx.train_step(loss_fn, optax.sgd(0.1), policy=by_step, loss_scale=None).init(data()[0])
     uneven = ampx.train_step(
