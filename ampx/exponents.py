@@ -19,6 +19,8 @@ import numpy as np
 LOWEST, HIGHEST = -149, 128  # float32 ends at 127: the last counts what is larger, in float64
 EXPONENTS = np.arange(LOWEST, HIGHEST + 1)
 _BLOCK = 1 << 18  # numbers that are counted at once
+_MASK = -1e9  # of numbers that are added, smaller ones are masks, and so are the ends of a dtype
+_ENDS = frozenset(float(jnp.finfo(dtype).max) for dtype in (jnp.float32, jnp.bfloat16))
 
 
 class Threshold(NamedTuple):
@@ -98,6 +100,7 @@ class Histogram:
       cells: of nonzero finite numbers, by exponent and by cell of the mantissa.
       zeros: how many numbers are zero.
       non_finite: how many are not finite.
+      fills: how many are fills of masks, which count nowhere else.
     """
 
     cells: np.ndarray = dataclasses.field(
@@ -113,6 +116,14 @@ class Histogram:
             self.zeros + other.zeros,
             self.non_finite + other.non_finite,
             self.fills + other.fills,
+        )
+
+    def __sub__(self, other: Histogram) -> Histogram:
+        return Histogram(
+            self.cells - other.cells,
+            self.zeros - other.zeros,
+            self.non_finite - other.non_finite,
+            self.fills - other.fills,
         )
 
     @property
@@ -156,16 +167,48 @@ class Histogram:
         return count / max(1, self.nonzero)
 
 
-def histogram_of(array: Any, fill: float = math.inf) -> Histogram:
-    """Counts the numbers of a floating or complex array; finite ones from `fill` on are fills."""
+class Fills(NamedTuple):
+    """Which numbers are written into a program to mask something; half has such a number, too.
+
+    Attributes:
+      masks: from this magnitude on numbers are fills, and stay that when something is added.
+      picked: magnitudes that are fills where they are picked, but numbers like others in sums.
+    """
+
+    masks: float = math.inf
+    picked: frozenset[float] = frozenset()
+
+    def __or__(self, other: Fills) -> Fills:
+        return Fills(min(self.masks, other.masks), self.picked | other.picked)
+
+    def among(self, numbers: np.ndarray) -> np.ndarray:
+        """Which of some numbers are fills."""
+        if self == NO_FILLS:
+            return np.zeros(numbers.shape, bool)
+        sizes = np.abs(numbers.astype(np.float64))
+        return np.isfinite(sizes) & ((sizes >= self.masks) | np.isin(sizes, list(self.picked)))
+
+
+NO_FILLS = Fills()
+
+
+def fills_of(number: Any) -> Fills:
+    """What a real number that is written into a program may fill in."""
+    number = float(np.float32(number))
+    if not FORMATS["float16"].largest < abs(number) < math.inf:
+        return NO_FILLS
+    if number <= _MASK or number in _ENDS:
+        return Fills(masks=abs(number) / 2)
+    return Fills(picked=frozenset((abs(number),)))
+
+
+def histogram_of(array: Any, fills: Fills = NO_FILLS) -> Histogram:
+    """Counts the numbers of a floating or complex array, those that are fills apart."""
     numbers = np.ravel(np.asarray(array))
     if np.iscomplexobj(numbers):
         numbers = np.concatenate([numbers.real, numbers.imag])
-    total = Histogram()
-    if fill < math.inf:
-        is_fill = np.isfinite(numbers) & (np.abs(numbers) >= fill)
-        numbers = numbers[~is_fill]
-        total = dataclasses.replace(total, fills=int(np.count_nonzero(is_fill)))
+    is_fill = fills.among(numbers)
+    total, numbers = Histogram(fills=int(np.count_nonzero(is_fill))), numbers[~is_fill]
     for start in range(0, numbers.size, _BLOCK):
         total += _of_block(numbers[start : start + _BLOCK])
     return total

@@ -8,9 +8,12 @@ run in half, whose overflows hide what comes after them.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,25 +25,25 @@ import numpy as np
 from ampx import flax_modules, jaxprs
 from ampx.autocasting.marks import split_arrays
 from ampx.autocasting.tables import HALF_BY_DEFAULT, MOVING, PICKING
-from ampx.exponents import EXPONENTS, FORMATS, Histogram, histogram_of
-from ampx.interpreting import Place, Value, Walk
+from ampx.exponents import EXPONENTS, FORMATS, NO_FILLS, Fills, Histogram, fills_of, histogram_of
+from ampx.interpreting import Place, Value, Walk, is_opaque
 from ampx.precision_ladder import (
-    Evidence,
+    BACKWARD,
+    FORWARD,
+    PARAMETER,
     Findings,
+    Key,
     Recommendation,
+    evidence_of,
     recommendation,
     scale_range,
     total,
 )
 from ampx.trees import path_name
 
-FORWARD, BACKWARD, PARAMETER = "forward", "backward", "parameter"
+Counts = collections.defaultdict[Key, Histogram]
 
-Key = tuple[str, str]  # scope and direction
-
-# A fill stays what it is where it is picked, moved, or has something added.
-_KEEP_FILLS = PICKING | MOVING | {"add", "sub"}
-_LARGEST_IN_HALF = FORMATS["float16"].largest
+_KERNELS = ("ffi_call", "pure_callback", "io_callback", "cudnn_fusion")  # without a jaxpr
 
 
 class NumericsRow(NamedTuple):
@@ -48,7 +51,7 @@ class NumericsRow(NamedTuple):
 
     Attributes:
       scope: name scopes joined by "/": with flax linen the path of the module; "" is the rest. For
-        the gradient of a parameter, its path.
+        a parameter (`"forward"`) and its gradient (`"parameter"`), its path.
       direction: `"forward"`, `"backward"` for values that depend on the cotangent of the loss, or
         `"parameter"` for the gradient of a parameter.
       largest_exponent: the binary exponent of the largest finite value; None if there is none. Of
@@ -56,7 +59,8 @@ class NumericsRow(NamedTuple):
       values: how many finite nonzero values there are, of which the shares are.
       zeros: how many values are zero.
       fills: how many are large numbers that are written into the program to mask something, as
-        `jnp.finfo(x.dtype).min` is. They count nowhere else: half has such a number, too.
+        `jnp.finfo(x.dtype).min` is. They count nowhere else: half has such a number, too. A number
+        that is picked, as by `jnp.where`, is one; one that is added only from -1e9 down.
       non_finite: how many values are infinite or NaN.
       underflow: share that becomes zero.
       subnormal: share that becomes subnormal, and so loses digits.
@@ -68,7 +72,7 @@ class NumericsRow(NamedTuple):
       >>> report = numerics_report(lambda w: jnp.sum(w * w))(jnp.array([2.0**-13, 2.0**9, 0.0]))
       >>> row = report.table("float16")[0]
       >>> row.direction, row.values, row.zeros, row.underflow, row.overflow
-      ('forward', 3, 1, 0.3333333333333333, 0.6666666666666666)
+      ('forward', 5, 2, 0.2, 0.4)
     """
 
     scope: str
@@ -91,6 +95,10 @@ class NumericsReport:
       histograms: by (scope, direction), in the order of the program; see `NumericsRow`.
       products: the same of the operands and results of matrix products and convolutions alone,
         which is what O1 has in half.
+      sums: of the forward values, sums that are only scaled by a constant number, as in a mean.
+        `jnp.sum` and `jnp.mean` add up half in float32, so the advice leaves them out.
+      opaque: names of primitives, such as shard_map and kernels, inside of which nothing counts.
+      is_finite: whether the loss and the gradients of the parameters are.
       loss_scale: what gradients are multiplied by, in `table`.
 
     Examples:
@@ -107,7 +115,10 @@ class NumericsReport:
 
     histograms: Mapping[Key, Histogram]
     products: Mapping[Key, Histogram]
-    loss_scale: float = 1.0
+    sums: Mapping[Key, Histogram]
+    opaque: tuple[str, ...]
+    is_finite: bool
+    loss_scale: float
 
     @property
     def exponents(self) -> np.ndarray:
@@ -150,14 +161,18 @@ class NumericsReport:
         At the largest no finite gradient overflows, without headroom; at the least, at most 0.1
         percentage points more of the nonzero ones become zero than at the largest.
         """
-        evidence = _evidence(self.histograms)
+        evidence = evidence_of(self.histograms, self.sums)
         low, high = scale_range(total(evidence.gradients), _checked_format(half_dtype))
         return 2.0**low, 2.0**high
 
     @property
     def recommended(self) -> Recommendation:
         """The opt level, half dtype and loss scale to try first."""
-        return recommendation(Findings(_evidence(self.histograms), _evidence(self.products)))
+        everything, products = (
+            evidence_of(self.histograms, self.sums),
+            evidence_of(self.products, {}),
+        )
+        return recommendation(Findings(everything, products, self.is_finite, self.opaque))
 
     def __str__(self) -> str:
         tables = [self.table(form) for form in FORMATS]
@@ -182,6 +197,7 @@ class NumericsReport:
             f"{self.loss_scale:g}; exponent: the largest, unscaled",
             "loss scales that fit: "
             + ", ".join("{} {:g} to {:g}".format(f, *self.loss_scales(f)) for f in FORMATS),
+            *([f"nothing counted inside: {', '.join(self.opaque)}"] if self.opaque else []),
             f"try first: {self.recommended}",
         ]
         return "\n".join(lines)
@@ -199,85 +215,116 @@ def _checked_format(name: str) -> str:
     return name
 
 
-def _evidence(histograms: Mapping[Key, Histogram]) -> Evidence:
-    forward: dict[str, Histogram] = {}
-    gradients: dict[str, Histogram] = {}
-    for (scope, direction), found in histograms.items():
-        side = forward if direction == FORWARD else gradients
-        side[scope] = side.get(scope, Histogram()) + found
-    return Evidence(forward, gradients)
-
-
 class Origin(NamedTuple):
     """What a value is made of.
 
     Attributes:
       is_scaled: whether it depends on the cotangent of the loss. A gradient is linear in that, so
         this is what a loss scale multiplies. What remat computes again does not depend on it.
-      fill: from here on its numbers are fills of a mask, for which half has one of its own.
+      is_constant: whether it is made of numbers of the program alone.
+      fills: which of its numbers mask something.
+      sums: numbers of the large sums that it is, moved at most; see `CountingWalk.sums`.
     """
 
     is_scaled: bool = False
-    fill: float = math.inf
+    is_constant: bool = False
+    fills: Fills = NO_FILLS
+    sums: frozenset[int] = frozenset()
 
 
 class CountingWalk(Walk):
-    """A walk that counts the numbers of every value; its remarks are origins."""
+    """A walk that counts the numbers of every value; its remarks are origins.
+
+    `sums` are large ones of the forward pass that nothing has read but a product with a constant
+    number. The other attributes are those of a `NumericsReport`.
+    """
 
     def __init__(self) -> None:
-        self.histograms: dict[Key, Histogram] = {}
-        self.products: dict[Key, Histogram] = {}
+        self.histograms: Counts = collections.defaultdict(Histogram)
+        self.products: Counts = collections.defaultdict(Histogram)
+        self.sums: dict[int, tuple[Key, Histogram]] = {}
+        self.opaque: set[str] = set()
+        self._numbers = itertools.count()
 
     def remark_constant(self, array: Any, here: Place) -> Origin:
-        """A large number that is written into the program may be a fill."""
-        sizes = np.abs(np.asarray(array, np.float64)) if _is_real(array) else np.zeros(0)
-        sizes = sizes[np.isfinite(sizes) & (sizes > _LARGEST_IN_HALF)]
-        return Origin(fill=float(sizes.min()) / 2 if sizes.size else math.inf)
+        """A large number that is written into the program may be a fill; an array is data."""
+        if np.ndim(array):
+            _count(self.histograms, here.scope, Value(array, Origin()))
+            return Origin()
+        is_real = _is_counted(array) and not np.iscomplexobj(array)
+        return Origin(is_constant=True, fills=fills_of(array) if is_real else NO_FILLS)
 
     def remark_results(
         self, eqn: jaxprs.Equation, operands: Sequence[Value], arrays: Sequence[Any], here: Place
     ) -> list[Origin]:
         """The origins of the results of an equation, which are counted."""
-        made = self.remark_joined(operands)
-        if eqn.primitive.name not in _KEEP_FILLS:
-            made = made._replace(fill=math.inf)
         name, scope = eqn.primitive.name, here.scope
+        if name in _KERNELS or (is_opaque(eqn) and name != "scan"):
+            self.opaque.add(name)
+        made = self._made(name, operands)
         if name in HALF_BY_DEFAULT:
-            for value in operands:
+            for value in (*operands, *(Value(array, made) for array in arrays)):
                 _count(self.products, scope, value)
         results = []
         for array in arrays:
             found = _count(self.histograms, scope, Value(array, made))
-            results.append(made if found.fills else made._replace(fill=math.inf))
-            if name in HALF_BY_DEFAULT:
-                _count(self.products, scope, Value(array, made))
+            own = made if found.fills else made._replace(fills=NO_FILLS)
+            if name == "reduce_sum" and not made.is_scaled and found.overflows(FORMATS["float16"]):
+                number = next(self._numbers)
+                self.sums[number] = (scope, FORWARD), found
+                own = own._replace(sums=frozenset((number,)))
+            results.append(own)
         return results
+
+    def _made(self, name: str, operands: Sequence[Value]) -> Origin:
+        made = self.remark_joined(operands)
+        if name in ("add", "sub"):
+            made = made._replace(fills=made.fills._replace(picked=frozenset()))
+        elif name not in PICKING | MOVING:
+            made = made._replace(fills=NO_FILLS)
+        if name in MOVING:
+            return made
+        factors = operands[1:] if name == "div" else operands if name == "mul" else ()
+        if not any(value.remark.is_constant for value in factors):
+            self.read(made)
+        return made._replace(sums=frozenset())
+
+    def read(self, origin: Origin) -> None:
+        """What else reads a sum gets it in half."""
+        for number in origin.sums:
+            self.sums.pop(number, None)
 
     def remark_joined(self, values: Sequence[Value]) -> Origin:
         """The origin of several values together."""
+        remarks = [value.remark for value in values]
         return Origin(
-            any(value.remark.is_scaled for value in values),
-            min((value.remark.fill for value in values), default=math.inf),
+            any(remark.is_scaled for remark in remarks),
+            bool(remarks) and all(remark.is_constant for remark in remarks),
+            functools.reduce(operator.or_, (remark.fills for remark in remarks), NO_FILLS),
+            frozenset().union(*(remark.sums for remark in remarks)),
         )
 
 
-def _count(histograms: dict[Key, Histogram], scope: str, value: Value) -> Histogram:
+def _count(histograms: Counts, scope: str, value: Value) -> Histogram:
     if not _is_counted(value.array):
         return Histogram()
-    key = scope, BACKWARD if value.remark.is_scaled else FORWARD
-    found = histogram_of(value.array, value.remark.fill)
-    histograms[key] = histograms.get(key, Histogram()) + found
+    _check_width(value.array)
+    found = histogram_of(value.array, value.remark.fills)
+    histograms[scope, BACKWARD if value.remark.is_scaled else FORWARD] += found
     return found
+
+
+def _check_width(array: Any) -> None:
+    # A number of Python has no dtype of its own.
+    dtype = jnp.result_type(array) if hasattr(array, "dtype") else None
+    if dtype in (np.float64, np.complex128):
+        raise TypeError(f"numerics_report counts float32, got {dtype}: give the float32 program")
 
 
 def _is_counted(array: Any) -> bool:
     if np.isscalar(array):
         return isinstance(array, float | complex | np.inexact)
     return jnp.issubdtype(array.dtype, jnp.inexact) and not isinstance(array, jax.Ref)
-
-
-def _is_real(array: Any) -> bool:
-    return _is_counted(array) and not np.iscomplexobj(array)
 
 
 def numerics_report(
@@ -287,12 +334,16 @@ def numerics_report(
 
     `fun` and its gradient are run once, equation by equation, in the precision that they are
     written in: give the float32 program. Each result of each equation counts, calls and loops by
-    what runs inside. From the counts follow, exactly, the shares of the values that a narrower
-    format turns into zero, a subnormal number or infinity, the loss scales that fit, and which rung
-    of the ladder O2 with 128, O1 with 128, O1 with a dynamic scale, bfloat16, float32 to try.
+    what runs inside, and so do the parameters and the arrays that `fun` closes over. From the
+    counts follow, exactly, the shares of the values that a narrower format turns into zero, a
+    subnormal number or infinity, the loss scales that fit, and which rung of the ladder O2 with
+    128, O1 with 128, O1 with a dynamic scale, bfloat16, float32 to try.
 
     It is exact for a cast of each value, not for what a program in half would make of rounded
-    operands, and it knows no sums that overflow only in half before they cancel.
+    operands, and it knows no sums that overflow only in half before they cancel. Inside a
+    shard_map, a kernel or a callback it sees nothing: the report names them as `opaque`. A large
+    sum that is only scaled by a constant number speaks against no rung, as `jnp.mean` adds up half
+    in float32; a `jnp.sum(x) / n` looks the same, but gives its sum in half before it divides.
 
     Args:
       fun: a scalar loss, `fun(params, *args)`. `params` may be an nnx module, which gets scopes
@@ -306,7 +357,8 @@ def numerics_report(
 
     Raises:
       ValueError: if `loss_scale` is no power of two.
-      TypeError: if the loss is not a floating scalar, or an argument has no value.
+      TypeError: if the loss is not a floating scalar, an argument has no value, or there are
+        float64 numbers.
 
     References:
       Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, section 3.2
@@ -331,20 +383,32 @@ def numerics_report(
     @functools.wraps(fun)
     def reported(params: Any, *args: Any) -> NumericsReport:
         with jax.debug_nans(False), jax.debug_infs(False):
-            walk, gradients = _walked(fun, has_aux, params, args)
-        histograms = dict(walk.histograms)
-        for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+            walk, loss, params, gradients = _walked(fun, has_aux, params, args)
+        histograms, sums = walk.histograms, collections.defaultdict(Histogram)
+        for key, found in walk.sums.values():
+            sums[key] += found
+        is_finite = bool(np.isfinite(loss))
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(gradients)
+        for (path, gradient), array in zip(leaves, treedef.flatten_up_to(params), strict=True):
             if _is_counted(gradient):
-                histograms[path_name(path), PARAMETER] = histogram_of(gradient)
+                found = histogram_of(gradient)
+                histograms[path_name(path), FORWARD] += histogram_of(array)
+                histograms[path_name(path), PARAMETER] += found
+                is_finite = is_finite and not found.non_finite
         return NumericsReport(
-            MappingProxyType(histograms), MappingProxyType(dict(walk.products)), float(loss_scale)
+            MappingProxyType(dict(histograms)),
+            MappingProxyType(dict(walk.products)),
+            MappingProxyType(dict(sums)),
+            tuple(sorted(walk.opaque)),
+            is_finite,
+            float(loss_scale),
         )
 
     return reported
 
 
-def _walked(fun: Any, has_aux: bool, params: Any, args: Any) -> tuple[CountingWalk, Any]:
-    """A walk that ran a loss and its gradient, and the gradient."""
+def _walked(fun: Any, has_aux: bool, params: Any, args: Any) -> tuple[CountingWalk, Any, Any, Any]:
+    """A walk that ran a loss and its gradient, the loss, the parameters and their gradient."""
     if flax_modules.is_nnx_module(params):
         graphdef, params, rest = flax_modules.split_nnx(params)
 
@@ -378,5 +442,6 @@ def _walked(fun: Any, has_aux: bool, params: Any, args: Any) -> tuple[CountingWa
     jaxpr, shapes = jaxprs.trace(both, seed, *arrays)
     walk, operands = CountingWalk(), [Value(array, Origin()) for array in arrays]
     values = walk.run(jaxpr, [Value(seed, Origin(True)), *operands], Place())
-    _, gradients = jax.tree.unflatten(jax.tree.structure(shapes), [v.array for v in values])
-    return walk, gradients
+    walk.read(values[0].remark)
+    loss, gradients = jax.tree.unflatten(jax.tree.structure(shapes), [v.array for v in values])
+    return walk, loss, params, gradients

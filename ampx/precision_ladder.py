@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from ampx.exponents import FORMATS, Histogram
 
+FORWARD, BACKWARD, PARAMETER = "forward", "backward", "parameter"
+
+Key = tuple[str, str]  # scope and direction
+
 SHIFTS = range(-126, 127)  # powers of two that are loss scales: their reciprocals are normal
 TOLERANCE = 0.001  # of nonzero gradients that more underflow at the low end of a range of scales
 LARGEST_LOSS = 0.05  # of nonzero gradients that underflow even at the best scale
@@ -30,16 +34,32 @@ class Evidence(NamedTuple):
     gradients: Mapping[str, Histogram]
 
 
+def evidence_of(histograms: Mapping[Key, Histogram], spared: Mapping[Key, Histogram]) -> Evidence:
+    """The evidence of all values of a run but the spared ones."""
+    forward: dict[str, Histogram] = {}
+    gradients: dict[str, Histogram] = {}
+    for key, found in histograms.items():
+        scope, direction = key
+        side = forward if direction == FORWARD else gradients
+        known = found - spared[key] if key in spared else found
+        side[scope] = side.get(scope, Histogram()) + known
+    return Evidence(forward, gradients)
+
+
 class Findings(NamedTuple):
     """The evidence that a rung asks for.
 
     Attributes:
       everything: all values, as O2 has them in half.
       products: operands and results of matrix products and convolutions, as O1 has them.
+      is_finite: whether the loss and the gradients of the parameters are finite in float32.
+      opaque: primitives inside of which nothing was counted.
     """
 
     everything: Evidence
     products: Evidence
+    is_finite: bool = True
+    opaque: tuple[str, ...] = ()
 
 
 class Rung(NamedTuple):
@@ -50,6 +70,16 @@ class Rung(NamedTuple):
       half_dtype: for `ampx.opt_level`; None for O0, which has none.
       loss_scale: for `ampx.opt_level`.
       objection: tells why it does not fit what was found, or nothing.
+
+    Examples:
+      >>> from ampx.precision_ladder import LADDER
+      >>> for rung in LADDER:
+      ...     print(rung)
+      O2 in float16 with loss_scale=128.0
+      O1 in float16 with loss_scale=128.0
+      O1 in float16 with loss_scale='dynamic'
+      O2 in bfloat16
+      O0
     """
 
     level: str
@@ -128,9 +158,15 @@ def _unscaled(evidence: Evidence) -> str:
     return f"{count} gradients overflow in bfloat16" if count else ""
 
 
+def _any_overflow(found: Findings, half_dtype: str) -> str:
+    # An argument is no result of an equation: where it overflows, only a product shows it.
+    everything, products = found.everything, found.products
+    return _forward_overflow(everything, half_dtype) or _forward_overflow(products, half_dtype)
+
+
 def _of_o2(found: Findings) -> str:
     of = found.everything
-    return _forward_overflow(of, "float16") or _lost_gradients(of, "float16") or _at_128(of)
+    return _any_overflow(found, "float16") or _lost_gradients(of, "float16") or _at_128(of)
 
 
 def _of_o1(found: Findings) -> str:
@@ -145,7 +181,7 @@ def _of_dynamic_o1(found: Findings) -> str:
 
 def _of_bfloat16(found: Findings) -> str:
     of = found.everything
-    return _forward_overflow(of, "bfloat16") or _lost_gradients(of, "bfloat16") or _unscaled(of)
+    return _any_overflow(found, "bfloat16") or _lost_gradients(of, "bfloat16") or _unscaled(of)
 
 
 LADDER = (
@@ -164,7 +200,16 @@ class Recommendation(NamedTuple):
       level: for `ampx.opt_level`.
       half_dtype: for `ampx.opt_level`; None for O0.
       loss_scale: for `ampx.opt_level`.
-      reason: what is wrong with each rung before it, in words.
+      reason: what is wrong with each rung before it, in words, and what could not be looked into.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from ampx.numerics import numerics_report
+      >>> advice = numerics_report(lambda w: jnp.sum(w * 1e5) * 1e-6)(jnp.ones(3)).recommended
+      >>> advice.level, advice.half_dtype, advice.loss_scale
+      ('O1', 'float16', 128.0)
+      >>> print(advice.reason)
+      not O2 in float16 with loss_scale=128.0: 3 forward values exceed 65504
     """
 
     level: str
@@ -177,7 +222,10 @@ class Recommendation(NamedTuple):
 
 
 def recommendation(found: Findings) -> Recommendation:
-    """Climbs down the ladder to the first rung that holds."""
+    """Climbs down the ladder to the first rung that holds; to the last without finite numbers."""
+    if not found.is_finite:
+        last, reason = LADDER[-1], "not finite in float32 already: ampx.trace_overflow tells where"
+        return Recommendation(last.level, last.half_dtype, last.loss_scale, reason)
     refused = []
     for rung in LADDER:
         objection = rung.objection(found)
@@ -185,4 +233,6 @@ def recommendation(found: Findings) -> Recommendation:
             break
         refused.append(f"not {rung}: {objection}")
     reason = "; ".join(refused) or "the first of the ladder holds"
+    if found.opaque:
+        reason += f"; unknown: what happens inside {', '.join(found.opaque)}"
     return Recommendation(rung.level, rung.half_dtype, rung.loss_scale, reason)

@@ -158,7 +158,9 @@ def test_a_closed_form():
     report = numerics_report(loss)(w)
     sin, cos = jnp.sin(w), jnp.cos(w)
     total = jnp.sum(sin)
-    assert set(report.counts) == {("wave", "forward"), ("wave", "backward"), ("", "parameter")}
+    keys = {("wave", "forward"), ("wave", "backward"), ("", "forward"), ("", "parameter")}
+    assert set(report.counts) == keys
+    assert report.counts["", "forward"].tolist() == histogram_by_hand(w)
     assert report.counts["wave", "forward"].tolist() == histogram_by_hand(
         sin, cos, total, 8 * total
     )
@@ -227,6 +229,8 @@ def test_a_flax_model_against_its_values():
     for path, gradient in jax.tree_util.tree_leaves_with_path(jax.grad(loss)(params, x)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         found[name, "parameter"] = np.ravel(gradient)
+    for path, array in jax.tree_util.tree_leaves_with_path(params):
+        found[jax.tree_util.keystr(path, simple=True, separator="/"), "forward"] = np.ravel(array)
     assert {"Net/Dense_0", "Net/LayerNorm_0", "Net/head"} <= {scope for scope, _ in found}
     assert set(report.counts) == set(found)
     for name in DTYPES:
@@ -310,7 +314,36 @@ def test_fills_of_masks_are_counted_apart():
     # A large number that is multiplied by is none.
     report = numerics_report(lambda w: jnp.sum(w * 1e6))(w)
     forward = [row for row in report.table("float16") if row.direction == "forward"]
-    assert [(row.fills, row.overflow) for row in forward] == [(0, 1.0)]
+    assert [(row.fills, row.overflow) for row in forward] == [(0, 5 / 9)]  # the rest is w
+
+
+def fills_and_overflows(loss, *args):
+    """How many forward values of a loss are fills, and exceed float16."""
+    forward = [h for (_, d), h in numerics_report(loss)(*args).histograms.items() if d == "forward"]
+    return sum(h.fills for h in forward), sum(h.overflows(FORMATS["float16"]) for h in forward)
+
+
+def test_real_numbers_that_are_large_are_no_fills():
+    w, x = jnp.ones((8, 4)), jnp.ones((8, 4))
+    # What is added is a number like others: x + 1e5, its product with w, and the sum of that.
+    assert fills_and_overflows(lambda w: jnp.mean((x + 1e5) * w) * 1e-3, w) == (0, 66)
+    assert fills_and_overflows(lambda w: jnp.mean((x - 1e5) * w) * 1e-3, w) == (0, 66)
+    # It is a mask from -1e9 down and at the end of a dtype; in the sum of all it counts.
+    for mask in (-1e9, jnp.finfo("float32").max, float(jnp.finfo("bfloat16").max)):
+        assert fills_and_overflows(lambda w, m=mask: jnp.sum(jnp.tanh(w + m)), w) == (32, 0)
+        assert fills_and_overflows(lambda w, m=mask: jnp.sum(jnp.tanh(w - -m)), w)[0] == (
+            32 if mask > 0 else 0
+        )
+    # An array is data, and counts where it is closed over.
+    data = jnp.full((8, 4), 1e5)
+    fills, overflows = fills_and_overflows(lambda w: jnp.mean(data @ w) * 1e-4, jnp.ones((4, 2)))
+    assert (fills, overflows) == (0, 32 + 16 + 1 + 1)
+    # Where a number is picked, it is the fill, and others as large are not.
+    mask = jnp.arange(8)[:, None] < 2
+    fills, overflows = fills_and_overflows(
+        lambda w: jnp.mean(jnp.tanh(jnp.where(mask, 1e5, w))), jnp.full((8, 4), 2e5)
+    )
+    assert (fills, overflows) == (32 + 8, 32 + 24)  # broadcast, picked; w, and what is left of it
 
 
 def test_has_aux_and_nnx_modules():
@@ -407,6 +440,93 @@ def test_what_a_program_shows_leads_to_a_rung():
     assert at_the_end.recommended[:3] == LAST
 
 
+def test_parameters_and_operands_count_for_o2():
+    def product(w, x):
+        return jnp.mean((x.astype(w.dtype) @ w).astype(jnp.float32))
+
+    w, x = jnp.full((4, 2), 1e5), jnp.full((8, 4), 1e-6)
+    assert not np.isfinite(product(w.astype(jnp.float16), x))
+    report = numerics_report(product)(w, x)
+    assert report.recommended[:3] == FOURTH
+    assert report.counts["", "forward"][EXPONENTS == 16] == w.size
+    # A parameter that is no operand of a product, by its path.
+    scaled = numerics_report(lambda p, x: jnp.mean(p["s"] * x))({"s": jnp.full(4, 1e5)}, x[0])
+    assert scaled.recommended[:3] == SECOND and "most of them in s" in scaled.recommended.reason
+    # Data that are an operand of a product.
+    assert numerics_report(product)(w * 1e-9, x * 1e11).recommended[:3] == FOURTH
+    wide = found(products=([1e5], [1.0]))
+    assert recommendation(wide)[:3] == FOURTH and "not O2" in recommendation(wide).reason
+    assert recommendation(found(products=([3.4e38], [1.0])))[:3] == LAST
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: jnp.mean(x * w / 0.0),  # infinity, and NaN
+        lambda w, x: jnp.mean(jnp.sqrt(x * w)),  # a finite loss with an infinite gradient
+        lambda w, x: jnp.mean(x * w) + jnp.inf,  # finite gradients
+    ],
+)
+def test_no_half_for_what_is_not_finite_already(loss):
+    report = numerics_report(loss)(jnp.zeros(4), jnp.full((8, 4), 1e2))
+    assert not report.is_finite
+    advice = report.recommended
+    assert advice[:3] == LAST
+    assert advice.reason == "not finite in float32 already: ampx.trace_overflow tells where"
+    assert numerics_report(jnp.sum)(jnp.zeros(4)).is_finite
+
+
+def test_sums_that_are_only_scaled_object_to_nothing():
+    x = jax.random.normal(jax.random.key(0), (4096, 64))
+    w = jax.random.normal(jax.random.key(1), (64, 8))
+
+    def squares(w, x):
+        return (x @ w) ** 2
+
+    assert np.isfinite(jnp.mean(squares(w.astype(jnp.float16), x.astype(jnp.float16))))
+    report = numerics_report(lambda w, x: jnp.mean(squares(w, x)))(w, x)
+    assert report.recommended[:3] == FIRST
+    (left_out,) = report.sums.values()
+    assert left_out.counts.tolist() == histogram_by_hand(jnp.sum(squares(w, x)))
+    assert "O2 in float16" in str(report)
+    # With this loss the sum itself, or what else reads it, has it in half.
+    for loss in (
+        lambda w, x: jnp.sum(squares(w, x)),
+        lambda w, x: (lambda s: 1e-6 * s + s / (1 + s))(jnp.sum(squares(w, x))),
+        lambda w, x: jnp.sqrt(jnp.sum(squares(w, x))),
+        lambda w, x: 1e-6 * jnp.cumsum(squares(w, x).ravel())[-1],
+    ):
+        report = numerics_report(loss)(w, x)
+        assert not report.sums
+        assert "not O2 in float16 with loss_scale=128.0: " in report.recommended.reason
+        assert "forward values exceed 65504" in report.recommended.reason
+
+
+def test_what_is_not_entered_is_named():
+    mesh = jax.make_mesh((1,), ("data",))
+    spec = jax.sharding.PartitionSpec()
+
+    def inside(w, x):
+        return jax.shard_map(
+            lambda w, x: jnp.sin(1e6 * w * x), mesh=mesh, in_specs=(spec, spec), out_specs=spec
+        )(w, x)
+
+    def outside(x):
+        return jax.pure_callback(np.cos, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    w = jnp.ones(3)
+    report = numerics_report(lambda w, x: jnp.mean(inside(w, outside(x)) * 1e-3))(w, w)
+    assert report.opaque == ("pure_callback", "shard_map")
+    assert "\nnothing counted inside: pure_callback, shard_map\n" in str(report)
+    unknown = "; unknown: what happens inside pure_callback, shard_map"
+    assert report.recommended.reason.endswith(unknown)
+    loss, params, x = net()
+    report = numerics_report(loss)(params, x)
+    assert report.opaque == () and "inside" not in str(report)
+    empty = numerics_report(lambda w: jnp.sum(lax.scan(lambda c, x: (c * x, c), w, w[:0])[0]))(w)
+    assert empty.opaque == ()
+
+
 # How it is called and printed
 
 
@@ -438,3 +558,16 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="got 'half'"):
         report.loss_scales("half")
     assert list(itertools.islice(FORMATS, 2)) == ["float16", "bfloat16"]
+
+
+def test_float64_is_refused():
+    assert numerics_report(jnp.sum)(np.ones(3)).counts_of("forward").sum() == 4  # JAX has float32
+    with jax.enable_x64(True):
+        single = jnp.ones(3, jnp.float32)
+        with pytest.raises(TypeError, match="counts float32, got float64"):
+            numerics_report(jnp.sum)(jnp.ones(3, jnp.float64))
+        with pytest.raises(TypeError, match="counts float32, got float64"):
+            numerics_report(lambda w: jnp.sum(jnp.sin(w.astype("float64"))).astype("float32"))(
+                single
+            )
+        assert numerics_report(lambda w, rate: rate * jnp.sum(w))(single, 0.5).is_finite
