@@ -3,7 +3,8 @@
 Blames go forward with the values. A NaN is blamed on an operand that is NaN, then on one that is
 infinite; an infinity on any operand that is not finite; and where no operand explains it, on the
 equation itself. Infinities that are written into the program, as masks are, explain infinities but
-no NaN.
+no NaN. They may also be numbers that are too large for their dtype, which JAX turns into
+infinities: a product with one, or a sum, is blamed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 
 from ampx import jaxprs
 from ampx.interpreting import Place, Value, Walk, compiled, is_opaque
-from ampx.overflows import ARGUMENT, PROGRAM, OverflowRecord
+from ampx.overflows import ARGUMENT, PROGRAM, TOO_LARGE, OverflowRecord
 
 COMPILED_ONLY = (
     "only compiled: equation by equation all of it is finite, but the compiler joins operations "
@@ -36,6 +37,13 @@ _ELEMENTWISE = frozenset(
     erf_inv lgamma digamma add add_any sub mul div rem max min atan2 nextafter clamp select_n
     convert_element_type reduce_precision copy name stop_gradient""".split()
 )
+
+
+# They put infinities in the places of some numbers, or of none.
+_MASKS = frozenset("select_n max min clamp add add_any sub reduce_max reduce_min".split())
+_SUMS = ("add", "add_any", "sub")
+_PRODUCTS = ("mul", "div")
+_CONTRACTIONS = ("dot_general", "conv_general_dilated", "pow")
 
 
 class Flags(NamedTuple):
@@ -85,8 +93,8 @@ class Blame(NamedTuple):
     record: OverflowRecord
 
 
-# An infinity may be meant: surely one in the program, perhaps one in an argument.
-WRITTEN, GIVEN, COMPUTED = range(3)
+# An infinity may be meant: a constant, surely a mask made of one, perhaps one in an argument.
+WRITTEN, MASKING, GIVEN, COMPUTED = range(4)
 
 
 def first_of(blames: Iterable[Blame | None]) -> Blame | None:
@@ -131,7 +139,7 @@ class BlamingWalk(Walk):
         record = OverflowRecord(
             primitive=here.path[-1][0].primitive.name if here.path else outside,
             kind="nan" if flags_of(array).nan else "inf",
-            direction="backward" if here.is_backward else "forward",
+            direction="backward" if here.is_derivative else "forward",
             scope=here.scope,
             source=here.source,
             iterations=here.iterations,
@@ -148,7 +156,8 @@ class BlamingWalk(Walk):
         flags = flags_of(array)
         if flags.nan:
             return self.birth(here, [], array, _WRITTEN_NAN)
-        return self.birth(here, [], array, rank=WRITTEN) if any(flags) else None
+        rank = MASKING if any(flags) and _finite(array).any() else WRITTEN
+        return self.birth(here, [], array, rank=rank) if any(flags) else None
 
     def remark_joined(self, values: Sequence[Value]) -> Blame | None:
         """The blame to report among those of several values; a finite one has none any more."""
@@ -174,8 +183,11 @@ class BlamingWalk(Walk):
             return None
         explaining, is_explained = _explanations(eqn, operands, array)
         inherited = _inherited(explaining, flags)
+        if is_explained and _is_too_large(eqn, explaining, flags):
+            dtype = next(v.array.dtype for v in explaining if _is_inexact(v.array))
+            return self.birth(here, operands, array, f"{TOO_LARGE} {_end_of(dtype)}")
         if inherited is not None and (is_explained or inherited.rank == COMPUTED):
-            return inherited
+            return _masking(inherited, eqn, array)
         if flags.nan and is_explained:
             note = _OF_WRITTEN
         else:
@@ -277,7 +289,25 @@ def _inherited(explaining: Sequence[Value], flags: Flags) -> Blame | None:
     if not flags.nan:
         return first_of(value.remark for value in explaining)
     broken = first_of(value.remark for value in explaining if flags_of(value.array).nan)
-    return broken or first_of(v.remark for v in explaining if v.remark.rank > WRITTEN)
+    return broken or first_of(v.remark for v in explaining if v.remark.rank > MASKING)
+
+
+def _is_too_large(eqn: jaxprs.Equation, explaining: Sequence[Value], flags: Flags) -> bool:
+    """Whether a constant that explains a result is rather a number too large than a mask."""
+    if any(value.remark.rank > MASKING for value in explaining):
+        return False
+    name, has_constant = eqn.primitive.name, any(v.remark.rank == WRITTEN for v in explaining)
+    if name in _SUMS:
+        return has_constant and flags.above and not flags.nan
+    if name in _PRODUCTS:
+        return has_constant or flags.above  # scores are masked, then scaled: that stays below
+    return name in _CONTRACTIONS
+
+
+def _masking(blame: Blame, eqn: jaxprs.Equation, array: Any) -> Blame:
+    """An inherited blame: a constant becomes a mask where it is joined with other numbers."""
+    is_mask = eqn.primitive.name in _MASKS or _finite(array).any()
+    return blame._replace(rank=MASKING) if blame.rank == WRITTEN and is_mask else blame
 
 
 def _explanations(
@@ -308,7 +338,11 @@ def _finite(array: Any) -> np.ndarray:
 def _about_conversion(eqn: jaxprs.Equation, operands: Sequence[Value], array: Any) -> str:
     if eqn.primitive.name != "convert_element_type" or not _is_inexact(operands[0].array):
         return ""
-    return f"{array.dtype} ends at {float(jnp.finfo(array.dtype).max):.6g}"
+    return _end_of(array.dtype, " ")
+
+
+def _end_of(dtype: Any, joint: str = ", which ") -> str:
+    return f"{dtype}{joint}ends at {float(jnp.finfo(dtype).max):.6g}"
 
 
 def _type_of(array: Any) -> str:

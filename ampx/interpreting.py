@@ -32,6 +32,8 @@ _EXAMPLES = os.path.join(os.path.dirname(__file__), "examples", "")
 _NO_MODULE = re.compile(r"checkpoint|rematted_computation|ampx\..*")
 # They hold a jaxpr, too, but only to say how two numbers are combined.
 _COMBINING = ("scatter", "reduce", "select_and", "arg")
+# What the rule of a derivative computes before there is a cotangent, and of what.
+_DERIVATIVES = {"div": ("sqrt", "rsqrt", "cbrt"), "pow": ("pow",)}
 
 
 class Place(NamedTuple):
@@ -66,16 +68,48 @@ class Place(NamedTuple):
         return next((answer for answer in reversed(told) if answer is not None), False)
 
     @property
+    def is_derivative(self) -> bool:
+        """Whether the equation is a part of the derivative of its line, not of its value."""
+        if self.is_backward or not self.path:
+            return self.is_backward
+        eqn, jaxpr = self.path[-1]
+        of, lines = _DERIVATIVES.get(eqn.primitive.name, ()), jaxprs.frames_of(eqn)
+        # A rule leaves the traceback of what it is the derivative of.
+        return any(
+            other.primitive.name in of
+            and _share_values(other, eqn)
+            and jaxprs.frames_of(other) == lines
+            for other in itertools.takewhile(lambda e: e is not eqn, jaxprs.open_jaxpr(jaxpr).eqns)
+        )
+
+    @property
     def source(self) -> str:
-        """The innermost line that is the user's own: `"/home/me/model.py:12 (loss)"`."""
+        """The innermost line that is the user's own: `"/home/me/model.py:12 (loss)"`.
+
+        Where no equation has one, the function that was called; `""` if that is a library's, too.
+        """
         # Of what is inside a jitted function JAX keeps the lines inside: its callers are around it.
         candidates = [frame for eqn, _ in reversed(self.path) for frame in jaxprs.frames_of(eqn)]
-        frames = [frame for frame in candidates if not _is_library(frame)] or candidates
-        return f"{frames[0].file_name}:{frames[0].line} ({_function(frames[0])})" if frames else ""
+        for frame in candidates:
+            if not _is_library(frame.file_name):
+                return f"{frame.file_name}:{frame.line} ({_function(frame)})"
+        bodies = [
+            body
+            for eqn, jaxpr in reversed(self.path)
+            for body in (*jaxprs.inner_jaxprs(eqn), jaxpr)
+        ]
+        for name, line in filter(None, map(jaxprs.function_of, bodies)):
+            if not _is_library(name):
+                return f"{name}:{line}"
+        return ""
 
 
-def _is_library(frame: jaxprs.Frame) -> bool:
-    name = frame.file_name
+def _share_values(earlier: jaxprs.Equation, later: jaxprs.Equation) -> bool:
+    values = {atom for atom in (*earlier.invars, *earlier.outvars) if not jaxprs.is_literal(atom)}
+    return any(atom in values for atom in later.invars if not jaxprs.is_literal(atom))
+
+
+def _is_library(name: str) -> bool:
     if any(part.endswith("-packages") for part in PurePath(name).parts):
         return True
     return name.startswith(_LIBRARIES) and not name.startswith(_EXAMPLES)

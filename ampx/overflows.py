@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Literal
 
 ARGUMENT, PROGRAM = "argument", "program"
+TOO_LARGE = "a constant is inf in"
 
 _WITHOUT_ANSWER = {
     **dict.fromkeys(("add", "add_any", "sub", "reduce_sum"), "inf - inf"),
@@ -31,7 +32,7 @@ class OverflowRecord:
       primitive: name of the primitive; `"argument"` for an array that came in like that,
         `"program"` where no equation can be told.
       kind: `"nan"` if the result holds one, else `"inf"`.
-      direction: `"forward"` or `"backward"`.
+      direction: `"forward"` or `"backward"`; the latter, too, for what only a derivative needs.
       scope: name scopes around it, joined by "/": with flax linen the path of the module.
       source: file, line and function, innermost, that are not a library's.
       iterations: of the loops around it, outermost first; of a scan, the place in what it scans.
@@ -66,14 +67,26 @@ class OverflowRecord:
         """What usually helps."""
         if self.primitive == ARGUMENT:
             return "It came in like that: trace the call that made it."
-        if self.kind == "nan" and self.primitive != "convert_element_type":
+        if self.kind == "nan" and self.primitive == "gather":
+            return (
+                "Usually an index out of bounds, which gather fills with NaN: check the indices, "
+                'or give jnp.take a mode, such as "clip".'
+            )
+        is_too_large = self.note.startswith(TOO_LARGE) or self.primitive == "convert_element_type"
+        if self.kind == "nan" and not is_too_large:
             kind = _WITHOUT_ANSWER.get(self.primitive, "an operation without an answer")
             return (
                 f"Usually {kind}. Guard the operand, not the result: the gradient of jnp.where "
                 "passes a NaN of the branch not taken on."
             )
         dtype, cause = self.output_type.split("[")[0], _WITHOUT_BOUND.get(self.primitive)
-        if cause is not None:
+        is_derived = self.direction == "backward" and (cause or self.primitive == "pow")
+        if is_derived and not is_too_large:
+            return (
+                "The derivative of this line is infinite there: guard the operand, not the result; "
+                "jnp.where passes a NaN of the branch not taken on."
+            )
+        if cause is not None and not is_too_large:
             return f"Usually {cause}: bound the operand, as by adding a small number."
         if dtype not in ("float16", "bfloat16") and not dtype.startswith("float8"):
             return f"Too large for {dtype}: bound the operands."

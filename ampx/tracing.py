@@ -6,10 +6,11 @@ time, and what is not finite carries a blame.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from ampx import flax_modules, jaxprs
 from ampx.autocasting.marks import is_array, split_arrays
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import CustomVjp, Output, settings_of, traced
-from ampx.blaming import COMPILED_ONLY, WRITTEN, BlamingWalk, CompiledWalk, first_of, flags_of
+from ampx.blaming import COMPILED_ONLY, MASKING, BlamingWalk, CompiledWalk, first_of, flags_of
 from ampx.interpreting import Place
 from ampx.overflows import OverflowReport
 from ampx.trees import path_name
@@ -88,7 +89,7 @@ def trace_overflow(
     @functools.wraps(fun)
     def reported(*args: Any, **kwargs: Any) -> OverflowReport:
         with jax.debug_nans(False), jax.debug_infs(False):
-            return _report(_program(fun, args, kwargs, settings, output))
+            return _report(_traced_call(fun, args, kwargs, settings, output))
 
     return reported
 
@@ -99,16 +100,50 @@ class _Program(NamedTuple):
     results: list[str]
 
 
-def _program(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output) -> _Program:
-    """A call as a jaxpr, with arrays and names of its arguments, and names of its results."""
+def _traced_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output) -> _Program:
+    """A call as a program, of which numbers that are not finite are arguments if they can be."""
+    owner = getattr(fun, "__self__", fun)
+    if flax_modules.is_nnx_object(owner):
+        fun, args = (type(owner).__call__ if owner is fun else fun.__func__), (owner, *args)
     call = flax_modules.pure_call(fun, args, kwargs)
+    operands = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if _is_bad(leaf) else leaf, call.operands
+    )
+    names = _names(fun, args, kwargs, call)
+    if any(map(_is_bad, jax.tree.leaves(call.operands))):
+        # A number may have to stay one: an order of a norm, what an `if` asks for, a static one.
+        with contextlib.suppress(TypeError, ValueError):
+            return _program(call._replace(operands=operands), names, settings, output)
+    return _program(call, names, settings, output)
+
+
+def _is_bad(leaf: Any) -> bool:
+    return isinstance(leaf, float | complex | np.inexact) and not np.isfinite(leaf)
+
+
+def _names(fun: Any, args: Any, kwargs: Any, call: flax_modules.PureCall) -> list[str]:
+    """The names of the leaves of the operands of a call: the paths of its arguments."""
     leaves = jax.tree_util.tree_leaves_with_path(call.operands)
-    is_plain = call.operands[0] is args
-    names = [
-        _argument_name(fun, path) if is_plain else _operand_name(path)
-        for path, leaf in leaves
-        if is_array(leaf)
+    if call.operands[0] is args:
+        return [_argument_name(fun, path) for path, _ in leaves]
+    # Before the arguments comes the state of the nnx objects among them.
+    given, _ = jax.tree_util.tree_flatten_with_path(
+        (args, kwargs), is_leaf=flax_modules.is_nnx_object
+    )
+    return [
+        _argument_name(fun, given[operand.idx - 1][0])
+        if operand.idx
+        else path_name(tuple(inside[1:]))
+        for (operand, *inside), _ in leaves
     ]
+
+
+def _program(
+    call: flax_modules.PureCall, leaf_names: Sequence[str], settings: Any, output: Output
+) -> _Program:
+    """A call as a jaxpr, with arrays and names of its arguments, and names of its results."""
+    leaves = jax.tree.leaves(call.operands)
+    names = [name for name, leaf in zip(leaf_names, leaves, strict=True) if is_array(leaf)]
     arrays, merge = split_arrays(call.operands)
     for name, array in zip(names, arrays, strict=True):
         if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct):
@@ -127,12 +162,6 @@ def _program(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output) ->
     results = [path_name(path) for path, _ in result]
     results += [f"state/{path_name(path)}" for path, _ in state]
     return _Program(jaxpr, list(zip(names, arrays, strict=True)), results)
-
-
-def _operand_name(path: Any) -> str:
-    """The name of an operand of a pure call: first comes the state of the nnx objects."""
-    operand, *inside = path
-    return path_name(tuple(inside[1:])) if not operand.idx else f"number {operand.idx}"
 
 
 def _argument_name(fun: Any, path: Any) -> str:
@@ -166,7 +195,7 @@ def _report(program: _Program) -> OverflowReport:
             break
     else:
         blame = walk.birth(Place(), [], results[is_bad.index(True)], COMPILED_ONLY)
-    if blame.rank == WRITTEN:
+    if blame.rank <= MASKING:
         return OverflowReport(None, reached, blame.record)
     return OverflowReport(blame.record, reached)
 

@@ -15,8 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import ampx
-from ampx import blaming, tracing
+from ampx import blaming, jaxprs, tracing
 from ampx.blaming import COMPILED_ONLY, BlamingWalk
+from ampx.interpreting import Place
 from ampx.tracing import trace_overflow
 
 HERE = Path(__file__)
@@ -494,6 +495,148 @@ def test_guarded_infinities_are_clean_but_the_gradient_of_the_guard_is_not():
     assert trace_overflow(mixed)(x).written is not None
 
 
+# JAX folds a literal with NumPy, which warns.
+folds = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+HALF = jnp.float16
+TOO_LARGE = "a constant is inf in float16, which ends at 65504"
+
+
+@folds
+def test_a_literal_that_is_too_large_for_half_is_an_overflow():
+    x = jnp.arange(1, 4, dtype=HALF)
+    cases = {
+        "mul": lambda x: x * 1e5,  # planted: literal mul
+        "add": lambda x: x.astype(HALF) + 70000.0,  # planted: literal add
+        "div": lambda x: 1e5 / x,  # planted: literal div
+        "pow": lambda x: jnp.power(x, 7e4),  # planted: literal pow
+        "dot_general": lambda x: x @ jnp.full((3, 2), 1e5, HALF),  # planted: literal dot_general
+    }
+    for primitive, fun in cases.items():
+        first = check(trace_overflow(fun)(x), f"literal {primitive}", primitive)
+        assert first.note == TOO_LARGE and "Keep this operation in float32" in first.hint
+    for primitive in ("mul", "div", "pow"):
+        assert not trace_overflow(cases[primitive])(jnp.ones(3)), "it fits in float32"
+    scaled = jax.grad(lambda w: jnp.sum(w * w) * 65536.0)  # planted: literal scale
+    first = check(trace_overflow(scaled)(x), "literal scale", "mul", direction="backward")
+    assert first.note == TOO_LARGE and "Lower the loss scale" in first.hint
+    in_scan = lambda x: lax.scan(lambda c, x: (c, x * 1e5), 0, x)[1]  # noqa: E731
+    assert trace_overflow(in_scan)(x).first.iterations == (0,)
+    additive = lambda mask: (1 - mask) * -1e9  # noqa: E731  # planted: literal nan
+    first = check(trace_overflow(additive)(jnp.ones(2, HALF)), "literal nan", "mul", "nan")
+    assert first.note == TOO_LARGE and "Keep this operation in float32" in first.hint
+    # A mask beside it does not hide it, nor is it to blame.
+    both = lambda x: jnp.where(x > 1, x, -jnp.inf) / 2.0 + x * 1e5  # noqa: E731  # planted: both
+    check(trace_overflow(both)(x), "both", "mul")
+    assert trace_overflow(lambda x: jnp.where(x > 1, -jnp.inf, x) * -1.0)(x), "not below any more"
+
+
+@folds
+@pytest.mark.parametrize("dtype", [HALF, jnp.float32])
+def test_masks_stay_clean_when_they_are_moved_scaled_and_added(dtype):
+    x, mask = jnp.arange(3, dtype=dtype), jnp.array([True, False, True])
+    table = np.array([0, -np.inf, 0], dtype)
+    added = lambda x: x + jnp.where(mask, 0.0, -jnp.inf).astype(dtype)  # noqa: E731
+    masks = [
+        lambda x: jnp.where(mask, x, -jnp.inf) / 3.0,
+        lambda x: lax.scan(lambda c, x: (c, jnp.where(x > 1, x, -jnp.inf) / 2), 0, x)[1],
+        lambda x: jnp.where(jnp.zeros(3, bool), x, -jnp.inf).max() * 2.0,
+        lambda x: jnp.concatenate([x, jnp.full(2, -jnp.inf, dtype)]) * 2.0,
+        lambda x: (x + table) * 2.0,
+        lambda x: table * x[2],
+        lambda x: x - jnp.where(mask, 0.0, jnp.inf).astype(dtype),
+        lambda x: x + jnp.where(mask, 0.0, jnp.inf).astype(dtype),
+        lambda x: x + -jnp.inf,
+        lambda x: jnp.minimum(x, -jnp.inf),
+        added,
+    ]
+    for number, masked in enumerate(masks):
+        report = trace_overflow(masked)(x)
+        assert not report and report.written is not None, number
+    smallest = lambda x: jnp.where(mask, x, jnp.finfo(dtype).min)  # noqa: E731
+    for fun in (smallest, lambda x: jax.nn.softmax(added(x))):
+        assert trace_overflow(fun)(x).reached == ()
+
+
+def test_arguments_keep_their_names_beside_an_nnx_module():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, *, scale=1.0):
+            return self.linear(x) * scale
+
+    def loss(model, batch, scale=1.0):
+        return jnp.sum(model(batch["y"]) * batch["x"]) * scale
+
+    model, x = Model(), jnp.ones((2, 1))
+    bad = x * jnp.nan
+    swapped = lambda b, model, *, c: loss(model, b) + c  # noqa: E731
+    notes = {
+        trace_overflow(fun)(*args, **kwargs).first.note
+        for fun, args, kwargs in [
+            (loss, (model, {"x": bad, "y": x}), {}),
+            (swapped, ({"x": x, "y": bad}, model), {"c": 1.0}),
+            (swapped, ({"x": x, "y": x}, model), {"c": bad}),
+            (loss, (model, {"x": x, "y": x}, float("nan")), {}),
+            (model, (bad,), {}),
+            (model.__call__, (x,), {"scale": bad}),
+        ]
+    }
+    names = {note.removeprefix("argument ").removesuffix(" holds nan") for note in notes}
+    assert names == {"batch/x", "b/y", "c", "scale", "x"}
+
+
+def test_numbers_among_the_arguments_that_are_not_finite():
+    product = lambda x, y: x * y  # noqa: E731
+    for number, kind in [(np.nan, "nan"), (np.inf, "inf"), (complex("nan"), "nan")]:
+        for value in (number, np.asarray(number)[()]):
+            x = jnp.ones(3, jnp.asarray(number).dtype)
+            report = trace_overflow(product)(x, value)
+            assert report.first.note == f"argument y holds {kind}", value
+    report = trace_overflow(product)(jnp.ones(3, HALF), y=float("inf"))
+    assert report.first.note == "argument y holds inf"
+    assert trace_overflow(lambda x, y: (x * y).astype(x.dtype))(jnp.ones(2), float("inf"))
+
+    def by_order(x, order):
+        return jnp.sum(squares(x)) if order == jnp.inf else x
+
+    # Numbers that the program has to know stay numbers.
+    for fun in (by_order, jax.jit(by_order, static_argnums=1)):
+        check(trace_overflow(fun)(jnp.full(2, HUGE), float("inf")), "squares", "mul")
+
+
+def test_the_derivative_of_a_line_is_told_from_the_line():
+    def rooted(x):
+        return jnp.sum(jnp.sqrt(x))  # planted: root
+
+    def length(x):
+        return jnp.linalg.norm(x)  # planted: norm
+
+    def powered(x):
+        return jnp.sum(x**0.5)  # planted: power
+
+    def logarithm(x):
+        return jnp.sum(jnp.log(x))  # planted: logarithm
+
+    def halved(x):
+        return jnp.sum(0.5 / jnp.sqrt(x))  # planted: halved
+
+    x = jnp.zeros(3)
+    cases = [(rooted, "root"), (length, "norm"), (powered, "power"), (logarithm, "logarithm")]
+    for fun, mark in cases:
+        primitive = "pow" if mark == "power" else "div"
+        first = check(trace_overflow(jax.grad(fun))(x), mark, primitive, direction="backward")
+        assert first.hint.startswith("The derivative of this line is infinite there: guard")
+    first = check(trace_overflow(halved)(x), "halved", "div")
+    assert first.hint.startswith("Usually a division by zero")
+
+
+def test_an_index_out_of_bounds():
+    taken = trace_overflow(lambda x: jnp.take(x, 7))  # planted: take
+    first = check(taken(jnp.ones(3)), "take", "gather", "nan")
+    assert "index out of bounds, which gather fills with NaN" in first.hint
+
+
 def test_arguments_that_are_not_finite():
     def loss(params, x, *, bias):
         return jnp.sum(x @ params["w"] + bias)
@@ -600,6 +743,25 @@ def test_kernels_and_shard_map_are_blamed_as_a_whole():
     assert first.note == "what happens inside was not looked into"
     first = trace_overflow(lambda i, x: jnp.zeros(2).at[i].add(x))(jnp.int32(1), jnp.inf).first
     assert first is None or first.primitive == "argument"
+
+
+def test_no_line_of_a_library_is_named():
+    frame = jaxprs.Frame(jax.__file__, "current", 1, 213)
+    mesh = make_mesh((2,), ("data",))
+
+    def local(x):  # planted: local
+        return lax.psum(squares(x), "data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
+    jaxpr, _ = jaxprs.trace(mapped, jnp.ones(4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxprs, "frames_of", lambda eqn: [frame])
+        (eqn,) = jaxprs.open_jaxpr(jaxpr).eqns
+        place = Place().at(eqn, jaxpr)
+        assert place.source == f"{HERE}:{line_of('local')}"
+        patch.setattr(jaxprs, "function_of", lambda body: (jax.__file__, 1))
+        assert place.source == ""
+        assert "unknown file" in str(trace_overflow(mapped)(jnp.full(4, HUGE)))
 
 
 def test_what_only_the_compiled_program_does_is_said(monkeypatch):
