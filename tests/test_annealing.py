@@ -107,6 +107,21 @@ def test_the_switch_is_exact_inside_a_scan_of_steps(length):
     np.testing.assert_allclose(losses, expected.loss, rtol=1e-5)
 
 
+def test_levels_of_both_phases():
+    params, batches = data()
+    schedule = ampx.precision_schedule("fast|step|0.6", total_steps=STEPS, level="O1", policy="O1")
+    assert str(schedule) == "O1 float16 until step 5, then O1 bfloat16"
+    step = ampx.train_step(loss_fn, optax.adamw(0.01), policy=schedule, loss_scale=dynamic)
+    state, reports = run(step, step.init(params), batches)
+    texts = [
+        str(jax.make_jaxpr(step.in_phase(number))(state, rows(batches, 0))) for number in range(2)
+    ]
+    assert ["f16[" in text.replace("bf16[", "") for text in texts] == [True, False]
+    assert "bf16[" in texts[1]
+    # O1's own recipe has a dynamic scale, too, which goes on from where it was.
+    assert reports.loss_scale.tolist() == [2.0**10] * 3 + [2.0**11] * 3 + [2.0**12] * 2
+
+
 def test_a_step_for_each_phase_gives_the_same():
     params, batches = data()
     step = scheduled()

@@ -53,6 +53,25 @@ def test_readme_diff_runs_and_trains_alike() -> None:
     assert after[0]["w"].dtype == jnp.float32
 
 
+def test_schedule_guide_switches_in_a_loop_of_ones_own() -> None:
+    (source,) = (
+        b for b in blocks("docs/guides/precision_schedule.md", "python") if "def step" in b
+    )
+    schedule = ampx.precision_schedule("fast|step|0.6", total_steps=5)
+    names = {"ampx": ampx, "jax": jax, "optax": optax, "loss_fn": loss_fn, "rates": 1e-2}
+    names["schedule"] = schedule
+    exec(source, names)
+    params = {"w": jnp.ones((3, 2))}
+    batch = {"x": jnp.linspace(-1, 1, 24).reshape(8, 3), "y": jnp.zeros((8, 2))}
+    opt_state, phases, losses = names["tx"].init(params), [], []
+    for _ in range(5):
+        phases.append(int(ampx.precision_phase(opt_state)))
+        params, opt_state, loss = names["step"](params, opt_state, batch)
+        losses.append(float(loss))
+    assert phases == [0, 0, 0, 1, 1]
+    assert losses[-1] < losses[0]
+
+
 def test_getting_started_step_runs() -> None:
     (source,) = (b for b in blocks("docs/getting_started.md", "python") if "def step" in b)
     params, losses = run(source)
