@@ -22,7 +22,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-hypothesis.settings.register_profile("ampx", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("ampx", deadline=None, derandomize=True, max_examples=15)
 hypothesis.settings.load_profile("ampx")
 
 
