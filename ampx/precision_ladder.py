@@ -6,6 +6,7 @@ a dynamic one; and after these bfloat16, and float32.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -169,14 +170,9 @@ def _of_o2(found: Findings) -> str:
     return _any_overflow(found, "float16") or _lost_gradients(of, "float16") or _at_128(of)
 
 
-def _of_o1(found: Findings) -> str:
+def _of_o1(found: Findings, scale_objection: Callable[[Evidence], str] = _at_128) -> str:
     of = found.products
-    return _forward_overflow(of, "float16") or _lost_gradients(of, "float16") or _at_128(of)
-
-
-def _of_dynamic_o1(found: Findings) -> str:
-    of = found.products
-    return _forward_overflow(of, "float16") or _lost_gradients(of, "float16") or _at_some_scale(of)
+    return _forward_overflow(of, "float16") or _lost_gradients(of, "float16") or scale_objection(of)
 
 
 def _of_bfloat16(found: Findings) -> str:
@@ -187,7 +183,7 @@ def _of_bfloat16(found: Findings) -> str:
 LADDER = (
     Rung("O2", "float16", 128.0, _of_o2),
     Rung("O1", "float16", 128.0, _of_o1),
-    Rung("O1", "float16", "dynamic", _of_dynamic_o1),
+    Rung("O1", "float16", "dynamic", functools.partial(_of_o1, scale_objection=_at_some_scale)),
     Rung("O2", "bfloat16", None, _of_bfloat16),
     Rung("O0", None, None, lambda found: ""),
 )

@@ -62,9 +62,7 @@ class Phase:
     @property
     def recipe(self) -> Recipe:
         """The policy, as the recipe that it is kept as."""
-        recipe = as_recipe(self.policy)
-        assert recipe is not None
-        return recipe
+        return cast(Recipe, self.policy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +113,7 @@ class PrecisionSchedule:
         if not phases:
             raise ValueError("phases is empty: give at least the precision to train in")
         _check_ends(phases)
-        stored = {(str(p.recipe.policy.param_dtype), p.recipe.master_weights) for p in phases}
-        if len({dtype for dtype, _ in stored}) > 1:
+        if len({p.recipe.policy.param_dtype for p in phases}) > 1:
             names = ", ".join(f"{_name(p.recipe)} in {p.recipe.policy.param_dtype}" for p in phases)
             raise ValueError(
                 f"phases must store parameters in one dtype, since they share them, got {names}: "
@@ -235,10 +232,8 @@ def precision_schedule(
     """
     half, trigger, ratio = _fields(spec)
     check_choice("level", level, ("O1", "O2"))
-    original = as_recipe(policy)
-    if original is None:
-        raise TypeError("policy must be a Policy, a Recipe or a string, got None")
-    _check_original(spec, original)
+    original = Phase(policy)
+    _check_original(spec, original.recipe)
     needed, useless = ("total_steps", "final_loss")[:: 1 if trigger == "step" else -1]
     given = {"total_steps": total_steps, "final_loss": final_loss}
     if given[needed] is None:
@@ -256,7 +251,7 @@ def precision_schedule(
         if not until_loss > 0:
             raise ValueError(f"final_loss must be positive, got {final_loss}: it is a ratio's base")
         first = Phase(low, until_loss=until_loss)
-    return PrecisionSchedule((first, Phase(original)))
+    return PrecisionSchedule((first, original))
 
 
 _WHAT_FOR = {

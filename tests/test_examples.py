@@ -282,7 +282,7 @@ def test_o3_is_flagged(compared) -> None:
 
 
 def test_progress_bar_says_loss_scale_skips_and_speed(capsys) -> None:
-    with reporting.progress_bar("O2", steps=12, tokens_per_step=100) as on_step:
+    with ampx.progress_bar(12, label="O2", tokens_per_step=100) as on_step:
         for step in range(12):
             on_step(
                 ampx.StepReport(

@@ -277,9 +277,11 @@ def compare(
     corpus = text.load_corpus() if corpus is None else corpus
     runs, is_first = [], jax.process_index() == 0
     for config in configs:
-        tokens = config.batch_size * CONTEXT
-        bar = reporting.progress_bar(
-            config.label, config.steps, tokens, disable=not (progress and is_first)
+        bar = ampx.progress_bar(
+            config.steps,
+            label=config.label,
+            tokens_per_step=config.batch_size * CONTEXT,
+            disable=not (progress and is_first),
         )
         with bar as on_step:
             runs.append(train(config, corpus=corpus, model=model, on_step=on_step))

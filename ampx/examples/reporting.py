@@ -1,11 +1,10 @@
-"""How a run is shown: a progress bar while it trains, a row of a table when it is done."""
+"""How runs are shown when they are done: a row of a table for each."""
 
 from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,32 +16,6 @@ from ampx import monitoring
 
 if TYPE_CHECKING:
     from ampx.examples.language_model import Run
-
-
-def progress_bar(
-    label: str, steps: int, tokens_per_step: int, *, disable: bool = False
-) -> AbstractContextManager[Callable[[ampx.StepReport], None]]:
-    """A bar for one of several runs; see `ampx.monitoring.progress_bar`.
-
-    Args:
-      label: what to write before the bar.
-      steps: number of steps to come.
-      tokens_per_step: for the speed.
-      disable: show nothing.
-
-    Returns:
-      A context that gives a function to call with each step's report.
-
-    Examples:
-      >>> from ampx.examples import reporting
-      >>> with reporting.progress_bar(
-      ...     "O2", steps=100, tokens_per_step=1024, disable=True
-      ... ) as on_step:
-      ...     pass  # on_step(report)
-    """
-    return monitoring.progress_bar(
-        steps, label=label, tokens_per_step=tokens_per_step, disable=disable
-    )
 
 
 def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:

@@ -106,10 +106,7 @@ def kernel_squares(
 
     def update(vector: jax.Array, leaves: Any, axes: Sequence[tuple[str, ...]]) -> list[Any]:
         _, sums = map_leaves(squared, [(vector, leaf, []) for leaf in leaves], num_sums=1)
-        return [
-            ((), (), lax.psum(s[0], over) if over else s[0])
-            for s, over in zip(sums, axes, strict=True)
-        ]
+        return [((), (), total[0]) for total in _over_axes(sums, axes)]
 
     def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         suits = [array.dtype.name in _DTYPES for array in arrays]
@@ -120,6 +117,11 @@ def kernel_squares(
         return [next(by_kernel)[-1] if is_ours else next(by_xla) for is_ours in suits]
 
     return squares
+
+
+def _over_axes(sums: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> list[jax.Array]:
+    """The sums of each leaf over the shards along its axes."""
+    return [lax.psum(s, over) if over else s for s, over in zip(sums, axes, strict=True)]
 
 
 def _map_leaves(backend: Backend) -> Callable[..., Any]:
@@ -223,9 +225,7 @@ def _updates(
         arrays, sums = map_leaves(fun, jobs, num_sums=num_sums)
         if not num_sums:
             return arrays, [jnp.zeros((), jnp.float32)] * len(arrays)
-        return arrays, [
-            lax.psum(s, over) if over else s for s, over in zip(sums, axes, strict=True)
-        ]
+        return arrays, _over_axes(sums, axes)
 
     if step.rule.direction_again is None:
         jobs = [(vector, [grad], [param, *slots]) for grad, param, slots in leaves]
