@@ -80,8 +80,10 @@ def _large_squares(leaf: jax.Array) -> jax.Array:
     """The sum of squares in the large unit."""
     wide = leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
     # The floor is far below what matters here. It is there because XLA would else multiply the
-    # squares by the square of 1/unit, and the one is infinite and the other zero.
-    return jnp.sum(jnp.maximum(jnp.abs(wide * (1 / _LARGE_UNIT)), 2.0**-63) ** 2)
+    # squares by the square of 1/unit, and the one is infinite and the other zero. No maximum: in a
+    # reduction on CPUs that one loses a NaN.
+    small = jnp.abs(wide * (1 / _LARGE_UNIT))
+    return jnp.sum(jnp.where(small < 2.0**-63, 2.0**-63, small) ** 2)
 
 
 def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:
@@ -93,9 +95,20 @@ def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:
     return sum(map(sum_over_shards, sums.values()), jnp.zeros((), jnp.float32))
 
 
+def norm_over_shards(grads: Any) -> jax.Array:
+    """The norm of `judged_norm` without a verdict, which XLA merges with another of its kind."""
+    leaves = [leaf for leaf in jax.tree.leaves(grads) if is_floating(leaf)]
+    return jnp.sqrt(_over_shards(sums_of_squares(leaves)))
+
+
 def clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
     """What gradients of this norm are multiplied by, to have at most `max_norm`; float32."""
     return jnp.where(norm > max_norm, max_norm / norm, jnp.ones_like(norm))
+
+
+def measured(tail: Tail, grads: Any) -> jax.Array:
+    """The norm of the gradients that a tail speaks of, measured here if nobody has yet."""
+    return judged_norm(grads, tail.factor, tail.squares).norm if tail.norm is None else tail.norm
 
 
 def folded(tail: Tail, grads: Any) -> Tail:
@@ -105,7 +118,7 @@ def folded(tail: Tail, grads: Any) -> Tail:
     """
     if tail.max_norm is None:
         return tail
-    norm = judged_norm(grads, tail.factor, tail.squares).norm if tail.norm is None else tail.norm
+    norm = measured(tail, grads)
     clip = clip_factor(norm, tail.max_norm)
     factor = clip if tail.factor is None else tail.factor * clip
     return dataclasses.replace(tail, factor=factor, max_norm=None, norm=norm * clip)

@@ -309,12 +309,13 @@ def test_ragged_blocks_are_the_slices():
 
 @SIGNED
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_shows(signed, bad):
-    x = jnp.ones((2, 300)).at[0, 3].set(bad)
+@pytest.mark.parametrize("rows", [2, 32])  # XLA's maximum of many numbers on CPUs loses a NaN
+def test_what_is_not_finite_shows(signed, bad, rows):
+    x = jnp.ones((rows, 300)).at[0, 3].set(bad)
     y = np.asarray(decode(encode(x, signed=signed)))
     assert not np.isfinite(y[0, :256]).any()
     np.testing.assert_array_equal(y[0, 256:], 1)
-    np.testing.assert_array_equal(y[1], 1)
+    np.testing.assert_array_equal(y[1:], 1)
 
 
 def test_second_moments_never_vanish_and_never_turn_negative():

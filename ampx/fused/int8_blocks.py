@@ -23,6 +23,8 @@ import jax.numpy as jnp
 
 from ampx.checking import check_positive_int
 
+BLOCK = 256  # elements that share a scale, unless one says otherwise
+
 _ONE = 0x3F800000  # the bits of 1.0
 # Where steps double in width: octaves and steps below the largest; the last only with signs.
 _KNEES = ((2, 32), (4, 48), (18, 104))
@@ -50,7 +52,7 @@ class Int8Blocks(NamedTuple):
 
 
 def encode(
-    x: jax.Array, *, signed: bool, block: int = 256, bits: jax.Array | None = None
+    x: jax.Array, *, signed: bool, block: int = BLOCK, bits: jax.Array | None = None
 ) -> Int8Blocks:
     """Encodes an array of moments in blocks along its last axis.
 
@@ -86,14 +88,14 @@ def encode(
     if x.dtype != jnp.float32:
         raise TypeError(f"encode takes float32, got {x.dtype}")
     blocked = _in_blocks(x, block)
-    magnitudes = jnp.abs(blocked) if signed else jnp.maximum(blocked, 0.0)
-    scales = block_scale(jnp.max(magnitudes, axis=-1), signed=signed)
+    largest = jnp.max(magnitudes_of(blocked, signed=signed), axis=-1)
+    scales = block_scale(largest, signed=signed)
     noise = None if bits is None else _in_blocks(bits, block)
     codes = to_codes(blocked, scales[..., None], signed=signed, bits=noise)
     return Int8Blocks(_out_of_blocks(codes, x.shape), scales)
 
 
-def decode(blocks: Int8Blocks, *, block: int = 256) -> jax.Array:
+def decode(blocks: Int8Blocks, *, block: int = BLOCK) -> jax.Array:
     """The float32 array that `encode` was given, up to the stated error; with the same `block`.
 
     Examples:
@@ -105,6 +107,21 @@ def decode(blocks: Int8Blocks, *, block: int = 256) -> jax.Array:
     codes, scales = blocks
     values = from_codes(_in_blocks(codes, block), scales[..., None])
     return _out_of_blocks(values, codes.shape)
+
+
+def magnitudes_of(x: jax.Array, *, signed: bool) -> jax.Array:
+    """What `block_scale` is to be told the largest of: float32 of the shape of `x`.
+
+    Infinite for a NaN, since a maximum loses it on CPUs, and perhaps in kernels.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from ampx.fused.int8_blocks import magnitudes_of
+      >>> magnitudes_of(jnp.array([-2.0, jnp.nan]), signed=True).tolist()
+      [2.0, inf]
+    """
+    own = jnp.abs(x) if signed else jnp.where(x < 0, jnp.zeros_like(x), x)
+    return jnp.where(x == x, own, jnp.full_like(x, jnp.inf))
 
 
 def block_scale(largest: jax.Array, *, signed: bool) -> jax.Array:
