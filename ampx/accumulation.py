@@ -193,26 +193,11 @@ def value_and_grad(
       1.6666666 5.3333335 3.0
     """
     _check_arguments(num_microbatches, normalize, remainder, aux_reduction)
-    if isinstance(policy, PrecisionSchedule):
-        of_policy = functools.partial(
-            value_and_grad,
-            loss_fn,
-            num_microbatches=num_microbatches,
-            normalize=normalize,
-            has_aux=has_aux,
-            aux_reduction=aux_reduction,
-            accumulator_dtype=accumulator_dtype,
-            axis_name=axis_name,
-            remainder=remainder,
-            sparse_rows=sparse_rows,
-        )
-        return by_phase(of_policy, policy)
-    recipe = as_recipe(policy)
-    loss_at_precision = functools.partial(recipe.call, loss_fn) if recipe else loss_fn
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     tables = dict(sparse_rows or {})
 
-    def grads_of(
+    def grads_at(
+        recipe: Recipe | None,
         params: Any,
         batch: Any,
         *,
@@ -221,7 +206,7 @@ def value_and_grad(
         model_state: Any = None,
         wrt: Any = None,
     ) -> GradResult:
-        fun = loss_at_precision
+        fun = functools.partial(recipe.call, loss_fn) if recipe else loss_fn
         if flax_modules.is_nnx_module(params):
             if model_state is not None:
                 raise ValueError("an nnx module brings its own state: leave model_state out")
@@ -285,7 +270,9 @@ def value_and_grad(
         )
         return GradResult(loss, grads, weight, aux, model_state)
 
-    return grads_of
+    if isinstance(policy, PrecisionSchedule):
+        return by_phase([functools.partial(grads_at, recipe) for recipe in policy.recipes])
+    return functools.partial(grads_at, as_recipe(policy))
 
 
 def _scan(

@@ -76,11 +76,7 @@ def follow_schedule(
                 loss_scale=jnp.copy(parked) if is_dynamic[0] else first
             )
         elif find_nodes(inner_state, LossScaleState):
-            raise ValueError(
-                f"the loss scale is inside {type(inner_state).__name__}, which may hold sums of "
-                "gradients at a scale that the schedule is about to change: put it around the "
-                "whole optimizer, as in dynamic_loss_scale(multi_steps(optimizer, k))"
-            )
+            raise ValueError(_misplaced(inner_state))
         elif is_dynamic.any() or (fixed_scales != 1).any():
             raise ValueError(
                 f"the schedule '{schedule}' has phases with a loss scale, but the optimizer has "
@@ -122,17 +118,28 @@ def follow_schedule(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def by_phase(
-    make: Callable[..., Callable[..., Any]], schedule: PrecisionSchedule
-) -> Callable[..., Any]:
+def _misplaced(holder: Any) -> str:
+    """What to say of a loss scale that is inside the transformation with this state."""
+    if type(holder) is tuple:
+        return (
+            "the loss scale is inside optax.chain, where the schedule cannot set it: put it around "
+            "the chain, as in dynamic_loss_scale(optax.chain(...)), and leave out a chain of "
+            "nothing but the loss scale"
+        )
+    return (
+        f"the loss scale is inside {type(holder).__name__}, which may hold sums of gradients at a "
+        "scale that the schedule is about to change: put it around the whole optimizer, as in "
+        "dynamic_loss_scale(multi_steps(optimizer, k))"
+    )
+
+
+def by_phase(each: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     """One function of several: that of the argument `phase`, chosen while tracing if it is an int.
 
     Args:
-      make: makes the function of a phase from `policy=`. Their results differ in dtypes at most,
-        and are then given the widest.
-      schedule: the phases.
+      each: the function of each phase. Their results differ in dtypes at most, and are then given
+        the widest.
     """
-    each = [make(policy=recipe) for recipe in schedule.recipes]
 
     def at_phase(*args: Any, phase: jax.Array | int | None = None, **kwargs: Any) -> Any:
         if phase is None:
@@ -146,7 +153,8 @@ def by_phase(
             if not 0 <= phase < len(each):
                 raise ValueError(f"phase must be that of one of {len(each)} phases, got {phase}")
             return each[phase](*args, **kwargs)
-        calls = [lambda fun=fun: fun(*args, **kwargs) for fun in each]
+        # With jit the switch finds what eval_shape has traced.
+        calls = [jax.jit(lambda fun=fun: fun(*args, **kwargs), inline=True) for fun in each]
         results = [jax.eval_shape(call) for call in calls]
         first, *others = map(jax.tree.structure, results)
         for number, structure in enumerate(others, 1):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from ampx.gradient_norms import folded
+from ampx.gradient_norms import folded, measured, norm_over_shards
 from ampx.tails import Tail, takes_tail, unwrapped
 
 
@@ -17,10 +19,14 @@ class ClippedState(NamedTuple):
     Attributes:
       clip_state: optax's, empty.
       inner_state: the wrapped transformation's.
+      gradient_norm: float32, norm of the unscaled gradients before the clip, of the last update
+        that was not skipped; 0 before it. Along mapped axes over which a gradient varies, it is
+        taken as a shard.
     """
 
     clip_state: Any
     inner_state: Any
+    gradient_norm: jax.Array
 
     hands_on_tail = True
 
@@ -33,20 +39,25 @@ def clipped(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> ClippedState:
-        return ClippedState(clip.init(params), inner.init(params))
+        return ClippedState(clip.init(params), inner.init(params), jnp.zeros((), jnp.float32))
 
     def update(
         updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
     ) -> tuple[Any, ClippedState]:
         if takes_tail(state.inner_state):
-            own_tail = dataclasses.replace(tail or Tail(), max_norm=max_norm)
+            own_tail = tail or Tail()
+            norm = measured(own_tail, updates)
+            clipping = folded(dataclasses.replace(own_tail, max_norm=max_norm, norm=norm), updates)
             updates, inner_state = inner.update(
-                updates, state.inner_state, params, tail=folded(own_tail, updates), **extra_args
+                updates, state.inner_state, params, tail=clipping, **extra_args
             )
             updates = updates if tail else unwrapped(updates)[0]
-            return updates, ClippedState(state.clip_state, inner_state)
+            if own_tail.skip is not None:
+                norm = jnp.where(own_tail.skip, state.gradient_norm, norm)
+            return updates, ClippedState(state.clip_state, inner_state, norm)
+        norm = norm_over_shards(updates)
         updates, clip_state = clip.update(updates, state.clip_state, params)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        return updates, ClippedState(clip_state, inner_state)
+        return updates, ClippedState(clip_state, inner_state, norm)
 
     return optax.GradientTransformationExtraArgs(init, update)

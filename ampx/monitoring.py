@@ -15,8 +15,10 @@ import jax
 import optax
 
 from ampx.checking import check_positive_int
+from ampx.clipping import ClippedState
 from ampx.loss_scale_state import LossScaleState
 from ampx.precision_phases import PrecisionScheduleState
+from ampx.reduction import ReductionState
 from ampx.sharding import Zero1State
 from ampx.windowing import MultiStepsState
 
@@ -43,7 +45,9 @@ _FIGURES: dict[type, tuple[str, ...]] = {
         "window_is_bad",
         "dropped_total",
     ),
+    ReductionState: ("num_buckets", "reduced_bytes"),
     Zero1State: ("gradient_norm",),
+    ClippedState: ("gradient_norm",),
     PrecisionScheduleState: ("precision_phase", "steps_seen"),
     optax.InjectStatefulHyperparamsState: ("hyperparams",),
 }
@@ -64,7 +68,10 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       where there are several losses;
     - of `ampx.multi_steps`: `micro_step`, `gradient_step`, `weight_sum`, `window_is_bad` and
       `dropped_total`, see `ampx.MultiStepsState`;
-    - of `ampx.zero1`: `global_norm`, that of the reduced gradients of the last update;
+    - of `ampx.all_reduce` and `ampx.zero1`: `num_buckets` and `reduced_bytes`, what the last
+      update handed over to be reduced, see `ampx.ReductionState`;
+    - of `ampx.zero1` and of `ampx.train_step(max_grad_norm=...)`: `global_norm`, that of the
+      unscaled, reduced gradients of the last update, before the clip;
     - of `ampx.follow_schedule`: `precision_phase` and `steps_seen`;
     - of `optax.inject_hyperparams`: `learning_rate` and the other numbers, as the last update used
       them.

@@ -54,6 +54,8 @@ class Phase:
             raise TypeError("policy must be a Policy, a Recipe or a string, got None")
         checked_choice(recipe.loss_scale)
         object.__setattr__(self, "policy", recipe)
+        if isinstance(self.until_step, np.integer):
+            object.__setattr__(self, "until_step", int(self.until_step))
         if self.until_step is not None:
             check_positive_int("until_step", self.until_step)
         if self.until_loss is not None:

@@ -9,6 +9,7 @@ the first parameters while the last gradients are on their way.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -38,13 +39,35 @@ Op = Literal["mean", "sum"]
 
 
 class ReductionState(NamedTuple):
-    """The state of `ampx.all_reduce`: nothing. It tells others that a chain reduces by itself.
+    """The state of `ampx.all_reduce`: what the last update handed over to be reduced.
+
+    Both are known when a step is traced, and 0 before the first update, and on one device, where
+    nothing travels. A sum that takes several collectives is counted once. The state also tells
+    others that a chain reduces by itself.
+
+    Attributes:
+      num_buckets: int32, reductions of gradients: one for each bucket; one for each array where the
+        mesh has axes that are not mapped, or the gradients are unreduced over Explicit axes.
+      reduced_bytes: float32, the bytes that each device hands to these reductions, padding
+        included, in the dtype in which they travel: for floating buckets `wire_dtype`, if there is
+        one; else `reduce_dtype`, or that of the gradients if it is wider; over Explicit axes that
+        of the gradients. Arrays that axes which are not mapped divide are counted whole.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
-      >>> ampx.all_reduce("data").init(jnp.ones(2))
-      ReductionState()
+      >>> print(*ampx.all_reduce("data").init(jnp.ones(2)))
+      0 0.0
     """
+
+    num_buckets: jax.Array
+    reduced_bytes: jax.Array
+
+
+def reduction_state(sent: Sequence[int]) -> ReductionState:
+    """The state after reductions of so many bytes each."""
+    return ReductionState(
+        jnp.asarray(len(sent), jnp.int32), jnp.asarray(float(sum(sent)), jnp.float32)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +92,16 @@ class Reduction:
           grads: local gradients, different on each device.
           first: a small integer array that is to be known before any gradient is sent.
         """
-        leaves = jax.tree.leaves(grads)
-        if any(unreduced_axes(leaf) & set(self.axes) for leaf in leaves):
-            return self._resharded(grads)
-        return self.narrowed(self.summed(self.widened(grads), first), grads)
+        return self.with_state(grads, first)[0]
+
+    def with_state(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, ReductionState]:
+        """The reduced gradients, and what was handed over for them."""
+        if any(self._is_due(leaf) for leaf in jax.tree.leaves(grads)):
+            reduced, sent = self._resharded(grads)
+        else:
+            sums, sent = self.summed(self.widened(grads), first)
+            reduced = self.narrowed(sums, grads)
+        return reduced, reduction_state(sent)
 
     def by(self, op: Op | None) -> Reduction:
         """The same with another operation, if one is named: who made the gradients knows it."""
@@ -86,13 +115,15 @@ class Reduction:
         _check_not_reduced(grads, self.axes)
         return jax.tree.map(lambda g: self._widened(g, self._factors(size)[0]), grads)
 
-    def summed(self, grads: Any, first: jax.Array | None = None) -> Any:
-        """The sums over all devices, bucket by bucket."""
-        if bound_size(self.axes) > 1 and not has_automatic_axes():
+    def summed(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, list[int]]:
+        """The sums over all devices, bucket by bucket, and the bytes that went into each."""
+        size = bound_size(self.axes)
+        if size > 1 and not has_automatic_axes():
             return self._bucketed(grads, first)
         # With one device this only says that all agree. How axes that are not mapped shard a leaf
         # is not known here, and a flat buffer would undo it.
-        return jax.tree.map(self._summed_alone, grads)
+        sent = [leaf for leaf in jax.tree.leaves(grads) if size > 1 and not is_float0(leaf)]
+        return jax.tree.map(self._summed_alone, grads), [leaf.nbytes for leaf in sent if leaf.size]
 
     def _summed_alone(self, leaf: Any) -> Any:
         return leaf if is_float0(leaf) else lax.psum(leaf, self.axes)
@@ -120,7 +151,7 @@ class Reduction:
         wide = leaf.astype(wider_dtype(leaf.dtype, self.reduce_dtype))
         return wide if factor == 1 else wide * jnp.asarray(factor, wide.dtype)
 
-    def _bucketed(self, tree: Any, first: jax.Array | None) -> Any:
+    def _bucketed(self, tree: Any, first: jax.Array | None) -> tuple[Any, list[int]]:
         flat = _flat_places(tree)
 
         def group(path: str, leaf: Any) -> Hashable:
@@ -142,6 +173,7 @@ class Reduction:
         rooms = [b if b.leaves[0] in ready else self._with_room(b, chained) for b in layout.buckets]
         layout = dataclasses.replace(layout, buckets=tuple(rooms))
         reduced: list[jax.Array] = []
+        sent: list[int] = []
         before = first
         for i, buffer in enumerate(layout.flatten(tree)):
             with jax.named_scope(f"ampx.bucket_{i}"):
@@ -153,8 +185,9 @@ class Reduction:
                         total = _without_last(total)
             before = total[:1]
             reduced.append(total)
+            sent.append(buffer.size * (self._wire_dtype(buffer) or buffer.dtype).itemsize)
         empty = jax.tree.map(lambda leaf: leaf if leaf.size else self._summed_alone(leaf), tree)
-        return layout.unflatten(reduced, empty)
+        return layout.unflatten(reduced, empty), sent
 
     def _chunks(self) -> int:
         """How many equal parts a buffer is divided into on its way."""
@@ -168,31 +201,42 @@ class Reduction:
             return bucket
         return dataclasses.replace(bucket, size=bucket.size + self._chunks())
 
+    def _wire_dtype(self, buffer: jax.Array) -> Any:
+        """What a buffer is cast to on its way, if it is."""
+        return self.wire_dtype if is_floating(buffer) else None
+
     def _sum(self, buffer: jax.Array) -> jax.Array:
-        if self.wire_dtype is not None and is_floating(buffer):
-            return _sum_of_narrow(buffer, self.axes, self.wire_dtype)
+        if (wire_dtype := self._wire_dtype(buffer)) is not None:
+            return _sum_of_narrow(buffer, self.axes, wire_dtype)
         if self.hierarchical:
             outer, inner = self.axes[:1], self.axes[1:]
             part = lax.psum_scatter(buffer, inner, tiled=True)
             return lax.all_gather(lax.psum(part, outer), inner, tiled=True, to="invarying")
         return lax.psum(buffer, self.axes)
 
-    def _resharded(self, grads: Any) -> Any:
+    def _is_due(self, leaf: Any) -> bool:
+        return bool(unreduced_axes(leaf) & set(self.axes))
+
+    def _resharded(self, grads: Any) -> tuple[Any, list[int]]:
         """Under jit with Explicit axes JAX itself holds the sum that is due, and does it here."""
         axes = set(self.axes)
         size = 1
+        sent: list[int] = []
 
         def reduce(leaf: Any) -> Any:
             nonlocal size
             sharding = jax.typeof(leaf).sharding
             size = int(np.prod([sharding.mesh.shape[axis] for axis in self.axes]))
             spec = sharding.spec
+            if size > 1 and leaf.size and self._is_due(leaf):
+                sent.append(math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
             left = frozenset(unreduced_axes(leaf) - axes)
             return jax.reshard(leaf, jax.P(*spec.partitions, unreduced=left))
 
         reduced = jax.tree.map(reduce, grads)
         before, after = self._factors(size)
-        return jax.tree.map(lambda g, like: _narrowed(g, before * after, like), reduced, grads)
+        narrowed = jax.tree.map(lambda g, like: _narrowed(g, before * after, like), reduced, grads)
+        return narrowed, sent
 
 
 def _flat_places(tree: Any) -> dict[str, int]:
@@ -336,7 +380,7 @@ def all_reduce(
     )
 
     def init(params: optax.Params) -> ReductionState:
-        return ReductionState()
+        return reduction_state(())
 
     def update(
         updates: Any,
@@ -347,7 +391,7 @@ def all_reduce(
         reduce_op: Op | None = None,
         **extra_args: Any,
     ) -> tuple[Any, ReductionState]:
-        return reduction.by(reduce_op)(updates, overflow), state
+        return reduction.by(reduce_op).with_state(updates, overflow)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -17,7 +17,13 @@ from ampx.buckets import bucket_layout
 from ampx.checking import check_transformation
 from ampx.mapped_axes import as_axes, bound_size, varying_over
 from ampx.partitioning import Part, own_shard, partitioned, shard_dim
-from ampx.reduction import Op, Reduction, ReductionState, checked_reduction
+from ampx.reduction import (
+    Op,
+    Reduction,
+    ReductionState,
+    checked_reduction,
+    reduction_state,
+)
 from ampx.trees import find_nodes, path_name
 from ampx.verdicts import varying
 
@@ -26,7 +32,9 @@ class Zero1State(NamedTuple):
     """The state of `ampx.zero1`.
 
     Attributes:
-      reduction: marks that gradients are reduced inside.
+      reduction: what the last update handed to its reduce-scatters, and to the all-reduces of
+        parameters that are not divided; see `ReductionState`. The gather of the updates, which
+        travel in their own dtype, is not in it.
       inner_state: the state of the wrapped transformation, in the shapes that it has without
         sharding: outside of `shard_map` whole arrays, inside this device's shards.
       gradient_norm: float32, norm of the reduced gradients that the last update took.
@@ -115,7 +123,7 @@ def zero1(
     axes = reduction.axes
 
     def init(params: optax.Params) -> Zero1State:
-        return Zero1State(ReductionState(), inner.init(params), jnp.zeros((), jnp.float32))
+        return Zero1State(reduction_state(()), inner.init(params), jnp.zeros((), jnp.float32))
 
     def update(
         updates: Any,
@@ -132,7 +140,7 @@ def zero1(
         whole_state = jax.eval_shape(inner.init, params)
         state_dims = _state_dims(whole_state, params, exchange.count)
         _check_state(state.inner_state, whole_state, state_dims, exchange.count)
-        grads = exchange.scattered(updates)
+        grads, sent = exchange.scattered(updates)
         held = (grads, state.inner_state, exchange.own_shards(params))
         dims = (*exchange.dims, *state_dims, *exchange.dims)
         whole = (_shapes(updates, dtypes_of=grads), whole_state, _shapes(params))
@@ -150,7 +158,7 @@ def zero1(
         )
         gathered = exchange.gathered(new_updates)
         result, inner_state = jax.tree.unflatten(structure, [*gathered, *new_state])
-        return result, Zero1State(state.reduction, inner_state, exchange.norm(grads))
+        return result, Zero1State(reduction_state(sent), inner_state, exchange.norm(grads))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -223,23 +231,32 @@ class _Exchange:
         shards = map(own_shard, jax.tree.leaves(tree), self.dims, [self.axes] * len(self.dims))
         return jax.tree.unflatten(jax.tree.structure(tree), list(shards))
 
-    def scattered(self, grads: Any) -> Any:
-        """This device's shards of the reduced gradients; leaves that are not divided, whole."""
+    def scattered(self, grads: Any) -> tuple[Any, list[int]]:
+        """This device's shards of the reduced gradients, and the bytes handed over for them.
+
+        Leaves that are not divided are there whole.
+        """
         leaves, structure = jax.tree.flatten(self.reduction.widened(grads))
         rows = [self._rows(leaves[i], i) for i in self.divided]
         whole = [leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None]
 
+        sent: list[int] = []
+
         def scatter(rows: jax.Array) -> jax.Array:
+            if self.count > 1:
+                sent.append(rows.nbytes)
             return lax.psum_scatter(rows, self.axes)
 
         received = self._in_buckets(rows, scatter)
         shards = dict(zip(self.divided, received, strict=True))
-        rest = iter(self.reduction.summed(whole))
+        sums, sent_whole = self.reduction.summed(whole)
+        rest = iter(sums)
         parts = [
             next(rest) if dim is None else self._shard(shards[i], i)
             for i, dim in enumerate(self.dims)
         ]
-        return self.reduction.narrowed(jax.tree.unflatten(structure, parts), grads)
+        shards_of_tree = jax.tree.unflatten(structure, parts)
+        return self.reduction.narrowed(shards_of_tree, grads), [*sent, *sent_whole]
 
     def gathered(self, updates: Sequence[Any]) -> list[Any]:
         """Whole updates, from every device's shards."""
@@ -339,8 +356,9 @@ def zero1_specs(
             return PartitionSpec()
         dims = iter(_state_dims(node.inner_state, params, count))
         inner = jax.tree.map(lambda leaf: _spec(next(dims), axes), node.inner_state)
-        norm: Any = PartitionSpec()
-        return Zero1State(node.reduction, inner, norm)
+        everywhere: Any = PartitionSpec()
+        reduction = jax.tree.map(lambda _: everywhere, node.reduction)
+        return Zero1State(reduction, inner, everywhere)
 
     return jax.tree.map(specs_of, state, is_leaf=lambda node: isinstance(node, Zero1State))
 

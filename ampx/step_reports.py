@@ -28,6 +28,10 @@ class StepReport(NamedTuple):
       size: dict from parameter group to int32 number of elements; None unless asked for.
       aux: the loss function's auxiliary output, or None.
       phase: int32, the phase of the precision schedule that this step was in; None without one.
+      num_buckets: int32, the reductions of gradients over `axis_name`, see `ampx.ReductionState`;
+        None where the step does none itself: without `axis_name`, or with `ampx.zero1`, whose state
+        has it.
+      reduced_bytes: float32, the bytes that each device handed to them; None as `num_buckets`.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -46,6 +50,8 @@ class StepReport(NamedTuple):
     size: dict[str, jax.Array] | None = None
     aux: Any = None
     phase: jax.Array | None = None
+    num_buckets: jax.Array | None = None
+    reduced_bytes: jax.Array | None = None
 
 
 def local_norms(

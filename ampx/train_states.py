@@ -135,8 +135,9 @@ def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
         elif isinstance(node, tuple) and len(node) == 1:
             node = node[0]
         else:
+            holder = "optax.chain" if type(node) is tuple else type(node).__name__
             raise ValueError(
-                f"the loss scale is inside {type(node).__name__}, where other transformations see "
+                f"the loss scale is inside {holder}, where other transformations see "
                 "gradients that are still scaled: put it around the whole optimizer, as in "
                 "dynamic_loss_scale(optax.chain(...))"
             )

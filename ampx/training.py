@@ -127,8 +127,9 @@ class TrainStep:
         if about:
             extra_args["value"] = result.loss
         if self.reduction is not None:
-            grads, of_reduction = _reduced(self.reduction, grads, now.opt_state)
+            grads, of_reduction, sent = _reduced(self.reduction, grads, now.opt_state)
             extra_args |= of_reduction
+            about |= sent
         elif result.verdict is not None and outermost_loss_scale(now.opt_state) is not None:
             extra_args["verdict"] = Verdict(result.verdict, ())
         if is_nnx:
@@ -241,20 +242,23 @@ class TrainStep:
         return jnp.asarray(rate(now.step) if callable(rate) else rate, jnp.float32)
 
 
-def _reduced(reduction: Reduction, grads: Any, opt_state: Any) -> tuple[Any, dict[str, Any]]:
-    """Gradients as `tx` wants them, over devices, and what it should know of them."""
+def _reduced(
+    reduction: Reduction, grads: Any, opt_state: Any
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Gradients as `tx` wants them, what it should know of them, and what the report tells."""
     axes = reduction.axes
     verdict = Verdict(count_nonfinite(grads, axis_names=axes), axes)
     judges = outermost_loss_scale(opt_state) is not None
     about = {"verdict": verdict} if judges else {}
     if find_nodes(opt_state, Zero1State):
-        return grads, {**about, "reduce_op": reduction.op}
+        return grads, {**about, "reduce_op": reduction.op}, {}
     if find_nodes(opt_state, ReductionState):
         raise ValueError(
             f"tx reduces gradients, and so does train_step(axis_name={axes}): leave all_reduce "
             "out of tx"
         )
-    return reduction(grads, jnp.sum(verdict.counts)), about
+    reduced, sent = reduction.with_state(grads, jnp.sum(verdict.counts))
+    return reduced, about, sent._asdict()
 
 
 def train_step(

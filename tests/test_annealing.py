@@ -375,6 +375,27 @@ def test_a_scale_inside_a_window_would_change_under_its_sums():
         tx.init(jnp.ones(2))
 
 
+def test_a_scale_inside_a_chain_is_told_to_come_out():
+    """Even where the chain has no other link."""
+    step = scheduled(tx=optax.chain(dynamic(optax.sgd(0.1))), loss_scale=None)
+    with pytest.raises(ValueError, match=r"inside optax\.chain.*dynamic_loss_scale\(optax\.chain"):
+        step.init(data()[0])
+
+
+def test_each_phase_is_traced_once():
+    traced = []
+
+    def counted(w, x):
+        traced.append(w.dtype)
+        return jnp.mean(w * x.astype(w.dtype))
+
+    grads_of = ampx.value_and_grad(
+        counted, policy=ampx.PrecisionSchedule(((3, "O2"), ampx.Phase(FULL)))
+    )
+    jax.make_jaxpr(lambda phase: grads_of(jnp.ones(()), jnp.ones(4), phase=phase).grads)(0)
+    assert traced == [jnp.bfloat16, jnp.float32]
+
+
 def test_micro_batches_and_auxiliary_output_of_two_dtypes():
     params, batches = data()
 
@@ -529,6 +550,8 @@ def test_wrong_strings_are_refused_with_field_value_and_bounds(spec, options, me
         (lambda: ampx.precision_schedule("fast|step", total_steps=9, policy=None), "policy must"),
         (lambda: ampx.Phase(None), "policy must be"),
         (lambda: ampx.Phase("O2", until_step=1.5), "until_step must be a positive int"),
+        (lambda: ampx.Phase("O2", until_step=np.True_), "until_step must be a positive int"),
+        (lambda: ampx.Phase("O2", until_step=np.float64(3)), "until_step must be a positive int"),
         (lambda: ampx.Phase("O2", until_loss=True), "until_loss must be a number"),
         (lambda: ampx.PrecisionSchedule(("O2",)), "phases must be of type ampx.Phase"),
         (lambda: ampx.follow_schedule(optax.sgd(0.1), "fast|step"), "schedule must be"),
@@ -555,6 +578,13 @@ def test_wrong_types_are_refused(call, message):
 def test_phases_that_do_not_fit_are_refused(each, message):
     with pytest.raises(ValueError, match=message):
         ampx.PrecisionSchedule(each)
+
+
+def test_steps_may_be_counted_by_numpy():
+    phase = ampx.Phase("O2", until_step=np.int64(3))
+    assert phase == ampx.Phase("O2", until_step=3) and type(phase.until_step) is int
+    with pytest.raises(ValueError, match="until_step must be a positive int, got 0"):
+        ampx.Phase("O2", until_step=np.uint8(0))
 
 
 def test_what_is_missing_at_run_time_is_named():

@@ -8,17 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from helpers import assert_bit_equal, make_mesh
 
 import ampx
 from ampx import monitoring
+from ampx.clipping import clipped
 from ampx.monitoring import format_scale, metrics, progress_bar
 
 SCALE = (
     *("loss_scale", "growth_tracker", "hysteresis_tracker", "overflow", "skipped_total"),
     *("inf_total", "nan_total", "floor_hits", "bad_update_total"),
 )
+FIGURES_OF_INNER = ("num_buckets", "reduced_bytes", "global_norm")
 WINDOW = ("micro_step", "gradient_step", "weight_sum", "window_is_bad", "dropped_total")
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
 
@@ -130,6 +132,32 @@ def test_figures_cost_nothing():
     }
 
 
+def test_a_reduction_tells_its_bytes_and_a_clip_its_norm():
+    inner = clipped(optax.chain(ampx.all_reduce("data"), optax.sgd(0.1)), 1.0)
+    tx = scaled(inner, axis_names="data")
+    everywhere = jax.P()
+
+    @jax.jit
+    @jax.shard_map(mesh=make_mesh((2,), ("data",)), in_specs=everywhere, out_specs=everywhere)
+    def steps(state, factors):
+        def step(state, factor):
+            grads = jax.lax.pcast(optax.tree.full_like(PARAMS, 8 * factor), "data", to="varying")
+            _, state = tx.update(grads, state, PARAMS)
+            return state, metrics(state)
+
+        return jax.lax.scan(step, state, factors)
+
+    first = tx.init(PARAMS)
+    assert [float(metrics(first)[name]) for name in FIGURES_OF_INNER] == [0, 0, 0]
+    state, figures = steps(first, jnp.array([2.0, jnp.inf]))
+    # Each device's gradients are a shard to the clip, which comes before the reduction.
+    expected = [len(ampx.bucket_layout(PARAMS).buckets), 4 * 9, np.sqrt(2 * 9 * 2.0**2)]
+    for name, value in zip(FIGURES_OF_INNER, expected, strict=True):
+        np.testing.assert_allclose(figures[name], [value, value], rtol=1e-6)
+    restored = serialization.from_bytes(first, serialization.to_bytes(state))
+    assert_bit_equal(metrics(restored), metrics(state))
+
+
 def test_zero1_tells_the_norm_of_what_it_reduced():
     tx = scaled(ampx.zero1(optax.adam(0.1), "data"), axis_names="data")
     mesh = make_mesh((4,), ("data",))
@@ -151,7 +179,9 @@ def test_zero1_tells_the_norm_of_what_it_reduced():
         return state, metrics(state)
 
     state, figures = step(params, tx.init(params), jnp.arange(8.0))
-    assert_bit_equal(figures, of_scale(state) | {"global_norm": state.inner_state.gradient_norm})
+    zero1 = state.inner_state
+    sent = {"num_buckets": np.int32(2), "reduced_bytes": np.float32(4 * 35)}
+    assert_bit_equal(figures, of_scale(state) | {"global_norm": zero1.gradient_norm} | sent)
     np.testing.assert_allclose(figures["global_norm"], 3.5 * np.sqrt(35), rtol=1e-6)
 
 
@@ -211,7 +241,7 @@ def test_only_what_is_there_twice_is_prefixed():
     assert {"decay/loss_scale", "rest/loss_scale", "micro_step"} < set(metrics(state))
 
 
-@pytest.mark.parametrize("tx", [optax.adamw(0.1), optax.identity(), ampx.all_reduce("data")])
+@pytest.mark.parametrize("tx", [optax.adamw(0.1), optax.identity()])
 def test_states_without_figures_give_none(tx):
     assert metrics(tx.init(PARAMS)) == {}
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import all_finite, assert_bit_equal, make_mesh
+from helpers import all_finite, assert_bit_equal, make_mesh, types_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -41,12 +41,12 @@ def local_trees(count):
     }
 
 
-def reduced(tx, trees, shape, names, kind="Auto", check_vma=True):
+def reduced(tx, trees, shape, names, kind="Auto", check_vma=True, part=0):
     mesh = make_mesh(shape, names, kind)
 
     def update(trees):
         grads = jax.tree.map(lambda leaf: leaf[0], trees)
-        return tx.update(grads, tx.init(grads))[0]
+        return tx.update(grads, tx.init(grads))[part]
 
     trees = jax.device_put(trees, NamedSharding(mesh, P(names)))
     mapped = jax.shard_map(update, mesh=mesh, in_specs=P(names), out_specs=P(), check_vma=check_vma)
@@ -205,9 +205,17 @@ def test_one_bad_device_makes_all_skip(bad, where, check_vma):
     assert_bit_equal(new, params)
     assert_bit_equal(skipped.inner_state, state.inner_state)
     assert skipped.overflow and skipped.loss_scale == 4.0
-    new, _, _ = step(new, skipped, x)
+    new, good, _ = step(new, skipped, x)
     assert all_finite(new)
     assert not np.array_equal(new["w0"], params["w0"])
+    # The figures are those of the last update that was applied.
+    assert [*skipped.inner_state[0]] == [0, 0]
+    buckets = ampx.bucket_layout(params, bucket_bytes=256).buckets
+    room = 1  # for what each bucket waits for
+    assert [*good.inner_state[0]] == [6, sum(4 * (bucket.size + room) for bucket in buckets)]
+    _, held, _ = step(new, good, x.at[0].set(bad))
+    assert_bit_equal(held.inner_state, good.inner_state)
+    assert types_of(held) == types_of(state)
 
 
 def test_deepspeed_overflow_on_devices_moves_the_scale():
@@ -245,6 +253,74 @@ def test_a_loss_scale_that_asks_nobody_is_refused():
     step, args = train(1, tx)
     with pytest.raises(ValueError, match="all devices must agree.*axis_names='data'"):
         jax.jit(step)(*args)
+
+
+# What travels.
+
+
+def widened(trees, dtype=jnp.float32):
+    """The gradients of one device, in the dtype that they are summed in."""
+    narrow = jnp.dtype(dtype).itemsize
+    return jax.tree.map(
+        lambda leaf: leaf[0].astype(dtype) if leaf.dtype.itemsize < narrow else leaf[0], trees
+    )
+
+
+@pytest.mark.parametrize(
+    "options, name, chunks, itemsize",
+    [
+        (dict(), "four", 1, None),
+        (dict(reduce_dtype=jnp.bfloat16), "four", 1, None),
+        (dict(wire_dtype=jnp.bfloat16), "three", 3, 2),
+        (dict(wire_dtype=jnp.bfloat16), "two axes", 8, 2),
+        (dict(hierarchical=True), "two axes", 4, None),
+        (dict(group_of=lambda path, leaf: path), "four", 1, None),
+    ],
+)
+def test_the_state_tells_the_bytes_of_the_buckets(options, name, chunks, itemsize):
+    shape, names = MESHES[name]
+    trees = local_trees(int(np.prod(shape)))
+    layout = ampx.bucket_layout(
+        widened(trees, options.get("reduce_dtype", jnp.float32)),
+        bucket_bytes=128,
+        multiple_of=chunks,
+        group_of=options.get("group_of"),
+    )
+    tx = ampx.all_reduce(names, bucket_bytes=128, tail_overlap=False, **options)
+    sent = reduced(tx, trees, shape, names, part=1)
+    sizes = [b.size * (itemsize or b.dtype.itemsize) for b in layout.buckets]
+    assert len(sizes) > 1
+    assert_bit_equal(sent, ampx.ReductionState(np.int32(len(sizes)), np.float32(sum(sizes))))
+
+
+@pytest.mark.parametrize(
+    "options, shape, expected",
+    [
+        (dict(), (1,), [0, 0]),  # nothing travels
+        (dict(), (2,), [3, 8 + 6 * 4 + 3 * 4]),
+        (dict(tail_overlap=True), (2,), [3, 8 + 4 + 7 * 4 + 4 * 4]),  # an element more for each
+        (dict(wire_dtype=jnp.float16), (2,), [3, 8 + 6 * 2 + 4 * 2]),  # padded for two devices
+    ],
+)
+def test_bytes_counted_by_hand(options, shape, expected):
+    leaves = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones((2, 3)), "n": jnp.arange(2)}
+    trees = jax.tree.map(lambda leaf: jnp.stack([leaf] * shape[0]), leaves)
+    tx = ampx.all_reduce("data", op="sum", bucket_bytes=1, **{"tail_overlap": False, **options})
+    assert [*reduced(tx, trees, shape, ("data",), part=1)] == expected
+
+
+def test_bytes_over_explicit_axes_are_those_of_what_is_unreduced():
+    mesh = make_mesh((2, 4), ("data", "model"), "Explicit")
+    tx = ampx.all_reduce("data", op="sum")
+    with jax.set_mesh(mesh):
+
+        @jax.jit
+        def sent(half, whole):
+            due = jax.reshard(half, P(None, "model", unreduced={"data"}))
+            return tx.update({"due": due, "whole": whole}, tx.init(whole))[1]
+
+        state = sent(jnp.ones((6, 8), jnp.bfloat16), jnp.ones(3))
+    assert [*state] == [1, 6 * 8 // 4 * 2]
 
 
 # What others do.
@@ -396,7 +472,7 @@ def test_axes_that_are_not_mapped_keep_their_sharding():
     tx = ampx.all_reduce("data")
 
     def step(grads):
-        return tx.update(grads, tx.init(grads))[0]
+        return tx.update(grads, tx.init(grads))
 
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"}, check_vma=False
@@ -404,7 +480,9 @@ def test_axes_that_are_not_mapped_keep_their_sharding():
     grads = jax.device_put(jnp.arange(64.0).reshape(2, 32), NamedSharding(mesh, P("data", "model")))
     compiled = jax.jit(mapped).lower(grads).compile()
     assert "all-gather" not in compiled.as_text()
-    np.testing.assert_array_equal(compiled(grads)[0], jnp.mean(grads, 0))
+    mean, sent = compiled(grads)
+    np.testing.assert_array_equal(mean[0], jnp.mean(grads, 0))
+    assert [*sent] == [1, 32 * 4]
 
 
 def test_leaves_that_differ_over_other_axes_stay_apart():

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from helpers import all_finite, assert_bit_equal, make_mesh
+from helpers import all_finite, assert_bit_equal, make_mesh, types_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -153,6 +153,17 @@ def test_the_norm_is_that_of_the_whole_gradient():
     np.testing.assert_allclose(optax.tree.get(state, "gradient_norm"), expected, rtol=1e-6)
 
 
+def test_it_tells_what_it_has_scattered():
+    step, first, _ = sharded(optax.adamw(1e-2), "4")
+    _, state, _ = step(PARAMS, first, BATCH)
+    assert types_of(state) == types_of(first)
+    quarters = [jnp.zeros(leaf.size // 4) for leaf in jax.tree.leaves(PARAMS) if leaf.size > 1]
+    layout = ampx.bucket_layout(quarters, bucket_bytes=512)
+    sent = state.inner_state.reduction
+    assert sent.num_buckets == len(layout.buckets) + 1, "the scale is not divided"
+    assert sent.reduced_bytes == 4 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
+
+
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 def test_an_overflow_on_one_device_changes_nothing_on_any(bad):
     step, state, _ = sharded(optax.adamw(1e-2), "4")
@@ -217,6 +228,8 @@ def test_train_step_takes_it_in_the_place_of_an_optimizer():
         expected, expected_report = alone(expected, BATCH)
     np.testing.assert_allclose(report.loss, expected_report.loss, rtol=1e-6)
     np.testing.assert_allclose(report.global_norm, expected_report.global_norm, rtol=1e-5)
+    assert report.num_buckets is None, "not reduced by the step, but inside tx"
+    assert ampx.metrics(state.opt_state)["num_buckets"] == 2
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
     spoilt = (BATCH[0].at[3].set(jnp.nan), BATCH[1])

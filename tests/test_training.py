@@ -12,9 +12,10 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
-from helpers import make_mesh, types_of
+from helpers import assert_bit_equal, make_mesh, types_of
 
 import ampx
+from ampx.clipping import clipped
 
 STEPS = 50
 
@@ -253,6 +254,7 @@ def test_report(max_grad_norm, loss_scale):
     assert report.local_norm == {"a": 5.0, "b": pytest.approx(np.hypot(12, 84))}
     assert report.size == {"a": 2, "b": 3}
     assert report.aux is None
+    assert report.num_buckets is None and report.reduced_bytes is None
     chex.assert_shape(jax.tree.leaves(report), ())
     factor = 0.5 if max_grad_norm is None else 0.5 / 85
     chex.assert_trees_all_close(
@@ -346,6 +348,48 @@ def test_max_grad_norm_equals_a_chain():
         runs[name] = ampx_run(step, step.init(params), batches, steps=20)[0].params
     chex.assert_trees_all_equal(runs["option"], runs["chain"])
     assert not np.array_equal(runs["option"]["head"]["kernel"], runs["off"]["head"]["kernel"])
+
+
+@pytest.mark.parametrize("library", [optax, ampx.fused])
+@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
+def test_the_state_keeps_the_norm_before_the_clip(loss_scale, library):
+    step = ampx.train_step(
+        quadratic, library.sgd(0.1, momentum=0.9), loss_scale=loss_scale, max_grad_norm=1.0
+    )
+
+    def following(state, batch):
+        new, report = step(state, batch)
+        return new, (state, ampx.metrics(new.opt_state)["global_norm"], report.global_norm)
+
+    factors = jnp.array([1.0, jnp.nan, 3.0] if loss_scale else [1.0, 2.0, 3.0])
+    first = step.init(QUADRATIC)
+    last, (states, kept, reported) = jax.jit(functools.partial(jax.lax.scan, following))(
+        first, factors[:, None] * ONES
+    )
+    grads = [jax.grad(quadratic)(rows_of(states.params, i), factors[i] * ONES) for i in range(3)]
+    norms = np.array([optax.tree.norm(g) for g in grads])
+    np.testing.assert_allclose(reported, norms, rtol=1e-6)
+    expected = np.where(np.isfinite(norms), norms, norms[0])
+    np.testing.assert_allclose(kept, expected, rtol=1e-6)
+    assert kept.dtype == np.float32 and ampx.metrics(first.opt_state)["global_norm"] == 0
+    assert types_of(first) == types_of(last)
+    if loss_scale:
+        assert_bit_equal(*(rows_of(states.opt_state.inner_state, i) for i in (1, 2)))
+
+
+@pytest.mark.parametrize("library", [optax, ampx.fused])
+def test_the_norm_of_divided_gradients_is_that_of_all_shards(library):
+    spec = jax.sharding.PartitionSpec
+    params = {"divided": jnp.arange(8.0), "whole": jnp.ones(3)}
+    specs = {"divided": spec("model"), "whole": spec()}
+    tx = clipped(library.sgd(0.1), 1.0)
+    mapped = jax.shard_map(
+        lambda params: tx.update(params, tx.init(params), params)[1].gradient_norm,
+        mesh=make_mesh((4,), ("model",)),
+        in_specs=(specs,),
+        out_specs=spec(),
+    )
+    np.testing.assert_allclose(jax.jit(mapped)(params), optax.tree.norm(params), rtol=1e-6)
 
 
 def test_microbatches_equal_one_batch():
@@ -609,7 +653,7 @@ def test_shard_map_step_equals_one_device(policy, num_microbatches, check_vma, l
         loss_scale=loss_scale, max_grad_norm=0.5, num_microbatches=num_microbatches, policy=policy
     )
     alone = ampx.train_step(loss_fn, optax.adamw(0.01), **options)
-    step = ampx.train_step(loss_fn, optax.adamw(0.01), axis_name="data", **options)
+    step = ampx.train_step(loss_fn, optax.adamw(0.01), axis_name="data", bucket_bytes=64, **options)
     spec = jax.sharding.PartitionSpec
     sharded = jax.jit(
         jax.shard_map(
@@ -626,6 +670,10 @@ def test_shard_map_step_equals_one_device(policy, num_microbatches, check_vma, l
         state, report = sharded(state, batch)
     tolerance = dict(rtol=1e-5, atol=1e-6) if policy is None else dict(rtol=2e-2, atol=2e-3)
     chex.assert_trees_all_close(state, expected, **tolerance)
+    layout = ampx.bucket_layout(params, bucket_bytes=64)
+    assert report.num_buckets == len(layout.buckets) > 1
+    assert report.reduced_bytes == 4 * sum(bucket.size for bucket in layout.buckets)
+    report = report._replace(num_buckets=None, reduced_bytes=None)
     chex.assert_trees_all_close(report, expected_report, **tolerance)
 
 
