@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,12 @@ def updated(
     return apply_updates(wide, updates), jnp.zeros((), bool), new_state
 
 
+class Settled(NamedTuple):
+    """A new parameter on which a kernel has decided already: on a skip it is the old one."""
+
+    param: jax.Array
+
+
 def answer(new: Any, params: Any, bad: jax.Array, tail: Tail | None) -> Any:
     """What an update returns when `new` is to stand in the place of `params`: as the tail asks.
 
@@ -55,7 +61,9 @@ def answer(new: Any, params: Any, bad: jax.Array, tail: Tail | None) -> Any:
     than 2**12 in one step.
     """
 
-    def result(new_leaf: jax.Array, leaf: jax.Array) -> Any:
+    def result(leaf: jax.Array, new_leaf: Any) -> Any:
+        if isinstance(new_leaf, Settled):
+            return TailResult(new_leaf.param, bad)
         wants_params = tail is not None and tail.new_params
         value = new_leaf if wants_params else _difference(new_leaf, leaf)
         if tail is None:
@@ -67,7 +75,7 @@ def answer(new: Any, params: Any, bad: jax.Array, tail: Tail | None) -> Any:
         held = jnp.where(jnp.isfinite(new_leaf) & ~tail.skip, value, stays)
         return TailResult(held, bad | overflows(new_leaf, leaf))
 
-    return jax.tree.map(result, new, params)
+    return jax.tree.map(result, params, new)
 
 
 def overflows(new: jax.Array, old: jax.Array) -> jax.Array:

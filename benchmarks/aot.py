@@ -135,10 +135,26 @@ def compile_for(target: str) -> None:
             lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding), tree
         )
 
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     elements = sum(math.prod(shape) for shape in SHAPES.values())
     kernels = {"v5e": "mosaic_tpu", "h100": "mosaic_gpu"}[target]
-    for name, tx in {"adamw": ampx.fused.adamw(1e-3), "lamb": ampx.fused.lamb(1e-3)}.items():
+    adamw = functools.partial(ampx.fused.adamw, 1e-3)
+    int8 = dict(mu_dtype="int8", nu_dtype="int8")
+    cases = {
+        "adamw": (adamw(), jnp.float32),
+        "lamb": (ampx.fused.lamb(1e-3), jnp.float32),
+        "adamw, int8 moments": (adamw(**int8), jnp.float32),
+        "adamw, split masters": (ampx.fused.split_masters(adamw()), jnp.bfloat16),
+        "adamw, split masters of 8 bits, int8 moments": (
+            ampx.fused.split_masters(adamw(**int8), 8),
+            jnp.bfloat16,
+        ),
+        "adamw, stochastic rounding, int8 moments": (
+            ampx.fused.stochastic_rounding(adamw(**int8)),
+            jnp.bfloat16,
+        ),
+    }
+    for name, (tx, dtype) in cases.items():
+        params = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in SHAPES.items()}
         for scaled in (False, True):
             tail = ampx.dynamic_loss_scale(tx) if scaled else tx
             max_norm = 1.0 if scaled else None

@@ -30,25 +30,25 @@ def f32(x):
     return x.astype(jnp.float32)
 
 
-def adamw(scalars, read, written, sqrt):
+def adamw(scalars, read, written, cell):
     """AdamW that keeps everything if told to skip; the terms are those of LAMB's trust ratio."""
     skip, factor, b1, b2, c1, c2, decay, step = scalars
     p, m, v = map(f32, written)
     g = f32(read[0]) * factor
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g * g
-    u = m * c1 / (sqrt(v * c2) + 1e-8) + decay * p
+    u = m * c1 / (cell.sqrt(v * c2) + 1e-8) + decay * p
     new = (p + step * u, m, v)
     kept = [jnp.where(skip > 0, a, b.astype(a.dtype)) for a, b in zip(written, new, strict=True)]
     return kept, [p * p, u * u]
 
 
-def without_terms(scalars, read, written, sqrt):
-    return adamw(scalars, read, written, sqrt)[0], []
+def without_terms(scalars, read, written, cell):
+    return adamw(scalars, read, written, cell)[0], []
 
 
-def squares(scalars, read, written, sqrt):
-    del scalars, written, sqrt
+def squares(scalars, read, written, cell):
+    del scalars, written, cell
     return [], [f32(read[0]) * f32(read[0])]
 
 

@@ -1,23 +1,28 @@
 """Updates by Pallas kernels, in place: the same arithmetic, block by block and not leaf by leaf.
 
 XLA runs an elementwise optimizer as fast as memory allows. A kernel pays where that is not so: for
-LAMB, whose norms make XLA read everything a second time, and for many small parameters on GPUs,
-where one launch serves several.
+LAMB, whose norms make XLA read everything a second time, as do the scales of 8-bit moments, and for
+many small parameters on GPUs, where one launch serves several.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.fused.kernels.placement import placed
-from ampx.fused.leaf_updates import Leaf, held, is_finite, ratio_of_norms, wide_step
-from ampx.fused.rules import Operations, Packed, Rule, read
+from ampx.fused.int8_blocks import BLOCK, Int8Blocks
+from ampx.fused.kernel_steps import KernelStep, as_scalars, widened
+from ampx.fused.kernels.blocks import LONGEST_TPU_ROW
+from ampx.fused.kernels.placement import Shard, placed
+from ampx.fused.leaf_updates import Leaf, ratio_of_norms
+from ampx.fused.narrow_params import NarrowParam
+from ampx.fused.rules import Packed, Rule
+from ampx.fused.slot_formats import moment_words
 from ampx.gradient_norms import sums_of_squares
 from ampx.tails import Backend, Tail, TailResult
 
@@ -49,9 +54,9 @@ def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
     """Whether a kernel updates this parameter; all others are left to XLA.
 
     Those are parameters of NovoGrad, which needs the norm of a gradient before anything else; of
-    float64; those with state that is not an array of the parameter's shape in a common type, such
-    as 8-bit moments; and those of LAMB with half moments, which its second pass would read rounded,
-    or in flat buffers.
+    float64; those with state that is not an array of the parameter's shape in a common type; those
+    of LAMB with half or 8-bit moments, which its second pass would read rounded, or in flat
+    buffers; and those with 8-bit moments or stochastic rounding of some shapes, see `_suits`.
     """
     if not tail.new_params or tail.backend in ("auto", "xla") or rule.needs_squares:
         return False
@@ -61,17 +66,54 @@ def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
         return False
     if rule.direction_again and any(getattr(s, "dtype", None) != jnp.float32 for s in leaf.slots):
         return False
-    arrays = leaf.grad, leaf.param, *leaf.slots
-    return all(
+    narrow = isinstance(leaf.param, NarrowParam)
+    plain = [leaf.grad, *([] if narrow else [leaf.param])]
+    plain += [slot for slot in leaf.slots if not isinstance(slot, Int8Blocks)]
+    return _suits(leaf, tail.backend) and all(
         hasattr(array, "dtype") and array.dtype.name in _DTYPES and array.shape == leaf.param.shape
-        for array in arrays
+        for array in plain
     )
+
+
+def _suits(leaf: Leaf, backend: Backend) -> bool:
+    """Whether the shape suits what is stored in blocks of 8 bits, or rounded by random bits.
+
+    Blocks must be full, and on TPUs rows fit into the memory of a kernel. Random bits depend on the
+    place in the whole array, which a shard must know: not where it is cut in the middle.
+    """
+    shape = leaf.param.shape
+    if any(isinstance(slot, Int8Blocks) for slot in leaf.slots):
+        if not shape[-1] or shape[-1] % BLOCK:
+            return False
+        if backend != "mosaic_gpu" and shape[-1] > LONGEST_TPU_ROW:
+            return False
+    if not any(_draws(leaf)):
+        return True
+    spec = jax.typeof(leaf.grad).sharding.spec
+    return all(part is None for part in spec[1:-1])
+
+
+def _draws(leaf: Leaf) -> tuple[bool, ...]:
+    """Which of parameter and slots are rounded by random bits."""
+    drawn = [isinstance(s, Int8Blocks) and s.codes.dtype == jnp.uint8 for s in leaf.slots]
+    return isinstance(leaf.param, NarrowParam) and leaf.param.words is not None, *drawn
+
+
+def _words(leaf: Leaf) -> list[jax.Array]:
+    """What the random bits of a leaf depend on besides the place of an element."""
+    of_param, *of_slots = _draws(leaf)
+    words = [*leaf.param.words] if of_param else []
+    for drawn in of_slots:
+        words += moment_words(leaf.step, leaf.place) if drawn else ()
+    return words
 
 
 def kernel_updates(
     rule: Rule, coefficients: Packed, leaves: Sequence[Leaf], tail: Tail
-) -> list[tuple[TailResult, tuple[jax.Array, ...]]]:
+) -> list[tuple[TailResult, tuple[Any, ...]]]:
     """`leaf_update` of several parameters with the same coefficients.
+
+    The value for a `NarrowParam` is another one.
 
     Raises:
       ValueError: if the parameters may be divided over devices in a way that is not known here.
@@ -80,16 +122,29 @@ def kernel_updates(
     vector, numbers, is_bad = coefficients
     if tail.skip is not None:
         vector = jnp.append(vector, tail.skip.astype(vector.dtype))
-    # Only those in float16 overflow, and what counts that would slow the others down.
-    for counts in (False, True):
-        step = _Step(rule, numbers, tail.skip is not None, counts)
-        group = [k for k, leaf in enumerate(leaves) if counts == step.may_overflow(leaf)]
-        arrays = [(leaf.grad, leaf.param, leaf.slots) for leaf in map(leaves.__getitem__, group)]
+    # What counts overflows would slow down those that have none: all but float16.
+    groups: dict[Any, list[int]] = {}
+    for k, leaf in enumerate(leaves):
+        counts = tail.skip is not None and leaf.param.dtype == jnp.float16
+        groups.setdefault((counts, _draws(leaf)), []).append(k)
+    for (counts, draws), group in groups.items():
+        step = KernelStep(rule, numbers, tail.skip is not None, counts, draws)
+        arrays = [_items(leaves[k]) for k in group]
+        words = [_words(leaves[k]) for k in group]
         update = functools.partial(_updates, step, _map_leaves(tail.backend))
-        for k, new in zip(group, placed(update, vector, arrays), strict=True):
+        for k, new in zip(group, placed(update, (vector, words), arrays), strict=True):
             param, slots, overflows = new
-            results[k] = TailResult(param, is_bad | (overflows > 0) if counts else is_bad), slots
+            if isinstance(leaves[k].param, NarrowParam):
+                param = NarrowParam(param)
+            bad = is_bad | (overflows > 0) if counts else is_bad
+            results[k] = TailResult(param, bad), slots
     return results
+
+
+def _items(leaf: Leaf) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Gradient, parameter and slots, as kernels take them."""
+    param = leaf.param.parts if isinstance(leaf.param, NarrowParam) else leaf.param
+    return leaf.grad, param, leaf.slots
 
 
 def kernel_squares(
@@ -100,13 +155,13 @@ def kernel_squares(
         return None
     map_leaves = _map_leaves(backend)
 
-    def squared(scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:
-        wide = _wide(read_[0])
+    def squared(scalars: Any, read_: Any, written: Any, cell: Any) -> tuple[list, list]:
+        wide = widened(read_[0])
         return [], [wide * wide]
 
-    def update(vector: jax.Array, leaves: Any, axes: Sequence[tuple[str, ...]]) -> list[Any]:
+    def update(vector: jax.Array, leaves: Any, shards: Sequence[Shard]) -> list[Any]:
         _, sums = map_leaves(squared, [(vector, leaf, []) for leaf in leaves], num_sums=1)
-        return [((), (), total[0]) for total in _over_axes(sums, axes)]
+        return [((), (), total[0]) for total in _over_shards(sums, shards)]
 
     def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         suits = [array.dtype.name in _DTYPES for array in arrays]
@@ -119,9 +174,10 @@ def kernel_squares(
     return squares
 
 
-def _over_axes(sums: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> list[jax.Array]:
-    """The sums of each leaf over the shards along its axes."""
-    return [lax.psum(s, over) if over else s for s, over in zip(sums, axes, strict=True)]
+def _over_shards(sums: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
+    """The sums of each leaf over all of its shards."""
+    pairs = zip(sums, shards, strict=True)
+    return [lax.psum(own, shard.axes) if shard.axes else own for own, shard in pairs]
 
 
 def _map_leaves(backend: Backend) -> Callable[..., Any]:
@@ -135,107 +191,48 @@ def _map_leaves(backend: Backend) -> Callable[..., Any]:
     return functools.partial(tpu.map_leaves, interpret=backend == "interpret")
 
 
-class _Step(NamedTuple):
-    """What kernels do to the blocks of a parameter: the functions that they map.
-
-    Attributes:
-      rule: the optimizer.
-      numbers: coefficients, of which only matters which are None.
-      has_skip: whether the last scalar says to keep everything.
-      counts: whether to count the parameters that overflow.
-    """
-
-    rule: Rule
-    numbers: Any
-    has_skip: bool
-    counts: bool
-
-    def may_overflow(self, leaf: Leaf) -> bool:
-        return self.has_skip and leaf.param.dtype == jnp.float16
-
-    def whole(self, scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:
-        """Reads the gradient, writes parameter and slots."""
-        h, skip, _ = self._unpacked(scalars)
-        param, *slots = written
-        direction, new_slots = self._stepped(h, skip, read_[0], param, slots, sqrt)
-        new, overflows = self._landed(h, skip, param, direction)
-        return [new, *new_slots], overflows
-
-    def slots(self, scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:
-        """Reads gradient and parameter, writes the slots; sums the squares of both norms."""
-        h, skip, _ = self._unpacked(scalars)
-        grad, param = read_
-        direction, new_slots = self._stepped(h, skip, grad, param, written, sqrt)
-        param = _wide(param)
-        return new_slots, [param * param, direction * direction]
-
-    def param(self, scalars: Any, read_: Any, written: Any, sqrt: Any) -> tuple[list, list]:
-        """Reads the new slots, writes the parameter; the first scalar is the trust ratio."""
-        h, skip, ratio = self._unpacked(scalars)
-        again: Any = self.rule.direction_again
-        operations = Operations(sqrt, functools.partial(held, skip))
-        direction = again(_wide(written[0]), tuple(map(_wide, read_)), h, operations)
-        new, overflows = self._landed(h, skip, written[0], direction * ratio)
-        return [new], overflows
-
-    def _unpacked(self, scalars: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        """The coefficients, whether to skip, and a trust ratio behind both if there is one."""
-        given = sum(number is not None for number in self.numbers)
-        numbers, (*rest,) = scalars[:given], scalars[given:]
-        skip = rest.pop(0) > 0 if self.has_skip else None
-        return read(self.numbers, numbers), skip, rest[0] if rest else None
-
-    def _stepped(
-        self, h: Any, skip: Any, grad: Any, param: Any, slots: Any, sqrt: Any
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        wide = Leaf(_wide(grad), _wide(param), tuple(map(_wide, slots)))
-        direction, new_slots = wide_step(self.rule, h, wide, skip, sqrt)
-        return direction, [n.astype(s.dtype) for n, s in zip(new_slots, slots, strict=True)]
-
-    def _landed(self, h: Any, skip: Any, param: Any, direction: Any) -> tuple[Any, list]:
-        """The new parameter, or the old one; and ones where a finite one would not stay so."""
-        step = direction if h.step_size is None else h.step_size * direction
-        old = _wide(param)
-        new = (old + step).astype(param.dtype)
-        if skip is None:
-            return new, []
-        # In float32, since not every accelerator compares halves.
-        fits = is_finite(_wide(new))
-        overflows = jnp.where(is_finite(old) & ~fits, jnp.float32(1), jnp.float32(0))
-        return jnp.where(fits & ~skip, new, param), [overflows] * self.counts
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
-
-
 def _updates(
-    step: _Step,
+    step: KernelStep,
     map_leaves: Callable[..., Any],
-    vector: jax.Array,
-    leaves: Sequence[tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]],
-    axes: Sequence[tuple[str, ...]],
+    shared: tuple[jax.Array, Sequence[Sequence[jax.Array]]],
+    leaves: Sequence[tuple[Any, Any, tuple[Any, ...]]],
+    shards: Sequence[Shard],
 ) -> list[tuple[Any, tuple[Any, ...], jax.Array]]:
     """Parameter, slots and number of overflows of each (gradient, parameter, slots).
 
-    The leaves are divided along mapped `axes`; their sums are those of the whole.
+    The leaves may be shards; their sums are those of the whole. `shared` are the coefficients of
+    all, and the words of each.
     """
 
     def mapped(fun: Any, jobs: Sequence[Any], num_sums: int) -> tuple[Any, list[jax.Array]]:
-        arrays, sums = map_leaves(fun, jobs, num_sums=num_sums)
+        items, sums = map_leaves(fun, jobs, num_sums=num_sums)
         if not num_sums:
-            return arrays, [jnp.zeros((), jnp.float32)] * len(arrays)
-        return arrays, _over_axes(sums, axes)
+            return items, [jnp.zeros((), jnp.float32)] * len(items)
+        return items, _over_shards(sums, shards)
 
+    vector, words = shared
+    vectors = [
+        jnp.append(vector, as_scalars([*own, *shard.start])) if own else vector
+        for own, shard in zip(words, shards, strict=True)
+    ]
     if step.rule.direction_again is None:
-        jobs = [(vector, [grad], [param, *slots]) for grad, param, slots in leaves]
+        jobs = [
+            (own, [grad], [param, *slots])
+            for own, (grad, param, slots) in zip(vectors, leaves, strict=True)
+        ]
         new, overflows = mapped(step.whole, jobs, int(step.counts))
         params, slots = [param for param, *_ in new], [own for _, *own in new]
     else:  # the norms that scale a step are known only after everything was read once
-        jobs = [(vector, [grad, param], list(slots)) for grad, param, slots in leaves]
+        jobs = [
+            (own, [grad, param], list(slots))
+            for own, (grad, param, slots) in zip(vectors, leaves, strict=True)
+        ]
         slots, squares = mapped(step.slots, jobs, 2)
-        vectors = [jnp.append(vector, ratio_of_norms(*jnp.sqrt(s))) for s in squares]
-        jobs = [(v, s, [leaf[1]]) for v, s, leaf in zip(vectors, slots, leaves, strict=True)]
+        ratios = [ratio_of_norms(*jnp.sqrt(sums)) for sums in squares]
+        jobs = [
+            (jnp.append(own, ratio), new, [param])
+            for own, ratio, new, (_, param, _) in zip(vectors, ratios, slots, leaves, strict=True)
+        ]
         new, overflows = mapped(step.param, jobs, int(step.counts))
         params = [param for [param] in new]
     totals = [jnp.sum(overflow) for overflow in overflows]

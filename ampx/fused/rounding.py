@@ -131,10 +131,31 @@ def counter_bits(
       >>> bool((bits[2:] == counter_bits(*part, seed=0, step=7, leaf=2)).all())
       True
     """
+    return element_bits(row, column, draw_words(seed=seed, step=step, leaf=leaf))
+
+
+def draw_words(
+    *, seed: int | jax.Array, step: int | jax.Array, leaf: int | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """All of `counter_bits` that is the same for every element: two uint32, for a kernel to take.
+
+    Examples:
+      >>> from ampx.fused.rounding import counter_bits, draw_words, element_bits, element_index
+      >>> words = draw_words(seed=0, step=7, leaf=2)
+      >>> bits = element_bits(*element_index((4, 8)), words)
+      >>> bool((bits == counter_bits(*element_index((4, 8)), seed=0, step=7, leaf=2)).all())
+      True
+    """
     first = _mix(_mix(_mix(_word(seed)) ^ _word(step)) ^ _word(leaf))
     second = _mix(_mix(_mix(_word(leaf) + _word(0x9E3779B9)) ^ _word(step)) ^ _word(seed))
-    before = _mix(row ^ first)
-    between = _mix(row ^ second)
+    return first, second
+
+
+def element_bits(
+    row: jax.Array, column: jax.Array, words: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """The rest of `counter_bits`, from what `draw_words` returns."""
+    before, between = (_mix(row ^ word) for word in words)
     return _mix(_mix(column ^ before) + between)
 
 

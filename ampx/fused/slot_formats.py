@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx.fused.int8_blocks import Int8Blocks, decode, encode
-from ampx.fused.rounding import counter_bits, element_index
+from ampx.fused.rounding import draw_words, element_bits, element_index
 
 SlotDtype = DTypeLike | Literal["int8"] | None
 
@@ -61,6 +61,10 @@ def stored(new: jax.Array, old: Any, step: Any, place: int, *, holds: bool) -> A
     signed = old.codes.dtype == jnp.int8
     bits = None
     if not signed:
-        row, column = element_index(new.shape)
-        bits = counter_bits(row, column, seed=_SEED, step=step, leaf=place)
+        bits = element_bits(*element_index(new.shape), moment_words(step, place))
     return encode(new.astype(jnp.float32), signed=signed, bits=bits)
+
+
+def moment_words(step: Any, place: int) -> tuple[jax.Array, jax.Array]:
+    """What the random bits for a parameter's second moments depend on, see `rounding`."""
+    return draw_words(seed=_SEED, step=step, leaf=place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
+from ampx.fused.narrow_params import NarrowParam, SplitParam, runs_kernels
 from ampx.fused.split_floats import join, split
-from ampx.stored_params import answer, updated, widened
+from ampx.stored_params import Settled, answer, updated, widened
 from ampx.tails import Tail
 from ampx.verdicts import hold
 
@@ -94,29 +96,47 @@ def split_masters(
     ) -> tuple[Any, SplitMastersState]:
         if params is None:
             raise ValueError("split_masters needs params: call update(grads, state, params)")
-        masters = jax.tree.map(
-            lambda p, error: join(p, error) if _is_split(p) else p, params, state.error_bits
-        )
+        wide = functools.partial(_widened, narrow=runs_kernels(tail))
         masters, bad, inner_state = updated(
-            inner, updates, state.inner_state, masters, tail, extra_args
+            inner,
+            updates,
+            state.inner_state,
+            jax.tree.map(wide, params, state.error_bits),
+            tail,
+            extra_args,
         )
         leaves, structure = jax.tree.flatten(params)
+        columns = map(structure.flatten_up_to, (masters, state.error_bits))
         pairs = [
-            split(master, error_bits) if _is_split(p) else (master.astype(p.dtype), error)
-            for master, p, error in zip(
-                structure.flatten_up_to(masters),
-                leaves,
-                structure.flatten_up_to(state.error_bits),
-                strict=True,
-            )
+            _narrowed(master, p, error, error_bits, tail)
+            for p, master, error in zip(leaves, *columns, strict=True)
         ]
         new_params, errors = (structure.unflatten(own) for own in zip(*pairs, strict=True))
-        if tail is not None and tail.skip is not None:
-            errors = hold(tail.skip, errors, state.error_bits)
-        steps = answer(new_params, params, bad, tail)
-        return steps, SplitMastersState(errors, inner_state)
+        return answer(new_params, params, bad, tail), SplitMastersState(errors, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widened(param: jax.Array, error: jax.Array, *, narrow: bool) -> Any:
+    """A float32 parameter, or what a kernel makes one of."""
+    if not _is_split(param):
+        return param
+    return NarrowParam(SplitParam(param, error)) if narrow else join(param, error)
+
+
+def _narrowed(
+    master: Any, param: jax.Array, error: jax.Array, error_bits: int, tail: Tail | None
+) -> tuple[Any, jax.Array]:
+    """The parameter and its error bits, on a skip the old ones."""
+    if isinstance(master, NarrowParam):
+        half, new_error = master.parts
+        return Settled(half), new_error
+    if not _is_split(param):
+        return master.astype(param.dtype), error
+    half, new_error = split(master, error_bits)
+    if tail is not None and tail.skip is not None:
+        new_error = hold(tail.skip, new_error, error)
+    return half, new_error
 
 
 def _is_split(param: Any) -> bool:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
-from ampx.fused.rounding import counter_bits, element_index, stochastic_round
-from ampx.stored_params import answer, updated, widened
+from ampx.fused.narrow_params import NarrowParam, RoundedParam, runs_kernels
+from ampx.fused.rounding import draw_words, element_bits, element_index, stochastic_round
+from ampx.stored_params import Settled, answer, updated, widened
 from ampx.tails import Tail
 from ampx.verdicts import hold
 
@@ -89,14 +90,19 @@ def stochastic_rounding(
     ) -> tuple[Any, StochasticRoundingState]:
         if params is None:
             raise ValueError("stochastic_rounding needs params: call update(grads, state, params)")
-        wide = jax.tree.map(widened, params)
-        wide, bad, inner_state = updated(inner, updates, state.inner_state, wide, tail, extra_args)
         leaves, structure = jax.tree.flatten(params)
+        words = [
+            draw_words(seed=seed, step=state.rounding_count, leaf=place)
+            for place in range(len(leaves))
+        ]
+        narrow = runs_kernels(tail)
+        wide = [_widened(p, own, narrow) for p, own in zip(leaves, words, strict=True)]
+        new, bad, inner_state = updated(
+            inner, updates, state.inner_state, structure.unflatten(wide), tail, extra_args
+        )
         rounded = [
-            _rounded(new, p, seed, state.rounding_count, place)
-            for place, (new, p) in enumerate(
-                zip(structure.flatten_up_to(wide), leaves, strict=True)
-            )
+            _rounded(own, p, own_words)
+            for own, p, own_words in zip(structure.flatten_up_to(new), leaves, words, strict=True)
         ]
         steps = answer(structure.unflatten(rounded), params, bad, tail)
         count: Any = optax.safe_increment(state.rounding_count)
@@ -107,8 +113,16 @@ def stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _rounded(new: jax.Array, param: jax.Array, seed: int, step: Any, place: int) -> jax.Array:
+def _widened(param: jax.Array, words: Any, narrow: bool) -> Any:
+    """A float32 parameter, or what a kernel makes one of."""
+    if narrow and param.dtype == jnp.bfloat16:
+        return NarrowParam(RoundedParam(param), words)
+    return widened(param)
+
+
+def _rounded(new: Any, param: jax.Array, words: Any) -> Any:
+    if isinstance(new, NarrowParam):
+        return Settled(new.parts.half)
     if param.dtype != jnp.bfloat16:
         return new.astype(param.dtype)
-    row, column = element_index(new.shape)
-    return stochastic_round(new, counter_bits(row, column, seed=seed, step=step, leaf=place))
+    return stochastic_round(new, element_bits(*element_index(new.shape), words))

@@ -11,6 +11,7 @@ import optax
 
 from ampx.flat_choices import per_buffer
 from ampx.fused.leaf_updates import Leaf, compute_dtype, leaf_update, unchanged
+from ampx.fused.narrow_params import NarrowParam
 from ampx.fused.pallas_updates import kernel_updates, runs_in_kernel
 from ampx.fused.rules import Advanced, Rule, packed
 from ampx.fused.segments import per_parameter, segments_of
@@ -86,7 +87,7 @@ def fused_transformation(
 
 
 def _array(leaf: Any) -> Any:
-    return leaf if is_float0(leaf) else jnp.asarray(leaf)
+    return leaf if is_float0(leaf) or isinstance(leaf, NarrowParam) else jnp.asarray(leaf)
 
 
 def _counts_held(skip: jax.Array, new_state: Any, state: Any) -> Any:
@@ -117,11 +118,14 @@ def _leaf_updates(
         if is_float0(leaf.grad):
             results.append((unchanged(leaf, tail), leaf.slots))
             continue
-        key = decay, compute_dtype(leaf)
+        by_kernel = runs_in_kernel(rule, leaf, tail)
+        if isinstance(leaf.param, NarrowParam) and not by_kernel:
+            leaf = leaf._replace(param=leaf.param.parts.widened())
+        key = decay, jnp.dtype(jnp.float32) if by_kernel else compute_dtype(leaf)
         if key not in vectors:
             own = coefficients if decay else coefficients._replace(weight_decay=None)
             vectors[key] = packed(own, key[1])
-        if runs_in_kernel(rule, leaf, tail):
+        if by_kernel:
             in_kernels.setdefault(key, []).append(len(results))
             results.append(None)
         else:

@@ -1,33 +1,82 @@
-"""What the kernels of every platform share: the rule they map, and the same map in plain JAX."""
+"""What the kernels of every platform share: the rule they map, and the same map in plain JAX.
+
+An item of a map is an array, or several that stand for one: `Int8Blocks`, whose scales are smaller,
+or any other NamedTuple of arrays of one shape.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ampx.fused.int8_blocks import BLOCK, Int8Blocks
+from ampx.fused.rounding import element_index
 from ampx.mapped_axes import varying_over
 
-Rule = Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
-"""`rule(scalars, read, written, sqrt) -> (new_written, terms)`, elementwise.
+LONGEST_TPU_ROW = 8192  # where elements share scales: there a TPU's blocks are 32 whole rows
 
-`scalars` is a tuple of float32 scalars; `read` and `written` are lists of equally shaped blocks in
-the types of their arrays. The rule casts: to float32 to compute, back to the type of each written
-array. `sqrt` is a square root that the platform can lower. `terms` are float32 blocks, one for each
-sum: the map adds up all their elements.
+Rule = Callable[..., tuple[Sequence[Any], Sequence[jax.Array]]]
+"""`rule(scalars, read, written, cell) -> (new_written, terms)`, elementwise but for `cell`.
 
-What lowers everywhere: arithmetic, `sqrt`, `lax.rsqrt`, `exp`, `abs`, `sign`, `round`, `clip`,
+`scalars` is a tuple of float32 scalars; `read` and `written` are lists of items in equally shaped
+blocks, in the types of their arrays; the scales of `Int8Blocks` broadcast against its codes. The
+rule casts: to float32 to compute, back to the types of each written item. `cell` is a `Cell`.
+`terms` are float32 blocks, one for each sum: the map adds up all their elements.
+
+What lowers everywhere: arithmetic, `cell.sqrt`, `lax.rsqrt`, `exp`, `abs`, `sign`, `round`, `clip`,
 `maximum`, comparisons, casts, bit operations, and `where`, also with a scalar predicate. What does
 not on GPUs: `isfinite` (compare `abs(x) < inf`), `pow`, `cbrt` and captured arrays.
 """
 
 
+class Cell(NamedTuple):
+    """What a rule may ask about the block that it works on.
+
+    Attributes:
+      sqrt: a square root that the platform can lower.
+      index: a function to uint32 `(row, column)`, where in the map's arrays each element lies; see
+        `rounding.element_index`.
+      largest: a function from a block to the largest element of each `BLOCK` that shares a scale;
+        where there are `Int8Blocks` only.
+    """
+
+    sqrt: Callable[[jax.Array], jax.Array]
+    index: Callable[[], tuple[jax.Array, jax.Array]]
+    largest: Callable[[jax.Array], jax.Array]
+
+
+def map_items(
+    of_array: Callable[..., Any], of_scales: Callable[..., Any], items: Any, *others: Any
+) -> Any:
+    """A tree of items with a function applied to each array, and another to scales of 8 bits."""
+
+    def convert(item: Any, *rest: Any) -> Any:
+        if not isinstance(item, Int8Blocks):
+            return of_array(item, *rest)
+        codes, scales = zip(item, *rest, strict=True)
+        return Int8Blocks(of_array(*codes), of_scales(*scales))
+
+    return jax.tree.map(convert, items, *others, is_leaf=lambda x: isinstance(x, Int8Blocks))
+
+
+def shape_of(*items: Any) -> tuple[int, ...]:
+    """The shape that the arrays of all items share."""
+    return jax.tree.leaves(items)[0].shape
+
+
+def in_blocks(items: Any) -> bool:
+    """Whether any item has blocks that share a scale."""
+    leaves = jax.tree.leaves(items, is_leaf=lambda x: isinstance(x, Int8Blocks))
+    return any(isinstance(leaf, Int8Blocks) for leaf in leaves)
+
+
 def checked(
-    scalars: jax.Array, read: Sequence[jax.Array], written: Sequence[jax.Array]
-) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+    scalars: jax.Array, read: Sequence[Any], written: Sequence[Any]
+) -> tuple[jax.Array, list[Any], list[Any]]:
     """The arguments of a map, all marked as varying over the mesh axes over which any of them does.
 
     A kernel is opaque to `shard_map`: with `check_vma` its results vary over what its operands do.
@@ -37,37 +86,45 @@ def checked(
     """
     if scalars.ndim != 1 or scalars.dtype != jnp.float32:
         raise ValueError(f"scalars must be a float32 vector, not {jax.typeof(scalars)}")
-    arrays = [*read, *written]
-    if len({array.shape for array in arrays}) != 1:
-        raise ValueError(f"one map needs arrays of one shape, not {[a.shape for a in arrays]}")
-    axes = frozenset().union(*map(varying_over, (scalars, *arrays)))
+    items = [*read, *written]
+    shapes: list[tuple[int, ...]] = []
+    map_items(
+        lambda array: shapes.append(array.shape),
+        lambda scales: shapes.append((*scales.shape[:-1], scales.shape[-1] * BLOCK)),
+        items,
+    )
+    if len(set(shapes)) != 1:
+        raise ValueError(f"one map needs arrays of one shape, not {shapes}")
+    axes = frozenset().union(*map(varying_over, (scalars, *jax.tree.leaves(items))))
 
     def vary(array: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - varying_over(array)))
         return lax.pcast(array, missing, to="varying") if missing else array
 
-    return vary(scalars), [vary(array) for array in read], [vary(array) for array in written]
+    return vary(scalars), jax.tree.map(vary, list(read)), jax.tree.map(vary, list(written))
 
 
 def applied(
     fun: Rule,
     scalars: Any,
-    read: Sequence[jax.Array],
-    written: Sequence[jax.Array],
-    sqrt: Callable[[jax.Array], jax.Array],
+    items: tuple[Sequence[Any], Sequence[Any]],
+    cell: Cell,
     num_sums: int,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What the rule makes of one block; `scalars` is a vector, or a reference to one.
+) -> tuple[list[Any], list[jax.Array]]:
+    """What the rule makes of one block of (read, written) items.
+
+    `scalars` is a vector, or a reference to one.
 
     Raises:
       ValueError: if the rule returns too few or too many arrays, or arrays of other types.
     """
+    read, written = items
     values = tuple(scalars[k] for k in range(scalars.shape[0]))
-    new, terms = map(list, fun(values, list(read), list(written), sqrt))
+    new, terms = map(list, fun(values, list(read), list(written), cell))
     if len(terms) != num_sums:
         raise ValueError(f"the rule gave {len(terms)} terms to sum; num_sums is {num_sums}")
-    types = [(array.shape, array.dtype.name) for array in new]
-    if types != (due := [(array.shape, array.dtype.name) for array in written]):
+    types, due = (jax.tree.map(lambda a: (a.shape, a.dtype.name), all_) for all_ in (new, written))
+    if types != due:
         raise ValueError(f"the rule gave {types} for the written arrays {due}")
     return new, terms
 
@@ -75,17 +132,27 @@ def applied(
 def map_whole(
     fun: Rule,
     scalars: jax.Array,
-    read: Sequence[jax.Array],
-    written: Sequence[jax.Array],
+    read: Sequence[Any],
+    written: Sequence[Any],
     *,
     num_sums: int = 0,
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[Any], jax.Array]:
     """The map as plain JAX: what the kernels must equal, and what serves leaves too small for one.
 
     Returns:
-      The new written arrays, and the `num_sums` sums as a float32 vector.
+      The new written items, and the `num_sums` sums as a float32 vector.
     """
-    new, terms = applied(fun, scalars, read, written, jnp.sqrt, num_sums)
+    shape = shape_of(read, written)
+    view = (-1, BLOCK) if in_blocks((read, written)) else shape
+
+    def index() -> tuple[jax.Array, jax.Array]:
+        row, column = (jnp.broadcast_to(i, shape).reshape(view) for i in element_index(shape))
+        return row, column
+
+    cell = Cell(jnp.sqrt, index, lambda x: jnp.max(x, axis=-1, keepdims=True))
+    blocks = map_items(lambda a: a.reshape(view), lambda s: s.reshape(-1, 1), (read, written))
+    new, terms = applied(fun, scalars, blocks, cell, num_sums)
+    new = jax.tree.map(lambda a, like: a.reshape(like.shape), new, list(written))
     return new, stacked([jnp.sum(term) for term in terms])
 
 

@@ -1,13 +1,16 @@
 """An elementwise map over many arrays in place, as one Mosaic GPU kernel (Hopper and newer).
 
-Each thread block of 128 threads takes `_BLOCK` consecutive elements of one leaf straight from
+Each thread block of 128 threads takes `_ELEMENTS` consecutive elements of one leaf straight from
 global memory to registers and back. A leaf whose size is no multiple of that ends with a window
 that overlaps the block before it. Both belong to one thread block, which loads both before it
-stores either, so that no element is updated twice.
+stores either, so that no element is updated twice. Where elements share the scale of 8 bits, a
+thread block takes one such group after the other, and no windows overlap.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,27 +20,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ampx.fused.int8_blocks import BLOCK
 from ampx.fused.kernels import blocks
 from ampx.mapped_axes import varying_over
 
 _THREADS = 128
-_BLOCK = 1024
+_ELEMENTS = 1024  # of a thread block
 _AXIS = "ampx_blocks"
 _LEAVES = 16  # in one kernel, whose code grows with their number
 
-Leaf = tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]
-"""The scalars of one leaf, the arrays that it reads, and those that it writes, of one shape."""
+Leaf = tuple[jax.Array, Sequence[Any], Sequence[Any]]
+"""The scalars of one leaf, the items that it reads, and those that it writes; see `blocks`."""
 
 
 def map_blocks(
     fun: blocks.Rule,
     scalars: jax.Array,
-    read: Sequence[jax.Array],
-    written: Sequence[jax.Array],
+    read: Sequence[Any],
+    written: Sequence[Any],
     *,
     num_sums: int = 0,
     interpret: bool = False,
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[Any], jax.Array]:
     """`map_leaves` for one leaf, whose sums are a vector."""
     leaf = scalars, read, written
     [new], sums = map_leaves(fun, [leaf], num_sums=num_sums, interpret=interpret)
@@ -50,21 +54,21 @@ def map_leaves(
     *,
     num_sums: int = 0,
     interpret: bool = False,
-) -> tuple[list[list[jax.Array]], jax.Array]:
-    """`fun` applied to every leaf, under `jax.jit`; the written arrays are updated in place.
+) -> tuple[list[list[Any]], jax.Array]:
+    """`fun` applied to every leaf, under `jax.jit`; the written items are updated in place.
 
     Leaves too small for a thread block are left to XLA, the others share kernels. Sums are those of
     one thread block each, which XLA adds up: the same bits every time, as no atomics are involved.
 
     Args:
       fun: see `blocks.Rule`.
-      leaves: scalars, read and written arrays of each leaf. Leaves of unlike types and shapes may
+      leaves: scalars, read and written items of each leaf. Leaves of unlike types and shapes may
         share a kernel, and so may those of unlike hyperparameters or with a trust ratio each.
       num_sums: number of terms that the rule returns, to be summed over all elements of a leaf.
       interpret: whether to run on the CPU, slowly, as a test does.
 
     Returns:
-      The new written arrays of each leaf, and its sums as a row of a float32 matrix.
+      The new written items of each leaf, and its sums as a row of a float32 matrix.
 
     Raises:
       NotImplementedError: in a `shard_map` with `check_vma`, for arrays that vary over its axes.
@@ -92,20 +96,7 @@ def map_leaves(
 
 
 def _size(leaf: Leaf) -> int:
-    _, read, written = leaf
-    return (*read, *written)[0].size
-
-
-class _Part(NamedTuple):
-    """The thread blocks of one leaf, `programs` from `first` on, of `block` elements each."""
-
-    size: int
-    block: int
-    first: int
-
-    @property
-    def programs(self) -> int:
-        return self.size // self.block
+    return math.prod(blocks.shape_of(*leaf[1:]))
 
 
 class _Window(NamedTuple):
@@ -116,13 +107,55 @@ class _Window(NamedTuple):
     done: int = 0
 
 
+class _Part(NamedTuple):
+    """The thread blocks of one leaf, from `first` on, in windows of `block` elements each.
+
+    Windows overlap or are those that share a scale, of which a thread block takes several.
+    """
+
+    shape: tuple[int, ...]
+    block: int
+    first: int
+    shares_scales: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def elements(self) -> int:
+        return _ELEMENTS if self.shares_scales else self.block
+
+    @property
+    def programs(self) -> int:
+        return pl.cdiv(self.size, self.elements) if self.shares_scales else self.size // self.block
+
+    def windows(self, index: Any, size: int) -> list[_Window]:
+        """Those of the thread block `index` of this leaf, which has `size` elements to do."""
+        vector = min(4, self.block // _THREADS)
+        begin = index * self.elements
+        if self.shares_scales:
+            return [_Window(begin + k, vector) for k in range(0, size, self.block)]
+        if size == self.block:
+            return [_Window(begin, vector)]
+        end = self.size - self.block
+        return [_Window(begin, vector), _Window(end, 1, 2 * self.block - size)]
+
+
+def _part(leaf: Leaf, first: int) -> _Part:
+    shape, shares_scales = blocks.shape_of(*leaf[1:]), blocks.in_blocks(leaf[1:])
+    fitting = 1 << (math.prod(shape).bit_length() - 1)
+    block = BLOCK if shares_scales else min(_ELEMENTS, fitting)
+    return _Part(shape, block, first, shares_scales)
+
+
 def _launch(
     fun: blocks.Rule, leaves: Sequence[Leaf], num_sums: int, interpret: bool
-) -> list[tuple[list[jax.Array], jax.Array]]:
+) -> list[tuple[list[Any], jax.Array]]:
     parts: list[_Part] = []
     total = 0
-    for size in map(_size, leaves):
-        parts.append(_Part(size, min(_BLOCK, 1 << (size.bit_length() - 1)), total))
+    for leaf in leaves:
+        parts.append(_part(leaf, total))
         total += parts[-1].programs
 
     def kernel(leaf_refs: Any, *sums_refs: Any) -> None:
@@ -130,7 +163,7 @@ def _launch(
         for part, refs in zip(parts, leaf_refs, strict=True):
 
             def update(windows: Sequence[_Window], part=part, refs=refs) -> None:
-                sums = _update(fun, refs, part.block, windows, num_sums, interpret)
+                sums = _update(fun, refs, part, windows, num_sums, interpret)
                 for k, value in enumerate(sums):
                     sums_refs[k][program] = value
 
@@ -139,9 +172,10 @@ def _launch(
     same = jax.typeof(leaves[0][0]).manual_axis_type
     partial = jax.ShapeDtypeStruct((total,), jnp.float32, manual_axis_type=same)
     operands = [
-        (scalars, [array.reshape(-1) for array in read], [_ref(array) for array in written])
+        (scalars, *jax.tree.map(lambda array: array.reshape(-1), (read, written)))
         for scalars, read, written in leaves
     ]
+    operands = [(scalars, read, jax.tree.map(_ref, new)) for scalars, read, new in operands]
     sums: Any = pl.kernel(
         kernel,
         out_type=[partial] * num_sums,
@@ -152,38 +186,36 @@ def _launch(
     )(operands)
     results = []
     for part, (*_, refs), (*_, written) in zip(parts, operands, leaves, strict=True):
-        new = [jax.freeze(ref).reshape(a.shape) for ref, a in zip(refs, written, strict=True)]
+        new = jax.tree.map(lambda ref, like: jax.freeze(ref).reshape(like.shape), refs, written)
         own = slice(part.first, part.first + part.programs)
         results.append((new, blocks.stacked([jnp.sum(one[own]) for one in sums])))
     return results
 
 
 def _ref(array: jax.Array) -> Any:
-    return jax.new_ref(array.reshape(-1), memory_space=plgpu.GMEM)
+    return jax.new_ref(array, memory_space=plgpu.GMEM)
 
 
 def _dispatch(part: _Part, index: jax.Array, update: Callable[[Sequence[_Window]], None]) -> None:
     """Call `update` with the windows of this thread block, if it is one of this leaf."""
-    vector = min(4, part.block // _THREADS)
-    rest = part.size % part.block
+    rest = part.size % part.elements
     full = part.programs - bool(rest)
 
     @pl.when((index >= 0) & (index < full))
     def _full() -> None:
-        update([_Window(index * part.block, vector)])
+        update(part.windows(index, part.elements))
 
     if rest:
 
         @pl.when(index == full)
         def _last() -> None:
-            before = _Window(full * part.block, vector)
-            update([before, _Window(part.size - part.block, 1, part.block - rest)])
+            update(part.windows(full, rest if part.shares_scales else part.elements + rest))
 
 
 def _update(
     fun: blocks.Rule,
     refs: tuple[Any, Sequence[Any], Sequence[Any]],
-    block: int,
+    part: _Part,
     windows: Sequence[_Window],
     num_sums: int,
     interpret: bool,
@@ -192,21 +224,56 @@ def _update(
     scalars, read, written = refs
 
     def cast(array: jax.Array, window: _Window) -> jax.Array:
-        layout = plgpu.Layout.WG_STRIDED((block,), vec_size=window.vector)
+        layout = plgpu.Layout.WG_STRIDED((part.block,), vec_size=window.vector)
         return array if interpret else plgpu.layout_cast(array, layout)
 
-    def load(refs: Sequence[Any], window: _Window) -> list[jax.Array]:
-        return [cast(ref[pl.ds(window.start, block)], window) for ref in refs]
+    def places(window: _Window) -> jax.Array:
+        return cast(lax.broadcasted_iota(jnp.int32, (part.block,), 0), window)
+
+    def load(items: Sequence[Any], window: _Window) -> Any:
+        return blocks.map_items(
+            lambda ref: cast(ref[pl.ds(window.start, part.block)], window),
+            lambda ref: ref[window.start // BLOCK],
+            items,
+        )
+
+    def index(window: _Window) -> tuple[jax.Array, jax.Array]:
+        if len(part.shape) < 2:
+            return jnp.uint32(0), (window.start + places(window)).astype(jnp.uint32)
+        columns = part.shape[-1]
+        if part.shares_scales:  # and with it a row
+            row, start = window.start // columns, window.start % columns
+            return jnp.asarray(row, jnp.uint32), (start + places(window)).astype(jnp.uint32)
+        place = (window.start + places(window)).astype(jnp.uint32)
+        row = place // jnp.uint32(columns)
+        return row, place - row * jnp.uint32(columns)
+
+    def store(items: Sequence[Any], values: Sequence[Any], window: _Window) -> None:
+        def write(ref: Any, value: jax.Array) -> None:
+            ref[pl.ds(window.start, part.block)] = value
+
+        def write_scale(ref: Any, value: jax.Array) -> None:
+            ref[window.start // BLOCK] = value
+
+        blocks.map_items(write, write_scale, items, values)
 
     loaded = [(load(read, window), load(written, window)) for window in windows]
-    results = [blocks.applied(fun, scalars, *pair, _sqrt, num_sums) for pair in loaded]
+    results = [
+        blocks.applied(
+            fun,
+            scalars,
+            pair,
+            blocks.Cell(_sqrt, functools.partial(index, window), jnp.max),
+            num_sums,
+        )
+        for window, pair in zip(windows, loaded, strict=True)
+    ]
     sums = [jnp.float32(0)] * num_sums
     for window, (new, terms) in zip(windows, results, strict=True):
-        for ref, value in zip(written, new, strict=True):
-            ref[pl.ds(window.start, block)] = value
+        store(written, new, window)
         if window.done:
-            place = cast(lax.broadcasted_iota(jnp.int32, (block,), 0), window)
-            terms = [jnp.where(place < window.done, jnp.float32(0), term) for term in terms]
+            is_done = places(window) < window.done
+            terms = [jnp.where(is_done, jnp.float32(0), term) for term in terms]
         sums = [total + jnp.sum(term) for total, term in zip(sums, terms, strict=True)]
     return sums
 

@@ -5,27 +5,44 @@ Nothing divides a kernel by itself. On CPUs and GPUs whole arrays would silently
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from ampx.mapped_axes import varying_over
 
-Update = Callable[[jax.Array, Any, list[tuple[str, ...]]], Any]
+
+class Shard(NamedTuple):
+    """Which part of a leaf this device has.
+
+    Attributes:
+      axes: the mesh axes along which the leaf is divided.
+      start: uint32 `(row, column)` of its first element in the whole, see `rounding.element_index`;
+        known where no axis but the first and the last is divided, and where JAX knows the whole.
+    """
+
+    axes: tuple[str, ...]
+    start: tuple[jax.Array, jax.Array]
 
 
-def placed(update: Update, vector: jax.Array, leaves: Sequence[Any]) -> list[Any]:
-    """`update(vector, leaves, axes)`, called where every array is whole or one device's shard.
+Update = Callable[[Any, Any, list[Shard]], Any]
+
+
+def placed(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any]:
+    """`update(shared, leaves, shards)`, called where every array is whole or one device's shard.
 
     Args:
       update: what calls kernels. For each leaf it returns an array and a tuple of arrays, all
         divided as the leaf is, and one number that is the same on all devices.
-      vector: an array that is the same everywhere.
-      leaves: trees of arrays of one shape.
+      shared: a tree of arrays that are the same everywhere.
+      leaves: trees of arrays, the first with the shape and the others divided as it is.
 
     Returns:
-      What `update` returns. `axes` are the mesh axes along which each leaf is divided.
+      What `update` returns.
 
     Raises:
       ValueError: if that cannot be known here, or the arrays of a leaf lie differently.
@@ -45,18 +62,23 @@ def placed(update: Update, vector: jax.Array, leaves: Sequence[Any]) -> list[Any
     if not meshes and jax.device_count() > 1 and not all(map(_on_one_device, arrays)):
         _refuse(f"there are {jax.device_count()} devices, and no mesh tells which hold them")
     if not explicit:
-        axes = [_varying(leaf) for leaf in leaves]
-        return jax.jit(lambda v, all_: update(v, all_, axes), inline=True)(vector, list(leaves))
+        zero = jnp.uint32(0), jnp.uint32(0)
+        shards = [Shard(_varying(leaf), zero) for leaf in leaves]
+        return jax.jit(lambda s, all_: update(s, all_, shards), inline=True)(shared, list(leaves))
     specs = [_spec(leaf) for leaf in leaves]
-    axes = [_axes_in(spec) for spec in specs]
+    shapes = [jax.tree.leaves(leaf)[0].shape for leaf in leaves]
+
+    def update_shards(shared: Any, leaves: Sequence[Any]) -> list[Any]:
+        return update(shared, leaves, list(map(_shard, specs, shapes)))
+
     mapped_update = jax.shard_map(
-        lambda v, all_: update(v, all_, axes),
+        update_shards,
         mesh=meshes.pop() if mesh.empty else None,
         in_specs=(jax.P(), specs),
         out_specs=[(spec, spec, jax.P()) for spec in specs],
         check_vma=False,  # a kernel that updates in place takes no arrays of checked axes
     )
-    return jax.jit(mapped_update, inline=True)(vector, list(leaves))
+    return jax.jit(mapped_update, inline=True)(shared, list(leaves))
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -94,6 +116,17 @@ def _spec(leaf: Any) -> Any:
     return specs.pop()
 
 
-def _axes_in(spec: Any) -> tuple[str, ...]:
-    parts = [part if isinstance(part, tuple) else (part,) for part in spec if part is not None]
-    return tuple(axis for part in parts for axis in part)
+def _shard(spec: Any, shape: tuple[int, ...]) -> Shard:
+    """This device's part of an array of a whole shape, in `shard_map`."""
+    parts = [part if isinstance(part, tuple) else (part,) * (part is not None) for part in spec]
+    parts += [()] * (len(shape) - len(parts))
+
+    def first(axis: int) -> jax.Array:
+        if not parts[axis]:
+            return jnp.uint32(0)
+        own_size = shape[axis] // lax.axis_size(parts[axis])
+        return (lax.axis_index(parts[axis]) * own_size).astype(jnp.uint32)
+
+    column = first(-1) if shape else jnp.uint32(0)
+    row = first(0) * jnp.uint32(math.prod(shape[1:-1])) if len(shape) > 1 else jnp.uint32(0)
+    return Shard(tuple(axis for part in parts for axis in part), (row, column))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ampx.fused.int8_blocks import BLOCK
 from ampx.fused.kernels import blocks
 
 _LANES = 128
@@ -20,9 +22,8 @@ _SMALL = 8 * _LANES  # smaller arrays are left to XLA, which fuses them with the
 _ELEMENTS = 1 << 16  # 256 KiB of float32: twice that overflowed 16 MiB of VMEM with two sums
 _BYTES = 1 << 21  # of all blocks together, which the pipeline holds twice
 
-
-Leaf = tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]
-"""The scalars of one leaf, the arrays that it reads, and those that it writes, of one shape."""
+Leaf = tuple[jax.Array, Sequence[Any], Sequence[Any]]
+"""The scalars of one leaf, the items that it reads, and those that it writes; see `blocks`."""
 
 
 def map_leaves(
@@ -31,17 +32,17 @@ def map_leaves(
     *,
     num_sums: int = 0,
     interpret: bool = False,
-) -> tuple[list[list[jax.Array]], jax.Array]:
+) -> tuple[list[list[Any]], jax.Array]:
     """`map_blocks` for every leaf, one kernel each.
 
     Args:
       fun: see `blocks.Rule`.
-      leaves: scalars, read and written arrays of each leaf.
+      leaves: scalars, read and written items of each leaf.
       num_sums: see `map_blocks`.
       interpret: see `map_blocks`.
 
     Returns:
-      The new written arrays of each leaf, and its sums as a row of a float32 matrix.
+      The new written items of each leaf, and its sums as a row of a float32 matrix.
     """
     results = [map_blocks(fun, *leaf, num_sums=num_sums, interpret=interpret) for leaf in leaves]
     return [new for new, _ in results], jnp.stack([sums for _, sums in results])
@@ -50,13 +51,13 @@ def map_leaves(
 def map_blocks(
     fun: blocks.Rule,
     scalars: jax.Array,
-    read: Sequence[jax.Array],
-    written: Sequence[jax.Array],
+    read: Sequence[Any],
+    written: Sequence[Any],
     *,
     num_sums: int = 0,
     interpret: bool = False,
     _elements: int | None = None,
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[Any], jax.Array]:
     """`fun` applied to arrays of one shape, block by block; the written ones are updated in place.
 
     Blocks past the end of an array hold garbage there: it is not written back, and its terms are
@@ -69,57 +70,139 @@ def map_blocks(
     Args:
       fun: see `blocks.Rule`.
       scalars: float32 vector.
-      read: arrays that the rule only reads.
-      written: arrays of the same shape, aliased to the results.
+      read: items that the rule only reads.
+      written: items of the same shape, aliased to the results.
       num_sums: number of terms that the rule returns, to be summed over all elements.
       interpret: whether to run on any backend, slowly, as a test does.
       _elements: how many elements a block may have, for tests of ragged blocks.
 
     Returns:
-      The new written arrays, and the sums as a float32 vector.
+      The new written items, and the sums as a float32 vector.
     """
     scalars, read, written = blocks.checked(scalars, read, written)
-    arrays = [*read, *written]
-    shape, view = arrays[0].shape, _view(arrays[0].shape)
+    shape, shares_scales = blocks.shape_of(read, written), blocks.in_blocks((read, written))
+    view = (math.prod(shape[:-1]), shape[-1]) if shares_scales else _view(shape)
     if math.prod(shape) < _SMALL or view[-1] < _LANES // 2:
         return blocks.map_whole(fun, scalars, read, written, num_sums=num_sums)
-    size = sum(a.dtype.itemsize for a in read) + 2 * sum(a.dtype.itemsize for a in written)
-    block = _block(view, _elements or min(_ELEMENTS, _BYTES // size))
+    arrays, structure = jax.tree.flatten((read, written))
+    outputs, structure_out = jax.tree.flatten(written)
+    bytes_each = sum(array.dtype.itemsize for array in [*arrays, *outputs])
+    limit = _elements or min(_ELEMENTS, _BYTES // bytes_each)
+    block = _rows(view, limit) if shares_scales else _block(view, limit)
     grid = tuple(map(pl.cdiv, view, block))
 
     def kernel(scalar_ref: Any, *refs: Any) -> None:
-        inputs, outputs = refs[: len(arrays)], refs[len(arrays) :]
-        loaded = [ref[...] for ref in inputs]
-        new, terms = blocks.applied(
-            fun, scalar_ref, loaded[: len(read)], loaded[len(read) :], jnp.sqrt, num_sums
-        )
-        for ref, value in zip(outputs, new, strict=False):  # the sums come last
-            ref[...] = value
-        if terms:
-            _accumulate(outputs[-1], terms, _inside(view, block))
+        inputs = jax.tree.unflatten(structure, refs[: len(arrays)])
+        results = jax.tree.unflatten(structure_out, refs[len(arrays) :][: len(outputs)])
+        totals: list[Any] = [0] * num_sums
+        for window in _windows(block, shares_scales):
+            index = functools.partial(_index, shape, block, window)
+            cell = blocks.Cell(jnp.sqrt, index, lambda x: jnp.max(x, axis=-1, keepdims=True))
+            new, terms = blocks.applied(fun, scalar_ref, window.load(inputs), cell, num_sums)
+            window.store(results, new)
+            totals = [total + term for total, term in zip(totals, terms, strict=True)]
+        if totals:
+            _accumulate(refs[-1], totals, _inside(view, (*block[:-1], totals[0].shape[-1])))
 
-    spec = pl.BlockSpec(block, lambda *index: index)
+    def spec(array: jax.Array) -> pl.BlockSpec:
+        has_scales = shares_scales and array.shape != shape
+        own = (block[0], view[1] // BLOCK) if has_scales else block
+        return pl.BlockSpec(own, lambda *index: index)
+
+    def viewed(array: jax.Array) -> jax.Array:
+        return array.reshape(view if array.shape == shape else (view[0], -1))
+
     smem = pl.BlockSpec(memory_space=pltpu.SMEM)
     like = jax.typeof(scalars).manual_axis_type
-    results = [jax.ShapeDtypeStruct(view, a.dtype, manual_axis_type=like) for a in written]
+    specs, arrays = list(map(spec, arrays)), list(map(viewed, arrays))
+    kinds = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, manual_axis_type=like) for a in map(viewed, outputs)
+    ]
     if num_sums:
-        results.append(jax.ShapeDtypeStruct((num_sums,), jnp.float32, manual_axis_type=like))
+        kinds.append(jax.ShapeDtypeStruct((num_sums,), jnp.float32, manual_axis_type=like))
     order = "arbitrary" if num_sums else "parallel"
+    first = len(arrays) - len(outputs)
     new = list(
         pl.pallas_call(
             kernel,
             grid=grid,
-            in_specs=[smem, *[spec] * len(arrays)],
-            out_specs=[*[spec] * len(written), *[smem] * bool(num_sums)],
-            out_shape=results,
-            input_output_aliases={1 + len(read) + k: k for k in range(len(written))},
+            in_specs=[smem, *specs],
+            out_specs=[*specs[first:], *[smem] * bool(num_sums)],
+            out_shape=kinds,
+            input_output_aliases={1 + first + k: k for k in range(len(outputs))},
             compiler_params=pltpu.CompilerParams(dimension_semantics=(order,) * len(grid)),
             interpret=interpret,
             name="ampx_map_blocks",
-        )(scalars, *[array.reshape(view) for array in arrays])
+        )(scalars, *arrays)
     )
     sums = new.pop() if num_sums else blocks.stacked([])
-    return [array.reshape(shape) for array in new], sums
+    new = [array.reshape(like.shape) for array, like in zip(new, outputs, strict=True)]
+    return jax.tree.unflatten(structure_out, new), sums
+
+
+class _Window(NamedTuple):
+    """What a step of the grid does at once: a whole block, or a column of those that share scales.
+
+    Attributes:
+      shape: of the elements.
+      column: the number of the column, or None.
+    """
+
+    shape: tuple[int, ...]
+    column: int | None = None
+
+    @property
+    def start(self) -> int:
+        return 0 if self.column is None else self.column * BLOCK
+
+    def _elements(self) -> Any:
+        return ... if self.column is None else (slice(None), pl.ds(self.start, BLOCK))
+
+    def _scales(self) -> Any:
+        return slice(None), pl.ds(self.column, 1)
+
+    def load(self, items: Any) -> Any:
+        return blocks.map_items(
+            lambda ref: ref[self._elements()], lambda ref: ref[self._scales()], items
+        )
+
+    def store(self, items: Any, values: Any) -> None:
+        def write(ref: Any, value: jax.Array) -> None:
+            ref[self._elements()] = value
+
+        def write_scales(ref: Any, value: jax.Array) -> None:
+            ref[self._scales()] = value
+
+        blocks.map_items(write, write_scales, items, values)
+
+
+def _windows(block: tuple[int, ...], shares_scales: bool) -> list[_Window]:
+    if not shares_scales:
+        return [_Window(block)]
+    return [_Window((block[0], BLOCK), column) for column in range(block[1] // BLOCK)]
+
+
+def _index(
+    shape: tuple[int, ...], block: tuple[int, ...], window: _Window
+) -> tuple[jax.Array, jax.Array]:
+    """Where the elements of a window lie in arrays of this shape."""
+
+    def along(axis: int, start: int = 0) -> jax.Array:
+        first = pl.program_id(axis) * block[axis] + start
+        size = tuple(n if axis == k else 1 for k, n in enumerate(window.shape))
+        place = lax.broadcasted_iota(jnp.int32, size, axis) + first
+        return jnp.broadcast_to(place, window.shape).astype(jnp.uint32)
+
+    column = along(len(block) - 1, window.start)
+    if len(block) == 1:
+        return jnp.uint32(0), column
+    row = along(0)
+    return (row, column) if len(shape) > 1 else (jnp.uint32(0), row * jnp.uint32(_LANES) + column)
+
+
+def _rows(view: tuple[int, ...], elements: int) -> tuple[int, ...]:
+    """A block of whole rows."""
+    return _at_most(view[0], elements // view[1], _ROWS), view[1]
 
 
 def _view(shape: tuple[int, ...]) -> tuple[int, ...]:

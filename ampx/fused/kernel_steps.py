@@ -1,0 +1,160 @@
+"""What kernels do to a block of a parameter: an optimizer's rule, in the form that they map."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ampx.fused.int8_blocks import Int8Blocks, block_scale, from_codes, magnitudes_of, to_codes
+from ampx.fused.leaf_updates import Leaf, held, is_finite, wide_step
+from ampx.fused.narrow_params import RoundedParam, SplitParam
+from ampx.fused.rounding import element_bits, stochastic_round
+from ampx.fused.rules import Operations, Rule, read
+from ampx.fused.split_floats import split
+
+Parts = tuple[list, list]
+
+
+class KernelStep(NamedTuple):
+    """The rules that kernels map, see `kernels.blocks.Rule`.
+
+    Their scalars are, in this order: the coefficients, whether to skip, what random bits depend on
+    (`as_scalars` of two words for each item that draws, then row and column of the first element),
+    and a trust ratio.
+
+    Attributes:
+      rule: the optimizer.
+      numbers: coefficients, of which only matters which are None.
+      has_skip: whether a scalar says to keep everything.
+      counts: whether to count the parameters that overflow.
+      draws: of the parameter and of each slot, whether random bits round it.
+    """
+
+    rule: Rule
+    numbers: Any
+    has_skip: bool
+    counts: bool
+    draws: tuple[bool, ...]
+
+    def whole(self, scalars: Any, read_: Any, written: Any, cell: Any) -> Parts:
+        """Reads the gradient, writes parameter and slots."""
+        known = self._known(scalars, cell)
+        param, *slots = written
+        direction, new_slots = self._stepped(known, read_[0], param, slots)
+        new, overflows = self._landed(known, param, direction)
+        return [new, *new_slots], overflows
+
+    def slots(self, scalars: Any, read_: Any, written: Any, cell: Any) -> Parts:
+        """Reads gradient and parameter, writes the slots; sums the squares of both norms."""
+        known = self._known(scalars, cell)
+        grad, param = read_
+        direction, new_slots = self._stepped(known, grad, param, written)
+        wide = widened(param)
+        return new_slots, [wide * wide, direction * direction]
+
+    def param(self, scalars: Any, read_: Any, written: Any, cell: Any) -> Parts:
+        """Reads the new slots, writes the parameter; the last scalar is the trust ratio."""
+        known = self._known(scalars, cell)
+        again: Any = self.rule.direction_again
+        operations = Operations(cell.sqrt, functools.partial(held, known.skip))
+        wide, slots = widened(written[0]), tuple(map(widened, read_))
+        direction = again(wide, slots, known.h, operations)
+        new, overflows = self._landed(known, written[0], direction * known.ratio)
+        return [new], overflows
+
+    def _known(self, scalars: tuple[Any, ...], cell: Any) -> _Known:
+        given = sum(number is not None for number in self.numbers)
+        numbers, rest = scalars[:given], iter(scalars[given:])
+        skip = next(rest) > 0 if self.has_skip else None
+        words = [(_word(rest), _word(rest)) if drawn else None for drawn in self.draws]
+        start = (_word(rest), _word(rest)) if any(self.draws) else None
+
+        @functools.cache
+        def place() -> tuple[jax.Array, jax.Array]:
+            (row, column), (first_row, first_column) = cell.index(), start or (0, 0)
+            return row + first_row, column + first_column
+
+        def bits_of(own: Any) -> jax.Array:
+            row, column = place()
+            return element_bits(row, column, own)
+
+        bits = tuple(None if own is None else functools.partial(bits_of, own) for own in words)
+        return _Known(read(self.numbers, numbers), skip, bits, next(rest, None), cell)
+
+    def _stepped(
+        self, known: _Known, grad: Any, param: Any, slots: Sequence[Any]
+    ) -> tuple[jax.Array, list[Any]]:
+        wide = Leaf(widened(grad), widened(param), tuple(map(widened, slots)))
+        direction, new = wide_step(self.rule, known.h, wide, known.skip, known.cell.sqrt)
+        pairs = enumerate(zip(slots, new, strict=True), start=1)
+        return direction, [known.narrowed(k, slot, value) for k, (slot, value) in pairs]
+
+    def _landed(self, known: _Known, param: Any, direction: Any) -> tuple[Any, list]:
+        """The new parameter, or the old one; and ones where a finite one would not stay so."""
+        h, skip = known.h, known.skip
+        step = direction if h.step_size is None else h.step_size * direction
+        old = widened(param)
+        if isinstance(param, SplitParam | RoundedParam):  # they come back as they were, bit for bit
+            return known.narrowed(0, param, held(skip, old + step, old)), []
+        new = (old + step).astype(param.dtype)
+        if skip is None:
+            return new, []
+        # In float32, since not every accelerator compares halves.
+        fits = is_finite(widened(new))
+        overflows = jnp.where(is_finite(old) & ~fits, jnp.float32(1), jnp.float32(0))
+        return jnp.where(fits & ~skip, new, param), [overflows] * self.counts
+
+
+class _Known(NamedTuple):
+    """What is the same for all elements of a block."""
+
+    h: Any
+    skip: Any
+    bits: tuple[Any, ...]
+    ratio: Any
+    cell: Any
+
+    def narrowed(self, place: int, item: Any, value: jax.Array) -> Any:
+        """Numbers in the form of the item at this place: 0 is the parameter, slots follow."""
+        bits = self.bits[place]
+        if isinstance(item, Int8Blocks):
+            return _encoded(item, value, self.cell.largest, bits)
+        if isinstance(item, SplitParam):
+            return SplitParam(*split(value, 8 * item.error.dtype.itemsize))
+        if isinstance(item, RoundedParam):
+            return RoundedParam(stochastic_round(value, bits()))
+        return value.astype(item.dtype)
+
+
+def _encoded(item: Int8Blocks, value: jax.Array, largest: Any, bits: Any) -> Int8Blocks:
+    """`int8_blocks.encode`, where the block at hand knows its largest elements."""
+    signed = item.codes.dtype == jnp.int8
+    scales = block_scale(largest(magnitudes_of(value, signed=signed)), signed=signed)
+    codes = to_codes(value, scales, signed=signed, bits=None if bits is None else bits())
+    return Int8Blocks(codes, scales)
+
+
+def widened(item: Any) -> jax.Array:
+    """The numbers of an item in float32."""
+    if isinstance(item, Int8Blocks):
+        return from_codes(item.codes, item.scales)
+    if isinstance(item, SplitParam | RoundedParam):
+        return item.widened()
+    return item.astype(jnp.float32)
+
+
+def as_scalars(words: Sequence[jax.Array]) -> jax.Array:
+    """uint32 numbers as float32 ones, which hold half a word each exactly."""
+    halves = [half for word in words for half in (word >> 16, word & 0xFFFF)]
+    return jnp.stack(halves).astype(jnp.float32)
+
+
+def _word(scalars: Iterable[Any]) -> jax.Array:
+    """The next word of `as_scalars`."""
+    scalars = iter(scalars)
+    high, low = (next(scalars).astype(jnp.int32).astype(jnp.uint32) for _ in range(2))
+    return (high << 16) | low

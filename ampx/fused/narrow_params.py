@@ -1,0 +1,71 @@
+"""Parameters in narrow forms, which a kernel widens as it reads them and narrows as it writes them.
+
+XLA fuses what wrappers do around an optimizer with the optimizer itself. A kernel is opaque: there
+a wrapper hands down the parameter as it is stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ampx.fused.split_floats import join
+from ampx.tails import Tail
+
+
+class SplitParam(NamedTuple):
+    """A bfloat16 and the bits that it leaves out, see `split_floats`."""
+
+    half: jax.Array
+    error: jax.Array
+
+    def widened(self) -> jax.Array:
+        """The float32 numbers."""
+        return join(self.half, self.error)
+
+
+class RoundedParam(NamedTuple):
+    """A bfloat16 that is rounded stochastically."""
+
+    half: jax.Array
+
+    def widened(self) -> jax.Array:
+        """The float32 numbers."""
+        return self.half.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NarrowParam:
+    """Stands for a float32 parameter: one leaf to optax's wrappers, which pass it on.
+
+    Attributes:
+      parts: how it is stored, a `SplitParam` or a `RoundedParam`.
+      words: of the random bits for rounding, see `rounding.draw_words`; None where there are none.
+      dtype: float32.
+    """
+
+    parts: Any
+    words: tuple[jax.Array, jax.Array] | None = None
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the parameter."""
+        return self.parts.half.shape
+
+    @property
+    def ndim(self) -> int:
+        """That of the parameter."""
+        return len(self.shape)
+
+    def __jax_array__(self) -> jax.Array:  # to whoever looks at it on its way
+        return self.parts.widened()
+
+
+def runs_kernels(tail: Tail | None) -> bool:
+    """Whether kernels are to run updates where they can."""
+    return tail is not None and tail.new_params and tail.backend not in ("auto", "xla")
