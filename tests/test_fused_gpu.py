@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import assert_bit_equal, make_mesh
+from test_fused_low_bit_kernels import CASES as LOW_BIT
+from test_fused_low_bit_kernels import SHAPES as LOW_BIT_SHAPES
+from test_fused_low_bit_kernels import same_but_for_last_bits
 from test_fused_pallas import CASES, apply_step, by, by_optax, dynamic, near, normal
 
 from ampx import fused
@@ -42,6 +45,14 @@ def test_kernels_equal_xla_and_optax_on_a_gpu(case):
 def test_half_types_on_a_gpu(case, param):
     args = dynamic(CASES[case](fused)), normal(0, param, SHAPES), steps_of(jnp.bfloat16)
     near(by("pallas", *args), by("xla", *args), 2e-6 if param == "float32" else 2.0**-7)
+
+
+@pytest.mark.parametrize("case", LOW_BIT)
+def test_low_bit_kernels_equal_xla_on_a_gpu(case):
+    make, dtype, _ = LOW_BIT[case]
+    steps = [normal(i, jnp.bfloat16, LOW_BIT_SHAPES) for i in (1, 2, 3)]
+    args = make(), normal(0, dtype, LOW_BIT_SHAPES), steps
+    same_but_for_last_bits(by("pallas", *args), by("xla", *args))
 
 
 @pytest.mark.parametrize("case", ["adamw", "lamb"])
