@@ -63,8 +63,12 @@ def judged_norm(
         return JudgedNorm(jnp.sqrt(total) * multiplier, varying(jnp.zeros(2, jnp.int32), axes))
 
     def second_look() -> JudgedNorm:
-        large = [_large_squares(leaf) for leaf in leaves]
-        found = jnp.stack([jnp.stack([jnp.isinf(s), jnp.isnan(s)]) for s in large])
+        # A number for each: one that reductions share XLA writes out, as an array.
+        inverses = lax.optimization_barrier([jnp.float32(1 / _LARGE_UNIT)] * len(leaves))
+        large = list(map(_large_squares, leaves, inverses))
+        widest = max((s.dtype for s in large), key=lambda dtype: dtype.itemsize)
+        sums = jnp.stack([s.astype(widest) for s in large])
+        found = jnp.stack([jnp.isinf(sums), jnp.isnan(sums)], axis=1)
         norm = jnp.sqrt(_over_shards(large)) * multiplier * _LARGE_UNIT
         return JudgedNorm(norm, varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
 
@@ -76,14 +80,10 @@ def sums_of_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     return [jnp.sum(leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) ** 2) for leaf in leaves]
 
 
-def _large_squares(leaf: jax.Array) -> jax.Array:
+def _large_squares(leaf: jax.Array, inverse_unit: jax.Array) -> jax.Array:
     """The sum of squares in the large unit."""
     wide = leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
-    # The floor is far below what matters here. It is there because XLA would else multiply the
-    # squares by the square of 1/unit, and the one is infinite and the other zero. No maximum: in a
-    # reduction on CPUs that one loses a NaN.
-    small = jnp.abs(wide * (1 / _LARGE_UNIT))
-    return jnp.sum(jnp.where(small < 2.0**-63, 2.0**-63, small) ** 2)
+    return jnp.sum((wide * inverse_unit.astype(wide.dtype)) ** 2)
 
 
 def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:

@@ -228,6 +228,20 @@ def test_scaled_gradients_near_the_end_of_float32_are_clipped_to_nothing(largest
     assert not np.any(new) and not report.overflow
 
 
+def test_the_whole_tail_needs_no_room_for_an_array():
+    """Neither does the second look at a norm, for which XLA must make room as well."""
+    tx, params = dynamic(fused.adamw(0.1)), {f"p{k}": jnp.ones(2**18) for k in range(6)}
+
+    def step(params_and_state, grads):
+        params, state = params_and_state
+        return fused.apply(tx, grads, state, params, max_norm=1.0)[:2]
+
+    carried = jax.eval_shape(lambda p: (p, tx.init(p)), params)
+    memory = jax.jit(step, donate_argnums=0).lower(carried, params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**15
+    assert memory.alias_size_in_bytes >= 3 * 6 * 2**20
+
+
 @pytest.mark.parametrize("value, counts", [(INF, (1, 0)), (-INF, (1, 0)), (NAN, (0, 1))])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("size", [3, 8192])  # XLA's maximum of many numbers on CPUs loses a NaN

@@ -56,6 +56,16 @@ def leaf_update(
     rule: Rule, coefficients: Packed, leaf: Leaf, tail: Tail
 ) -> tuple[TailResult, tuple[Any, ...]]:
     """The update of a parameter, or its new value, and its new slots."""
+    # By jit parameters of a kind are traced and lowered once. A few buffers gain nothing by that.
+    update = _update if leaf.segments is None else _update.__wrapped__
+    (value, bad), slots = update(rule, coefficients, leaf, tail.skip, new_params=tail.new_params)
+    return TailResult(value, bad), slots
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "new_params"))
+def _update(
+    rule: Rule, coefficients: Packed, leaf: Leaf, skip: jax.Array | None, *, new_params: bool
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     wide = compute_dtype(leaf)
     h = coefficients.numbers
     g, p = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param))
@@ -63,15 +73,15 @@ def leaf_update(
     if rule.needs_squares:
         scaled = g if h.factor is None else g * h.factor
         h = h._replace(squares=whole_sum(scaled * scaled, leaf.segments))
-    step, new_slots = wide_step(rule, h, leaf._replace(grad=g, param=p, slots=slots), tail.skip)
+    step, new_slots = wide_step(rule, h, leaf._replace(grad=g, param=p, slots=slots), skip)
     if rule.direction_again is not None:
         step = step * trust_ratio(p, step, leaf.segments)
     step = step if h.step_size is None else h.step_size * step
     kept = tuple(
-        stored(new, old, leaf.step, leaf.place, holds=tail.skip is not None)
+        stored(new, old, leaf.step, leaf.place, holds=skip is not None)
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
-    return _result(p, step, leaf, tail, coefficients.is_bad), kept
+    return _result(p, step, leaf, skip, coefficients.is_bad, new_params), kept
 
 
 def wide_step(
@@ -94,7 +104,9 @@ def unchanged(leaf: Leaf, tail: Tail) -> TailResult:
     return TailResult(leaf.param if tail.new_params else leaf.grad, jnp.zeros((), bool))
 
 
-def _result(p: Any, step: jax.Array, leaf: Leaf, tail: Tail, bad: jax.Array) -> TailResult:
+def _result(
+    p: Any, step: jax.Array, leaf: Leaf, skip: Any, bad: jax.Array, new_params: bool
+) -> tuple[jax.Array, jax.Array]:
     """The update or the new parameter, and whether something is wrong with it.
 
     Counted are a coefficient that is not finite, which is seen for free, and a float16 parameter
@@ -102,15 +114,14 @@ def _result(p: Any, step: jax.Array, leaf: Leaf, tail: Tail, bad: jax.Array) -> 
     would be one more pass over every parameter.
     """
     new = step if p is None else (p + step).astype(leaf.param.dtype)
-    if tail.skip is None:
-        value = new if tail.new_params else step.astype(_update_dtype(leaf))
-        return TailResult(value, bad)
+    if skip is None:
+        return new if new_params else step.astype(_update_dtype(leaf)), bad
     if p is not None:
         bad |= overflows(new, leaf.param)
     # A wide update: that of a half might overflow where its sum with the parameter does not.
     # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
-    value, stays = (new, leaf.param) if tail.new_params else (step, jnp.full_like(step, -0.0))
-    return TailResult(jnp.where(is_finite(new) & ~tail.skip, value, stays), bad)
+    value, stays = (new, leaf.param) if new_params else (step, jnp.full_like(step, -0.0))
+    return jnp.where(is_finite(new) & ~skip, value, stays), bad
 
 
 def held(skip: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:
