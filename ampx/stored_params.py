@@ -50,7 +50,7 @@ def updated(
 class Settled(NamedTuple):
     """A new parameter on which a kernel has decided already: on a skip it is the old one."""
 
-    param: jax.Array
+    param: Any
 
 
 def answer(new: Any, params: Any, bad: jax.Array, tail: Tail | None) -> Any:

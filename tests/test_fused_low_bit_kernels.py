@@ -21,6 +21,7 @@ from test_fused_pallas import (
     quickly_compiled,
 )
 
+import ampx
 from ampx import fused
 from ampx.fused import int8_blocks, pallas_updates
 from ampx.fused.int8_blocks import Int8Blocks
@@ -30,7 +31,7 @@ from ampx.fused.split_floats import join
 
 __all__ = ["on_one_device_in_small_blocks"]  # a fixture
 
-SHAPES = {"w": (40, 256), "x": (9, 512), "u": (33, 130), "b": (7,), "s": ()}
+SHAPES = {"w": (40, 256), "x": (9, 512), "u": (33, 130), "b": (2048,), "s": ()}
 INT8 = dict(mu_dtype="int8", nu_dtype="int8")
 
 
@@ -79,7 +80,8 @@ def numbers(params, state):
         for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Int8Blocks))
         if isinstance(leaf, Int8Blocks) or jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
-    errors = optax.tree.get(state, "error_bits", {name: None for name in params})
+    found = [value for _, value in optax.tree.get_all_with_path(state, "error_bits")]
+    errors = found[0] if found else dict.fromkeys(params)
     masters = [p if errors[name] is None else join(p, errors[name]) for name, p in params.items()]
     return [np.asarray(x, np.float64) for x in (*masters, *moments)]
 
@@ -124,10 +126,42 @@ def test_a_skipped_step_leaves_every_bit(case, platform, monkeypatch):
     step = quickly_compiled(functools.partial(apply_step, tx, "interpret"))
     params = normal(0, dtype, SHAPES)
     params, state = step(params, tx.init(params), STEPS[0])
+    params["x"] = params["x"].at[:, 5].set(0)  # pruned: its error bits are those of another half
     bad = STEPS[1] | {"w": STEPS[1]["w"].at[7, 9].set(jnp.nan)}
     after, next_state = step(params, state, bad)
     assert_bit_equal((after, next_state.inner_state), (params, state.inner_state))
     assert int(next_state.skipped_total) == 1
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("error_bits", [8, 16])
+def test_a_half_that_would_overflow_keeps_its_error_bits(error_bits, backend):
+    tx = ampx.static_loss_scale(fused.split_masters(fused.sgd(1.0), error_bits), 1.0)
+    params = jnp.full((2048,), 1.0, jnp.bfloat16).at[7].set(3.3e38)
+    grads = jnp.full((2048,), 2.0**-9).at[7].set(-6e36)
+    step, state = functools.partial(apply_step, tx, backend), tx.init(params)
+    params, state = step(params, state, grads)  # 3.36e38, of which bfloat16 leaves something out
+    before = join(params, state.inner_state.error_bits)
+    params, state = step(params, state, grads * 1.5)  # 3.45e38
+    after = join(params, state.inner_state.error_bits)
+    assert before[7] == after[7] and before[7] > 3.35e38 and before[8] > after[8]
+
+
+def test_masks_see_arrays_and_wrappers_wrap_wrappers():
+    def large(params):
+        return jax.tree.map(lambda p: isinstance(p, jax.Array) and p.size > 2000, params)
+
+    adamw = fused.adamw(0.1, weight_decay=0.5, mask=large)
+    params = normal(0, "bfloat16", {"w": (20, 130), "b": (7,)})
+    grads = normal(1, shapes={"w": (20, 130), "b": (7,)})
+    for tx in (
+        fused.split_masters(adamw),
+        fused.split_masters(fused.split_masters(adamw)),
+        fused.stochastic_rounding(fused.split_masters(adamw)),
+        fused.split_masters(fused.stochastic_rounding(fused.novograd(0.1))),
+    ):
+        actual, expected = (by(name, tx, params, [grads] * 2) for name in ("interpret", "xla"))
+        same_but_for_last_bits(actual, expected)
 
 
 def test_a_nan_that_nobody_judges_makes_its_blocks_not_finite():
@@ -216,13 +250,16 @@ from jax._src.mesh import AbstractDevice
 import test_fused_low_bit_kernels as low
 
 tpu = jax.sharding.AbstractMesh((), (), abstract_device=AbstractDevice("TPU v5e", 1, "tpu"))
-shapes = {"w": (512, 512), "v": (5120,)}
+plain = lambda: t.fused.stochastic_rounding(t.fused.adamw(0.1))
+cases = low.CASES | {"stochastic": (plain, "bfloat16", 2)}
 calls = {"cuda": "mosaic_gpu", "tpu": "tpu_custom_call"}
 with jax.sharding.use_abstract_mesh(tpu):
     for case, arrays in (
-        ("int8", 5), ("split 8, lamb", 4), ("split 8, int8", 6), ("stochastic, lion", 3)
+        ("int8", 5), ("split 8, lamb", 4), ("split 8, int8", 6), ("stochastic, lion", 3),
+        ("stochastic", 3),
     ):
-        make, dtype, _ = low.CASES[case]
+        shapes = {"w": (512, 130 if case == "stochastic" else 512), "v": (5120,)}
+        make, dtype, _ = cases[case]
         tx, params = make(), t.normal(0, dtype, shapes)
         state, grads = tx.init(params), t.normal(1, jnp.bfloat16, shapes)
         for platform, backend in (("cuda", "mosaic_gpu"), ("tpu", "mosaic_tpu")):

@@ -79,8 +79,9 @@ def apply(
       half_dtype: also return the new parameters in this dtype, for the next forward pass.
       backend: `"auto"` is XLA; `"pallas"`, kernels for the GPU (Hopper or newer) or TPU at hand,
         in place. Parameters that kernels cannot update are left to XLA: those of NovoGrad, of
-        float64, of LAMB with moments that are not float32, and with 8-bit moments in rows that are
-        no multiple of 256, or on TPUs longer than 8192. Kernels need to know where arrays
+        float64, of LAMB in flat buffers or with moments that are not float32, with 8-bit moments
+        in rows that are no multiple of 256 or on TPUs longer than 8192, and those that draw random
+        bits and are divided along an axis in their middle. Kernels need to know where arrays
         lie: on the only device, in a mesh of Explicit axes, or in `shard_map` (on GPUs with
         `check_vma=False`, where LAMB's norms are those of the shards). `"mosaic_gpu"` and
         `"mosaic_tpu"` lower for those from anywhere; `"interpret"` is for tests.

@@ -42,31 +42,31 @@ class KernelStep(NamedTuple):
 
     def whole(self, scalars: Any, read_: Any, written: Any, cell: Any) -> Parts:
         """Reads the gradient, writes parameter and slots."""
-        known = self._known(scalars, cell)
+        block = self._block(scalars, cell)
         param, *slots = written
-        direction, new_slots = self._stepped(known, read_[0], param, slots)
-        new, overflows = self._landed(known, param, direction)
+        direction, new_slots = self._stepped(block, read_[0], param, slots)
+        new, overflows = self._landed(block, param, direction)
         return [new, *new_slots], overflows
 
     def slots(self, scalars: Any, read_: Any, written: Any, cell: Any) -> Parts:
         """Reads gradient and parameter, writes the slots; sums the squares of both norms."""
-        known = self._known(scalars, cell)
+        block = self._block(scalars, cell)
         grad, param = read_
-        direction, new_slots = self._stepped(known, grad, param, written)
+        direction, new_slots = self._stepped(block, grad, param, written)
         wide = widened(param)
         return new_slots, [wide * wide, direction * direction]
 
     def param(self, scalars: Any, read_: Any, written: Any, cell: Any) -> Parts:
         """Reads the new slots, writes the parameter; the last scalar is the trust ratio."""
-        known = self._known(scalars, cell)
+        block = self._block(scalars, cell)
         again: Any = self.rule.direction_again
-        operations = Operations(cell.sqrt, functools.partial(held, known.skip))
+        operations = Operations(cell.sqrt, functools.partial(held, block.skip))
         wide, slots = widened(written[0]), tuple(map(widened, read_))
-        direction = again(wide, slots, known.h, operations)
-        new, overflows = self._landed(known, written[0], direction * known.ratio)
+        direction = again(wide, slots, block.h, operations)
+        new, overflows = self._landed(block, written[0], direction * block.ratio)
         return [new], overflows
 
-    def _known(self, scalars: tuple[Any, ...], cell: Any) -> _Known:
+    def _block(self, scalars: tuple[Any, ...], cell: Any) -> _Block:
         given = sum(number is not None for number in self.numbers)
         numbers, rest = scalars[:given], iter(scalars[given:])
         skip = next(rest) > 0 if self.has_skip else None
@@ -83,34 +83,34 @@ class KernelStep(NamedTuple):
             return element_bits(row, column, own)
 
         bits = tuple(None if own is None else functools.partial(bits_of, own) for own in words)
-        return _Known(read(self.numbers, numbers), skip, bits, next(rest, None), cell)
+        return _Block(read(self.numbers, numbers), skip, bits, next(rest, None), cell)
 
     def _stepped(
-        self, known: _Known, grad: Any, param: Any, slots: Sequence[Any]
+        self, block: _Block, grad: Any, param: Any, slots: Sequence[Any]
     ) -> tuple[jax.Array, list[Any]]:
         wide = Leaf(widened(grad), widened(param), tuple(map(widened, slots)))
-        direction, new = wide_step(self.rule, known.h, wide, known.skip, known.cell.sqrt)
+        direction, new = wide_step(self.rule, block.h, wide, block.skip, block.cell.sqrt)
         pairs = enumerate(zip(slots, new, strict=True), start=1)
-        return direction, [known.narrowed(k, slot, value) for k, (slot, value) in pairs]
+        return direction, [block.narrowed(k, slot, value) for k, (slot, value) in pairs]
 
-    def _landed(self, known: _Known, param: Any, direction: Any) -> tuple[Any, list]:
+    def _landed(self, block: _Block, param: Any, direction: Any) -> tuple[Any, list]:
         """The new parameter, or the old one; and ones where a finite one would not stay so."""
-        h, skip = known.h, known.skip
+        h, skip = block.h, block.skip
         step = direction if h.step_size is None else h.step_size * direction
         old = widened(param)
-        if isinstance(param, SplitParam | RoundedParam):  # they come back as they were, bit for bit
-            return known.narrowed(0, param, held(skip, old + step, old)), []
-        new = (old + step).astype(param.dtype)
+        new = block.narrowed(0, param, old + step)
         if skip is None:
             return new, []
         # In float32, since not every accelerator compares halves.
-        fits = is_finite(widened(new))
-        overflows = jnp.where(is_finite(old) & ~fits, jnp.float32(1), jnp.float32(0))
-        return jnp.where(fits & ~skip, new, param), [overflows] * self.counts
+        fits = is_finite(_half_of(new).astype(jnp.float32))
+        kept = jax.tree.map(functools.partial(_where, fits & ~skip), new, param)
+        if not self.counts:
+            return kept, []
+        return kept, [jnp.where(is_finite(old) & ~fits, jnp.float32(1), jnp.float32(0))]
 
 
-class _Known(NamedTuple):
-    """What is the same for all elements of a block."""
+class _Block(NamedTuple):
+    """What a step knows of a block besides its numbers."""
 
     h: Any
     skip: Any
@@ -136,6 +136,19 @@ def _encoded(item: Int8Blocks, value: jax.Array, largest: Any, bits: Any) -> Int
     scales = block_scale(largest(magnitudes_of(value, signed=signed)), signed=signed)
     codes = to_codes(value, scales, signed=signed, bits=None if bits is None else bits())
     return Int8Blocks(codes, scales)
+
+
+def _half_of(param: Any) -> jax.Array:
+    """What a model sees of a parameter."""
+    return param.half if isinstance(param, SplitParam | RoundedParam) else param
+
+
+def _where(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """`jnp.where`; of narrow integers in 32 bits, in which the condition is."""
+    if jnp.issubdtype(new.dtype, jnp.integer):
+        wide = jnp.where(condition, new.astype(jnp.int32), old.astype(jnp.int32))
+        return wide.astype(new.dtype)
+    return jnp.where(condition, new, old)
 
 
 def widened(item: Any) -> jax.Array:

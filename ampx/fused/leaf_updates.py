@@ -56,15 +56,14 @@ def leaf_update(
     rule: Rule, coefficients: Packed, leaf: Leaf, tail: Tail
 ) -> tuple[TailResult, tuple[Any, ...]]:
     """The update of a parameter, or its new value, and its new slots."""
-    # By jit parameters of a kind are traced and lowered once. A few buffers gain nothing by that.
-    update = _update if leaf.segments is None else _update.__wrapped__
-    (value, bad), slots = update(rule, coefficients, leaf, tail.skip, new_params=tail.new_params)
+    # A few buffers gain nothing by jit.
+    update = _update if leaf.segments is not None else _update_once_traced
+    (value, bad), slots = update(rule, tail.new_params, coefficients, leaf, tail.skip)
     return TailResult(value, bad), slots
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "new_params"))
 def _update(
-    rule: Rule, coefficients: Packed, leaf: Leaf, skip: jax.Array | None, *, new_params: bool
+    rule: Rule, new_params: bool, coefficients: Packed, leaf: Leaf, skip: jax.Array | None
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     wide = compute_dtype(leaf)
     h = coefficients.numbers
@@ -82,6 +81,10 @@ def _update(
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
     return _result(p, step, leaf, skip, coefficients.is_bad, new_params), kept
+
+
+# Parameters of a kind are traced and lowered once, which is most of the work for hundreds of them.
+_update_once_traced = jax.jit(_update, static_argnums=(0, 1))
 
 
 def wide_step(

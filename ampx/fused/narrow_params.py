@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.fused.split_floats import join
-from ampx.tails import Tail
+from ampx.tails import Tail, takes_tail
 
 
 class SplitParam(NamedTuple):
@@ -66,6 +66,12 @@ class NarrowParam:
         return self.parts.widened()
 
 
-def runs_kernels(tail: Tail | None) -> bool:
-    """Whether kernels are to run updates where they can."""
-    return tail is not None and tail.new_params and tail.backend not in ("auto", "xla")
+def as_arrays(params: Any) -> Any:
+    """Parameters as arrays, for a function that looks at them."""
+    return jax.tree.map(lambda p: p.parts.widened() if isinstance(p, NarrowParam) else p, params)
+
+
+def runs_kernels(tail: Tail | None, inner_state: Any) -> bool:
+    """Whether kernels are to run the updates of the transformation with this state."""
+    wanted = tail is not None and tail.new_params and tail.backend not in ("auto", "xla")
+    return wanted and takes_tail(inner_state)

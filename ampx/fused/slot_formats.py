@@ -66,5 +66,8 @@ def stored(new: jax.Array, old: Any, step: Any, place: int, *, holds: bool) -> A
 
 
 def moment_words(step: Any, place: int) -> tuple[jax.Array, jax.Array]:
-    """What the random bits for a parameter's second moments depend on, see `rounding`."""
-    return draw_words(seed=_SEED, step=step, leaf=place)
+    """What the random bits for a parameter's second moments depend on, see `rounding`.
+
+    Those for the parameter itself are drawn at its place, with any seed.
+    """
+    return draw_words(seed=_SEED, step=step, leaf=~place)

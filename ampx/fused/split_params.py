@@ -14,7 +14,6 @@ from ampx.fused.narrow_params import NarrowParam, SplitParam, runs_kernels
 from ampx.fused.split_floats import join, split
 from ampx.stored_params import Settled, answer, updated, widened
 from ampx.tails import Tail
-from ampx.verdicts import hold
 
 
 class SplitMastersState(NamedTuple):
@@ -96,7 +95,7 @@ def split_masters(
     ) -> tuple[Any, SplitMastersState]:
         if params is None:
             raise ValueError("split_masters needs params: call update(grads, state, params)")
-        wide = functools.partial(_widened, narrow=runs_kernels(tail))
+        wide = functools.partial(_widened, narrow=runs_kernels(tail, state.inner_state))
         masters, bad, inner_state = updated(
             inner,
             updates,
@@ -125,17 +124,19 @@ def _widened(param: jax.Array, error: jax.Array, *, narrow: bool) -> Any:
 
 
 def _narrowed(
-    master: Any, param: jax.Array, error: jax.Array, error_bits: int, tail: Tail | None
+    master: Any, param: Any, error: jax.Array, error_bits: int, tail: Tail | None
 ) -> tuple[Any, jax.Array]:
-    """The parameter and its error bits, on a skip the old ones."""
+    """The parameter and its error bits; the old bits where the old parameter stays."""
+    if isinstance(param, NarrowParam):  # of a wrapper around this one
+        return Settled(master), error
     if isinstance(master, NarrowParam):
         half, new_error = master.parts
         return Settled(half), new_error
     if not _is_split(param):
         return master.astype(param.dtype), error
     half, new_error = split(master, error_bits)
-    if tail is not None and tail.skip is not None:
-        new_error = hold(tail.skip, new_error, error)
+    if tail is not None and tail.skip is not None:  # as `answer` holds the half
+        new_error = jnp.where(jnp.isfinite(half) & ~tail.skip, new_error, error)
     return half, new_error
 
 

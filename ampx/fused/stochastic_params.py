@@ -95,7 +95,7 @@ def stochastic_rounding(
             draw_words(seed=seed, step=state.rounding_count, leaf=place)
             for place in range(len(leaves))
         ]
-        narrow = runs_kernels(tail)
+        narrow = runs_kernels(tail, state.inner_state)
         wide = [_widened(p, own, narrow) for p, own in zip(leaves, words, strict=True)]
         new, bad, inner_state = updated(
             inner, updates, state.inner_state, structure.unflatten(wide), tail, extra_args
@@ -113,14 +113,18 @@ def stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _widened(param: jax.Array, words: Any, narrow: bool) -> Any:
+def _widened(param: Any, words: Any, narrow: bool) -> Any:
     """A float32 parameter, or what a kernel makes one of."""
+    if isinstance(param, NarrowParam):  # of a wrapper around this one
+        return param
     if narrow and param.dtype == jnp.bfloat16:
         return NarrowParam(RoundedParam(param), words)
     return widened(param)
 
 
-def _rounded(new: Any, param: jax.Array, words: Any) -> Any:
+def _rounded(new: Any, param: Any, words: Any) -> Any:
+    if isinstance(param, NarrowParam):
+        return Settled(new)
     if isinstance(new, NarrowParam):
         return Settled(new.parts.half)
     if param.dtype != jnp.bfloat16:

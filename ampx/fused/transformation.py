@@ -11,7 +11,7 @@ import optax
 
 from ampx.flat_choices import per_buffer
 from ampx.fused.leaf_updates import Leaf, compute_dtype, leaf_update, unchanged
-from ampx.fused.narrow_params import NarrowParam
+from ampx.fused.narrow_params import NarrowParam, as_arrays
 from ampx.fused.pallas_updates import kernel_updates, runs_in_kernel
 from ampx.fused.rules import Advanced, Rule, packed
 from ampx.fused.segments import per_parameter, segments_of
@@ -73,7 +73,7 @@ def fused_transformation(
             Leaf(grad, param, tuple(own), place, step, segments)
             for place, (segments, grad, param, *own) in enumerate(zip(*columns, strict=True))
         ]
-        decays = _decays(mask, updates if params is None else params, structure)
+        decays = _decays(mask, updates if params is None else as_arrays(params), structure)
         results = _leaf_updates(rule, coefficients, leaves, decays, tail)
         new_updates = structure.unflatten([r if answers else r.value for r, _ in results])
         kept = {

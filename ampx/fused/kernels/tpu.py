@@ -86,7 +86,8 @@ def map_blocks(
         return blocks.map_whole(fun, scalars, read, written, num_sums=num_sums)
     arrays, structure = jax.tree.flatten((read, written))
     outputs, structure_out = jax.tree.flatten(written)
-    bytes_each = sum(array.dtype.itemsize for array in [*arrays, *outputs])
+    whole = [array for array in [*arrays, *outputs] if array.shape == shape]  # no scales
+    bytes_each = sum(array.dtype.itemsize for array in whole)
     limit = _elements or min(_ELEMENTS, _BYTES // bytes_each)
     block = _rows(view, limit) if shares_scales else _block(view, limit)
     grid = tuple(map(pl.cdiv, view, block))
