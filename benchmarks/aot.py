@@ -55,6 +55,8 @@ def counted(text: str) -> Counts:
         kernels += 1
         custom_calls += opcode == "custom-call"
         operands = _NAME.findall(rest.split("), ")[0])
+        if opcode == "conditional":  # of a norm that did not overflow, which reads no array again
+            operands = []
         size += _bytes(kind) + sum(_bytes(types.get(operand, "")) for operand in operands)
     return Counts(kernels, custom_calls, size)
 

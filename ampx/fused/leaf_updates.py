@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.fused.int8_blocks import Int8Blocks
 from ampx.fused.rules import Operations, Packed, Rule
 from ampx.fused.segments import Segments
 from ampx.fused.slot_formats import loaded, stored
@@ -56,8 +57,9 @@ def leaf_update(
     rule: Rule, coefficients: Packed, leaf: Leaf, tail: Tail
 ) -> tuple[TailResult, tuple[Any, ...]]:
     """The update of a parameter, or its new value, and its new slots."""
-    # A few buffers gain nothing by jit.
-    update = _update if leaf.segments is not None else _update_once_traced
+    # A few buffers gain nothing by jit, and moments in blocks XLA fuses less well behind a call.
+    in_blocks = any(isinstance(slot, Int8Blocks) for slot in leaf.slots)
+    update = _update if in_blocks or leaf.segments is not None else _update_once_traced
     (value, bad), slots = update(rule, tail.new_params, coefficients, leaf, tail.skip)
     return TailResult(value, bad), slots
 
