@@ -18,7 +18,7 @@ from jax import lax
 from ampx.fused.int8_blocks import BLOCK, Int8Blocks
 from ampx.fused.kernel_steps import KernelStep, as_scalars, widened
 from ampx.fused.kernels.blocks import LONGEST_TPU_ROW
-from ampx.fused.kernels.placement import Shard, placed
+from ampx.fused.kernels.placement import Shard, placed, unknown_place
 from ampx.fused.leaf_updates import Leaf, ratio_of_norms
 from ampx.fused.narrow_params import NarrowParam
 from ampx.fused.rules import Packed, Rule
@@ -27,6 +27,7 @@ from ampx.gradient_norms import sums_of_squares
 from ampx.tails import Backend, Tail, TailResult
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_TPU_DTYPES = ("float32", "bfloat16")  # its kernels load no float16
 _OF_PLATFORM: dict[str, Backend] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 
 
@@ -54,9 +55,10 @@ def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
     """Whether a kernel updates this parameter; all others are left to XLA.
 
     Those are parameters of NovoGrad, which needs the norm of a gradient before anything else; of
-    float64; those with state that is not an array of the parameter's shape in a common type; those
-    of LAMB with half or 8-bit moments, which its second pass would read rounded, or in flat
-    buffers; and those with 8-bit moments or stochastic rounding of some shapes, see `_suits`.
+    float64, and on TPUs of float16, or with such gradients; those with state that is not an array
+    of the parameter's shape in a common type; those of LAMB with half or 8-bit moments, which its
+    second pass would read rounded, or in flat buffers; and those with 8-bit moments or stochastic
+    rounding of some shapes, see `_suits`.
     """
     if not tail.new_params or tail.backend in ("auto", "xla") or rule.needs_squares:
         return False
@@ -69,8 +71,9 @@ def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
     narrow = isinstance(leaf.param, NarrowParam)
     plain = [leaf.grad, *([] if narrow else [leaf.param])]
     plain += [slot for slot in leaf.slots if not isinstance(slot, Int8Blocks)]
+    dtypes = _TPU_DTYPES if tail.backend == "mosaic_tpu" else _DTYPES
     return _suits(leaf, tail.backend) and all(
-        hasattr(array, "dtype") and array.dtype.name in _DTYPES and array.shape == leaf.param.shape
+        hasattr(array, "dtype") and array.dtype.name in dtypes and array.shape == leaf.param.shape
         for array in plain
     )
 
@@ -164,6 +167,8 @@ def kernel_squares(
         return [((), (), total[0]) for total in _over_shards(sums, shards)]
 
     def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        if unknown_place(arrays) is not None:
+            return sums_of_squares(arrays)
         suits = [array.dtype.name in _DTYPES for array in arrays]
         ours = [[array] for array, is_ours in zip(arrays, suits, strict=True) if is_ours]
         others = [array for array, is_ours in zip(arrays, suits, strict=True) if not is_ours]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,19 +49,16 @@ def placed(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any]:
     """
     if not leaves:
         return []
-    arrays = jax.tree.leaves(leaves)
-    mesh = jax.sharding.get_abstract_mesh()
-    meshes = {m for m in map(_mesh_of, arrays) if not m.empty} if mesh.empty else {mesh}
-    mapped = {axis for m in meshes for axis in m.manual_axes}
-    explicit = {axis for m in meshes for axis in m.explicit_axes}
-    automatic = {axis for m in meshes for axis in m.auto_axes if m.shape[axis] > 1}
-    if automatic:
-        _refuse(f"the mesh axes {sorted(automatic)} are in Auto mode, where XLA decides")
-    if explicit and mapped:
-        _refuse(f"shard_map has mapped {sorted(mapped)} here, and not {sorted(explicit)}")
-    if not meshes and jax.device_count() > 1 and not all(map(_on_one_device, arrays)):
-        _refuse(f"there are {jax.device_count()} devices, and no mesh tells which hold them")
-    if not explicit:
+    if reason := unknown_place(leaves):
+        raise ValueError(
+            "a kernel updates arrays where they lie, and where parameters, gradients and state lie "
+            f"is not known here: {reason}. Enter a mesh of Explicit axes, as in jax.set_mesh("
+            "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Explicit,) * "
+            "len(names))), for one device too; or call fused.apply inside jax.shard_map; or give "
+            "backend='xla'"
+        )
+    meshes = _meshes(leaves)
+    if not any(m.explicit_axes for m in meshes):
         zero = jnp.uint32(0), jnp.uint32(0)
         shards = [Shard(_varying(leaf), zero) for leaf in leaves]
         return jax.jit(lambda s, all_: update(s, all_, shards), inline=True)(shared, list(leaves))
@@ -73,7 +70,7 @@ def placed(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any]:
 
     mapped_update = jax.shard_map(
         update_shards,
-        mesh=meshes.pop() if mesh.empty else None,
+        mesh=meshes.pop() if jax.sharding.get_abstract_mesh().empty else None,
         in_specs=(jax.P(), specs),
         out_specs=[(spec, spec, jax.P()) for spec in specs],
         check_vma=False,  # a kernel that updates in place takes no arrays of checked axes
@@ -81,13 +78,27 @@ def placed(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any]:
     return jax.jit(mapped_update, inline=True)(shared, list(leaves))
 
 
-def _refuse(reason: str) -> NoReturn:
-    raise ValueError(
-        "a kernel updates arrays where they lie, and where parameters, gradients and state lie is "
-        f"not known here: {reason}. Enter a mesh of Explicit axes, as in jax.set_mesh("
-        "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Explicit,) * len(names))), "
-        "for one device too; or call fused.apply inside jax.shard_map; or give backend='xla'"
-    )
+def unknown_place(arrays: Any) -> str | None:
+    """Why it is not known here where the arrays of a tree lie; None if it is."""
+    meshes, leaves = _meshes(arrays), jax.tree.leaves(arrays)
+    mapped = {axis for m in meshes for axis in m.manual_axes}
+    explicit = {axis for m in meshes for axis in m.explicit_axes}
+    automatic = {axis for m in meshes for axis in m.auto_axes if m.shape[axis] > 1}
+    if automatic:
+        return f"the mesh axes {sorted(automatic)} are in Auto mode, where XLA decides"
+    if explicit and mapped:
+        return f"shard_map has mapped {sorted(mapped)} here, and not {sorted(explicit)}"
+    if not meshes and jax.device_count() > 1 and not all(map(_on_one_device, leaves)):
+        return f"there are {jax.device_count()} devices, and no mesh tells which hold them"
+    return None
+
+
+def _meshes(arrays: Any) -> set[Any]:
+    """The mesh that was entered, or else those that the arrays bring along."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return {mesh}
+    return {m for m in map(_mesh_of, jax.tree.leaves(arrays)) if not m.empty}
 
 
 def _mesh_of(array: Any) -> Any:
