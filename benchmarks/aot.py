@@ -1,8 +1,11 @@
 """What compilers make of the fused tails for an H100 and a TPU v5e, without either: `make aot`.
 
-Counts and bytes, never times. Each accelerator needs its own large optional package, in an
-environment of its own: `jax[cuda12]` or `jax[cuda13]` (5 GB), `jax[tpu]` (1.3 GB). Where one is
-missing, that is said and the others are compiled.
+Counts and bytes, never times. Kernels must work in place, without temporaries, and move no more
+than XLA does: where that is not so, it is said at the end, and the exit status is 1.
+
+Each accelerator needs its own large optional package, in an environment of its own: `jax[cuda12]`
+or `jax[cuda13]` (5 GB), `jax[tpu]` (1.3 GB). Where one is missing, that is said and the others are
+compiled.
 
 Bytes are those of operands and results of what the entry of the optimized program runs: fusions,
 custom calls and other instructions that are no bookkeeping. Copies between memory and a TPU's VMEM
@@ -29,6 +32,27 @@ _TYPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"}
 _COPIES = re.compile(r"(copy|slice|async)-(start|done)")
+
+
+class Row(NamedTuple):
+    """What a compiled tail takes, in bytes a parameter, and its kernels."""
+
+    temporaries: float
+    in_place: float
+    kernels: int
+    custom_calls: int
+    moved: float
+
+    def faults(self, xla: Row, held: float) -> list[str]:
+        """What is wrong with kernels, beside XLA's row; `held` are parameters and state."""
+        wrong = {
+            f"{self.kernels} kernels, and none of them ours": not self.custom_calls,
+            f"{self.in_place:.2f} B/param in place of {held:.2f}": self.in_place < 0.999 * held,
+            # On TPUs the norm is XLA's, and takes as much.
+            f"{self.temporaries:.2f} B/param of temporaries": self.temporaries > 0.25,
+            f"{self.moved:.1f} B/param, XLA {xla.moved:.1f}": self.moved > 1.01 * xla.moved,
+        }
+        return [what for what, is_so in wrong.items() if is_so]
 
 
 class Counts(NamedTuple):
@@ -155,11 +179,13 @@ def compile_for(target: str) -> None:
             jnp.bfloat16,
         ),
     }
+    faults: list[str] = []
     for name, (tx, dtype) in cases.items():
         params = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in SHAPES.items()}
         for scaled in (False, True):
             tail = ampx.dynamic_loss_scale(tx) if scaled else tx
             max_norm = 1.0 if scaled else None
+            title, rows = name + (", scale, clip" if scaled else ""), []
             for backend in ("xla", kernels):
                 step = jax.jit(
                     functools.partial(_step, tail, max_norm, backend), donate_argnums=(0, 1)
@@ -169,16 +195,30 @@ def compile_for(target: str) -> None:
                 with _kernels_know_the_tpu(target):
                     compiled = step.lower(*arguments).compile()
                 memory, counts = compiled.memory_analysis(), counted(compiled.as_text())
+                row = Row(
+                    memory.temp_size_in_bytes / elements,
+                    memory.alias_size_in_bytes / elements,
+                    counts.kernels,
+                    counts.custom_calls,
+                    counts.size / elements,
+                )
+                rows.append(row)
                 cells = (
                     TARGETS[target],
-                    name + (", scale, clip" if scaled else ""),
+                    title,
                     backend,
-                    f"{memory.temp_size_in_bytes / elements:.2f}",
-                    f"{memory.alias_size_in_bytes / elements:.2f}",
-                    f"{counts.kernels} ({counts.custom_calls})",
-                    f"{counts.size / elements:.1f}",
+                    f"{row.temporaries:.2f}",
+                    f"{row.in_place:.2f}",
+                    f"{row.kernels} ({row.custom_calls})",
+                    f"{row.moved:.1f}",
                 )
                 print("|", " | ".join(cells), "|", flush=True)
+            arrays = jax.tree.leaves(jax.eval_shape(lambda p, tail=tail: (p, tail.init(p)), params))
+            held = sum(a.size * a.dtype.itemsize for a in arrays if a.ndim) / elements
+            xla, ours = rows
+            faults += [f"{TARGETS[target]}, {title}: {fault}" for fault in ours.faults(xla, held)]
+    if faults:
+        sys.exit("\n".join(faults))
 
 
 def _step(tx: Any, max_norm: Any, backend: Any, params: Any, state: Any, grads: Any) -> Any:
@@ -189,7 +229,7 @@ def _step(tx: Any, max_norm: Any, backend: Any, params: Any, state: Any, grads: 
 
 def main() -> None:
     """Compiles for each accelerator in a process of its own, since a compiler may abort one."""
-    print("Four matrices of 2048 x 2048 and four vectors, float32, with bfloat16 gradients.")
+    print("Four matrices of 2048 x 2048 and four vectors, with bfloat16 gradients.")
     print(
         "\n| for | tail | backend | temporaries, B/param | in place, B/param "
         "| kernels (custom calls) | B/param |"
@@ -200,6 +240,7 @@ def main() -> None:
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # no driver is needed to compile
         "TPU_SKIP_MDS_QUERY": "1",
     }
+    failed = False
     for target in TARGETS:
         command = [sys.executable, "-m", "benchmarks.aot", target]
         code = subprocess.run(command, env=environment).returncode
@@ -208,6 +249,9 @@ def main() -> None:
             print(f"| {TARGETS[target]} | not compiled: {extra} is not installed | | | | | |")
         elif code:
             print(f"| {TARGETS[target]} | failed with exit status {code} | | | | | |")
+            failed = True
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

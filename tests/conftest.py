@@ -5,6 +5,7 @@ Environment variables reach the notebook kernels too.
 """
 
 import functools
+import gc
 import os
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = f"{level} {os.environ.get('XLA_FLAGS', '')}".strip()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+gc.set_threshold(50_000, 20, 50)  # tracing makes many objects that live on
 
 hypothesis.settings.register_profile("ampx", deadline=None, derandomize=True, max_examples=15)
 hypothesis.settings.load_profile("ampx")

@@ -102,7 +102,6 @@ def test_layers_and_their_moments_are_divided(model) -> None:
     [
         ("data=2,stage=2", None),
         ("stage=2", "interleaved"),
-        ("stage=2,data=2", "zero-bubble"),
     ],
 )
 def test_a_pipeline_changes_rounding_only(short, model, alone, mesh, schedule) -> None:
