@@ -151,6 +151,7 @@ def compile_for(target: str) -> None:
         sys.exit(NOT_INSTALLED)
     import jax
     import jax.numpy as jnp
+    import optax
 
     import ampx
 
@@ -165,9 +166,17 @@ def compile_for(target: str) -> None:
     kernels = {"v5e": "mosaic_tpu", "h100": "mosaic_gpu"}[target]
     adamw = functools.partial(ampx.fused.adamw, 1e-3)
     int8 = dict(mu_dtype="int8", nu_dtype="int8")
-    cases = {
-        "adamw": (adamw(), jnp.float32),
-        "lamb": (ampx.fused.lamb(1e-3), jnp.float32),
+    makes = {
+        "sgd": lambda kind: kind.sgd(1e-3),
+        "momentum": lambda kind: kind.sgd(1e-3, momentum=0.9),
+        "adagrad": lambda kind: kind.adagrad(1e-3),
+        "lion": lambda kind: kind.lion(1e-3),
+        "adam": lambda kind: kind.adam(1e-3),
+        "adadelta": lambda kind: kind.adadelta(1e-3),
+        "adamw": lambda kind: kind.adamw(1e-3),
+        "lamb": lambda kind: kind.lamb(1e-3),
+    }
+    cases = {name: (make(ampx.fused), jnp.float32) for name, make in makes.items()} | {
         "adamw, int8 moments": (adamw(**int8), jnp.float32),
         "adamw, split masters": (ampx.fused.split_masters(adamw()), jnp.bfloat16),
         "adamw, split masters of 8 bits, int8 moments": (
@@ -182,14 +191,16 @@ def compile_for(target: str) -> None:
     faults: list[str] = []
     for name, (tx, dtype) in cases.items():
         params = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in SHAPES.items()}
-        for scaled in (False, True):
+        for scaled in (False, True) if name not in list(makes)[:-2] else (False,):
             tail = ampx.dynamic_loss_scale(tx) if scaled else tx
             max_norm = 1.0 if scaled else None
             title, rows = name + (", scale, clip" if scaled else ""), []
-            for backend in ("xla", kernels):
-                step = jax.jit(
-                    functools.partial(_step, tail, max_norm, backend), donate_argnums=(0, 1)
-                )
+            compared = ("optax",) * (name in makes and not scaled)
+            for backend in (*compared, "xla", kernels):
+                step = functools.partial(_step, tail, max_norm, backend)
+                if backend == "optax":
+                    step = functools.partial(_optax_step, makes[name](optax))
+                step = jax.jit(step, donate_argnums=(0, 1))
                 state = jax.eval_shape(tail.init, params)
                 arguments = shaped(params), shaped(state), shaped(params, jnp.bfloat16)
                 with _kernels_know_the_tpu(target):
@@ -215,7 +226,7 @@ def compile_for(target: str) -> None:
                 print("|", " | ".join(cells), "|", flush=True)
             arrays = jax.tree.leaves(jax.eval_shape(lambda p, tail=tail: (p, tail.init(p)), params))
             held = sum(a.size * a.dtype.itemsize for a in arrays if a.ndim) / elements
-            xla, ours = rows
+            xla, ours = rows[-2:]
             faults += [f"{TARGETS[target]}, {title}: {fault}" for fault in ours.faults(xla, held)]
     if faults:
         sys.exit("\n".join(faults))
@@ -225,6 +236,18 @@ def _step(tx: Any, max_norm: Any, backend: Any, params: Any, state: Any, grads: 
     import ampx
 
     return ampx.fused.apply(tx, grads, state, params, max_norm=max_norm, backend=backend)[:2]
+
+
+def _optax_step(tx: Any, params: Any, state: Any, grads: Any) -> Any:
+    """Of the same state: a fused optimizer's is optax's, leaf by leaf."""
+    import jax
+    import optax
+
+    own = jax.tree.unflatten(
+        jax.tree.structure(jax.eval_shape(tx.init, params)), jax.tree.leaves(state)
+    )
+    updates, new = tx.update(grads, own, params)
+    return optax.apply_updates(params, updates), new
 
 
 def main() -> None:
