@@ -44,6 +44,11 @@ class Tail:
     backend: Backend = "auto"
     squares: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None
 
+    @property
+    def in_kernels(self) -> bool:
+        """Whether kernels are to run the update where they can."""
+        return self.new_params and self.backend not in ("auto", "xla")
+
 
 class TailResult:
     """What stands for a parameter's update in answer to a `Tail`. To compute with it is an error.

@@ -196,7 +196,7 @@ FLOORS = {
     "AdamW, clipped": (32, 44),
     "AdamW, scaled, clipped, skipping": (32, 44),
 }
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "SGD": lambda kind: kind.sgd(1e-3),
     "SGD, momentum": lambda kind: kind.sgd(1e-3, momentum=0.9),
     "Adagrad": lambda kind: kind.adagrad(1e-3),
@@ -212,7 +212,7 @@ _OPTIMIZERS = {
 def _variants() -> dict[str, dict[str, tuple[Any, ...]]]:
     """Arguments of `compiled_traffic`, by row and column."""
     rows: dict[str, dict[str, tuple[Any, ...]]] = {}
-    for name, make in _OPTIMIZERS.items():
+    for name, make in OPTIMIZERS.items():
         theirs, ours = make(optax), make(fused)
         rows[name] = {
             "optax": (by_update(theirs), theirs),

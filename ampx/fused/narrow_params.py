@@ -73,5 +73,4 @@ def as_arrays(params: Any) -> Any:
 
 def runs_kernels(tail: Tail | None, inner_state: Any) -> bool:
     """Whether kernels are to run the updates of the transformation with this state."""
-    wanted = tail is not None and tail.new_params and tail.backend not in ("auto", "xla")
-    return wanted and takes_tail(inner_state)
+    return tail is not None and tail.in_kernels and takes_tail(inner_state)

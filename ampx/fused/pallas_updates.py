@@ -60,7 +60,7 @@ def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
     second pass would read rounded, or in flat buffers; and those with 8-bit moments or stochastic
     rounding of some shapes, see `_suits`.
     """
-    if not tail.new_params or tail.backend in ("auto", "xla") or rule.needs_squares:
+    if not tail.in_kernels or rule.needs_squares:
         return False
     if any(getattr(slot, "dtype", None) == jnp.float16 for slot in leaf.slots):
         return False

@@ -73,7 +73,7 @@ def fused_transformation(
             Leaf(grad, param, tuple(own), place, step, segments)
             for place, (segments, grad, param, *own) in enumerate(zip(*columns, strict=True))
         ]
-        decays = _decays(mask, updates if params is None else as_arrays(params), structure)
+        decays = _decays(mask, updates if params is None else params, structure)
         results = _leaf_updates(rule, coefficients, leaves, decays, tail)
         new_updates = structure.unflatten([r if answers else r.value for r, _ in results])
         kept = {
@@ -102,7 +102,7 @@ def _counts_held(skip: jax.Array, new_state: Any, state: Any) -> Any:
 def _decays(mask: Any, tree: Any, structure: Any) -> list[bool]:
     if mask is None:
         return [True] * structure.num_leaves
-    chosen = per_buffer(mask)(tree)
+    chosen = per_buffer(mask)(as_arrays(tree))
     return [bool(leaf) for leaf in jax.tree.leaves(jax.tree.broadcast(chosen, tree))]
 
 

@@ -60,7 +60,7 @@ def map_items(
         codes, scales = zip(item, *rest, strict=True)
         return Int8Blocks(of_array(*codes), of_scales(*scales))
 
-    return jax.tree.map(convert, items, *others, is_leaf=lambda x: isinstance(x, Int8Blocks))
+    return jax.tree.map(convert, items, *others, is_leaf=_is_in_blocks)
 
 
 def shape_of(*items: Any) -> tuple[int, ...]:
@@ -70,8 +70,11 @@ def shape_of(*items: Any) -> tuple[int, ...]:
 
 def in_blocks(items: Any) -> bool:
     """Whether any item has blocks that share a scale."""
-    leaves = jax.tree.leaves(items, is_leaf=lambda x: isinstance(x, Int8Blocks))
-    return any(isinstance(leaf, Int8Blocks) for leaf in leaves)
+    return any(map(_is_in_blocks, jax.tree.leaves(items, is_leaf=_is_in_blocks)))
+
+
+def _is_in_blocks(item: Any) -> bool:
+    return isinstance(item, Int8Blocks)
 
 
 def checked(
