@@ -1,8 +1,11 @@
 """ampx: functional training transforms for JAX and Flax."""
 
 from ampx import fused, pipelining
-from ampx.accumulation import GradResult, split_microbatches, value_and_grad
-from ampx.annealing import follow_schedule
+from ampx.accumulation.gradients import value_and_grad
+from ampx.accumulation.microbatches import split_microbatches
+from ampx.accumulation.multi_steps import MultiStepsState, multi_steps
+from ampx.accumulation.results import GradResult
+from ampx.accumulation.sparse_rows import SparseRows, densify, densify_rows
 from ampx.autocasting.marks import (
     banned_function,
     cast,
@@ -13,11 +16,19 @@ from ampx.autocasting.marks import (
 from ampx.autocasting.report import Explanation, explain
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import autocast
-from ampx.backward_reduction import reduce_in_backward
-from ampx.bucket_clipping import clip_by_bucket_norm
-from ampx.bucket_timelines import BucketTimeline, bucket_timeline
-from ampx.buckets import Bucket, BucketLayout, bucket_layout
-from ampx.loss_scale_state import (
+from ampx.data_parallel.backward_reduction import reduce_in_backward
+from ampx.data_parallel.bucket_clipping import clip_by_bucket_norm
+from ampx.data_parallel.forward_order import forward_order
+from ampx.data_parallel.reduction import ReductionState, all_reduce
+from ampx.data_parallel.zero1 import Zero1State, zero1, zero1_specs
+from ampx.diagnostics.bucket_timelines import BucketTimeline, bucket_timeline
+from ampx.diagnostics.numerics import NumericsReport, NumericsRow, numerics_report
+from ampx.diagnostics.overflow_reports import OverflowRecord, OverflowReport
+from ampx.diagnostics.overflow_tracing import trace_overflow
+from ampx.diagnostics.overlap import OverlapReport, check_overlap
+from ampx.flat_buffers.buckets import Bucket, BucketLayout, bucket_layout
+from ampx.loss_scaling.nonfinite import count_nonfinite
+from ampx.loss_scaling.state import (
     LossScaleState,
     current_loss_scale,
     find_loss_scale_state,
@@ -25,31 +36,23 @@ from ampx.loss_scale_state import (
     raise_if_exhausted,
     select_if_finite,
 )
-from ampx.loss_scaling import (
+from ampx.loss_scaling.wrappers import (
     dynamic_loss_scale,
     loss_scale,
     no_loss_scale,
     static_loss_scale,
 )
-from ampx.masters import MasterWeightsState, master_params, master_weights
-from ampx.monitoring import metrics, progress_bar
-from ampx.numerics import NumericsReport, NumericsRow, numerics_report
-from ampx.opt_levels import Recipe, as_recipe, opt_level
-from ampx.overflows import OverflowRecord, OverflowReport
-from ampx.overlap import OverlapReport, check_overlap, forward_order
-from ampx.precision import Policy, cast_floating, get_policy, is_norm_path, norm_rule
-from ampx.precision_phases import PrecisionScheduleState, precision_phase
-from ampx.precision_schedules import Phase, PrecisionSchedule, precision_schedule
-from ampx.reduction import ReductionState, all_reduce
-from ampx.sharding import Zero1State, zero1, zero1_specs
-from ampx.sparse_rows import SparseRows, densify, densify_rows
-from ampx.step_reports import StepReport
-from ampx.stored_params import apply_updates
-from ampx.tracing import trace_overflow
-from ampx.train_states import TrainState
-from ampx.training import TrainStep, train_step
-from ampx.verdicts import count_nonfinite
-from ampx.windowing import MultiStepsState, multi_steps
+from ampx.param_storage.masters import MasterWeightsState, master_params, master_weights
+from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
+from ampx.precision.phases import PrecisionScheduleState, follow_schedule, precision_phase
+from ampx.precision.policies import Policy, get_policy, is_norm_path, norm_rule
+from ampx.precision.precision_schedules import Phase, PrecisionSchedule, precision_schedule
+from ampx.training.monitoring import metrics, progress_bar
+from ampx.training.step_reports import StepReport
+from ampx.training.train_states import TrainState
+from ampx.training.train_step import TrainStep, train_step
+from ampx.trees import cast_floating
+from ampx.updates.applying import apply_updates
 
 __version__ = "0.1.0"
 

@@ -9,18 +9,18 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 _NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "InstanceNorm")
 _HALF = (jnp.float16, jnp.bfloat16)
-
 Cast = Callable[[Any], Any]
 
 
-def _loaded(module: str) -> Any:
+def loaded(module: str) -> Any:
+    """A module if the program has imported it, else None."""
     return sys.modules.get(module)
 
 
@@ -30,25 +30,25 @@ def _norm_types(package: Any) -> tuple[type, ...]:
 
 def linen_norm_types() -> tuple[type, ...]:
     """The linen layers that normalise, or nothing where linen was never imported."""
-    linen = _loaded("flax.linen")
+    linen = loaded("flax.linen")
     return _norm_types(linen)
 
 
 def nnx_norm_types() -> tuple[type, ...]:
     """The nnx layers that normalise, or nothing where nnx was never imported."""
-    nnx = _loaded("flax.nnx")
+    nnx = loaded("flax.nnx")
     return _norm_types(nnx)
 
 
 def is_nnx_module(value: Any) -> bool:
     """Whether `value` is an nnx module."""
-    nnx = _loaded("flax.nnx")
+    nnx = loaded("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Module)
 
 
 def batch_statistics(params: Any) -> str | None:
     """Path of a running mean or variance that lies among parameters, if there is any."""
-    nnx = _loaded("flax.nnx")
+    nnx = loaded("flax.nnx")
     kind = nnx.BatchStat if nnx else ()
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, kind))
     for path, leaf in leaves:
@@ -61,12 +61,12 @@ def batch_statistics(params: Any) -> str | None:
 def norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
     """Paths of the norm layers of a flax model, found by module type."""
     if is_nnx_module(model):
-        nnx = _loaded("flax.nnx")
+        nnx = loaded("flax.nnx")
         found = nnx.iter_modules(model)
         return frozenset(
             "/".join(map(str, path)) for path, m in found if isinstance(m, nnx_norm_types())
         )
-    linen = _loaded("flax.linen")
+    linen = loaded("flax.linen")
     if linen is None or not isinstance(model, linen.Module):
         raise TypeError(
             f"expected a flax linen or nnx module, got {type(model).__name__}: give a rule by path "
@@ -111,7 +111,7 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
     A norm layer hands back the dtype it was given, so one float32 scale does not turn the rest of
     the network into float32. The model is the outermost module that is called.
     """
-    linen = _loaded("flax.linen")
+    linen = loaded("flax.linen")
     if linen is None:
         yield
         return
@@ -169,7 +169,7 @@ def nnx_with_casts(
 
     nnx has no interceptors, so the copy's norm layers and the copy itself get a subclass.
     """
-    nnx = _loaded("flax.nnx")
+    nnx = loaded("flax.nnx")
     graphdef, params, rest = split_nnx(model)
     copy = merge_nnx(graphdef, cast_params(params), rest)
     for path, module in list(nnx.iter_modules(copy)):
@@ -189,93 +189,29 @@ def split_nnx(model: Any, wrt: Any = None) -> tuple[Any, Any, Any]:
 
     `wrt` is an nnx filter; None picks the parameters.
     """
-    nnx = _loaded("flax.nnx")
+    nnx = loaded("flax.nnx")
     return nnx.split(model, nnx.Param if wrt is None else wrt, ...)
 
 
 def merge_nnx(graphdef: Any, params: Any, rest: Any) -> Any:
     """The nnx model that `split_nnx` took apart, in variables that the present trace may change."""
-    return _loaded("flax.nnx").merge(graphdef, params, rest, copy=True)
+    return loaded("flax.nnx").merge(graphdef, params, rest, copy=True)
 
 
 def nnx_rest(model: Any, wrt: Any = None) -> Any:
     """What `wrt` does not pick: statistics, random counters, caches. Sown values are dropped."""
-    nnx = _loaded("flax.nnx")
+    nnx = loaded("flax.nnx")
     nnx.pop(model, nnx.Intermediate)
     return nnx.state(model, nnx.Not(nnx.Param if wrt is None else wrt))
 
 
 def write_back(model: Any, changed: Any) -> None:
     """Copies the state of `changed` that is not a parameter into `model`."""
-    _loaded("flax.nnx").update(model, nnx_rest(changed))
+    loaded("flax.nnx").update(model, nnx_rest(changed))
 
 
 def is_nnx_object(leaf: Any) -> bool:
     """Whether something is a node of an nnx graph, such as a module."""
-    nnx = _loaded("flax.nnx")
+    nnx = loaded("flax.nnx")
     # To nnx a reference is a node too, but it is an argument as any array is.
     return nnx is not None and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, jax.Ref)
-
-
-class PureCall(NamedTuple):
-    """A call as a pure function of pytrees without nnx objects.
-
-    Attributes:
-      fun: from the operands to the result of the call and the state that it left in the objects.
-      operands: what to call it with.
-      write_back: gives the objects such a state.
-    """
-
-    fun: Callable[..., tuple[Any, Any]]
-    operands: tuple[Any, ...]
-    write_back: Callable[[Any], None]
-
-
-def pure_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall:
-    """`fun(*args, **kwargs)`, where `fun` may be an nnx module and arguments may hold nnx objects.
-
-    References that the objects share stay shared.
-    """
-    nnx = _loaded("flax.nnx")
-    owner = getattr(fun, "__self__", fun)
-    if is_nnx_object(owner):
-        unbound = type(owner).__call__ if owner is fun else fun.__func__  # type: ignore[attr-defined]
-        fun, args = unbound, (owner, *args)
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_nnx_object)
-    places = [i for i, leaf in enumerate(leaves) if is_nnx_object(leaf)]
-    if not places:
-        return PureCall(
-            lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda state: None
-        )
-    objects = tuple(leaves[place] for place in places)
-    graphdef, before = nnx.split(objects)
-
-    def pure(state: Any, *others: Any) -> tuple[Any, Any]:
-        filled, copies = list(others), nnx.merge(graphdef, state, copy=True)
-        for place, copy in zip(places, copies, strict=True):
-            filled[place] = copy
-        args, kwargs = jax.tree.unflatten(structure, filled)
-        result = fun(*args, **kwargs)
-        after, state = nnx.split(copies)
-        if after != graphdef:
-            raise ValueError(
-                f"{getattr(fun, '__qualname__', fun)} changes the structure of an nnx module: its "
-                "submodules, or an attribute that is no array, such as a mode. Only arrays are "
-                "carried out of autocast: make the change outside, as in model.train()"
-            )
-        return result, state
-
-    others = [None if i in places else leaf for i, leaf in enumerate(leaves)]
-    return PureCall(pure, (before, *others), lambda after: _write_changes(objects, before, after))
-
-
-def _write_changes(objects: tuple[Any, ...], before: Any, after: Any) -> None:
-    """Writes what differs; the rest may belong to an outer trace, where it can only be read."""
-    nnx = _loaded("flax.nnx")
-    held = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
-    changed = [
-        (path, variable)
-        for path, variable in nnx.to_flat_state(after)
-        if path not in held or held[path] is not variable.get_raw_value()
-    ]
-    nnx.update(objects, nnx.from_flat_state(changed))

@@ -1,4 +1,4 @@
-"""Walks over pytrees: leaves by the path that names them, nodes by their type."""
+"""Trees: walks, casts, and choices between two of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,58 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
+DTYPE_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+CASTABLE = tuple(jnp.dtype(name) for name in DTYPE_NAMES.values())
 Node = TypeVar("Node")
+
+
+def cast_floating(tree: Any, dtype: DTypeLike) -> Any:
+    """Casts the float16, bfloat16 and float32 leaves of `tree` to `dtype`; the rest stays.
+
+    Args:
+      tree: any pytree.
+      dtype: float16, bfloat16 or float32.
+
+    Returns:
+      A tree of the same structure and shapes.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tree = {"w": jnp.ones(2), "ids": jnp.arange(2)}
+      >>> {name: x.dtype.name for name, x in ampx.cast_floating(tree, jnp.bfloat16).items()}
+      {'ids': 'int32', 'w': 'bfloat16'}
+    """
+    return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree)
+
+
+def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
+    """The leaf in `dtype` if it is floating and can be cast, else as it is."""
+    if getattr(leaf, "dtype", None) not in CASTABLE or leaf.dtype == dtype:
+        return leaf
+    return leaf.astype(dtype)
+
+
+def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:
+    """The dtype that holds both, whatever the promotion mode of the caller."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(first, second)
+
+
+def castable_dtype(dtype: DTypeLike, field: str) -> np.dtype:
+    """The dtype that a name stands for, if casts handle it; `field` is for the error message."""
+    try:
+        resolved = jnp.dtype(DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        resolved = None
+    if resolved not in CASTABLE:
+        raise ValueError(
+            f"{field} must be float16, bfloat16 or float32 (or f16, bf16, f32), got {dtype!r}"
+        )
+    return resolved
 
 
 def path_name(path: Any) -> str:
@@ -37,3 +87,77 @@ def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:
         return isinstance(node, kind)
 
     return [node for node in jax.tree.leaves(tree, is_leaf=is_kind) if isinstance(node, kind)]
+
+
+def has_mark(tree: Any, mark: str) -> bool:
+    """Whether the class of a node of a tree, leaves included, sets the attribute `mark` to True."""
+
+    def is_marked(node: Any) -> bool:
+        return getattr(type(node), mark, False) is True
+
+    return any(map(is_marked, jax.tree.leaves(tree, is_leaf=is_marked)))
+
+
+def is_float0(leaf: Any) -> bool:
+    """Whether a leaf is the empty gradient that JAX gives integer parameters."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether a leaf holds real or complex floating numbers."""
+    return not is_float0(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """`tree` as arrays in the dtypes of `like`."""
+
+    def cast(leaf: Any, like_leaf: Any) -> Any:
+        leaf, dtype = jnp.asarray(leaf), jnp.asarray(like_leaf).dtype
+        return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+    return jax.tree.map(cast, tree, like)
+
+
+def hold(skip: jax.Array, new: Any, old: Any) -> Any:
+    """`old` where `skip`, else `new`, leaf by leaf, in the dtypes of `old`."""
+
+    def choose(new_leaf: Any, old_leaf: Any) -> Any:
+        return new_leaf if is_float0(new_leaf) else jnp.where(skip, old_leaf, new_leaf)
+
+    return jax.tree.map(choose, cast_like(new, old), old)
+
+
+def null_updates(tree: Any) -> Any:
+    """Updates in the shapes and dtypes of `tree` that change nothing when they are added.
+
+    Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
+    """
+
+    def null(leaf: Any) -> Any:
+        if is_float0(leaf):
+            return leaf
+        return jnp.full(leaf.shape, -0.0 if is_floating(leaf) else 0, leaf.dtype)
+
+    return jax.tree.map(null, tree)
+
+
+def finite_before(new: Any, old: Any) -> Any:
+    """`new`, with zeros where `old` was non-finite already: some optimizers start from infinity."""
+
+    def choose(new_leaf: Any, old_leaf: Any) -> Any:
+        if not is_floating(new_leaf):
+            return new_leaf
+        return jnp.where(jnp.isfinite(old_leaf), new_leaf, jnp.zeros_like(new_leaf))
+
+    return jax.tree.map(choose, cast_like(new, old), old)
+
+
+def finite_or(new: Any, old: Any) -> Any:
+    """`new`, element by element, except where a finite number of `old` would turn non-finite."""
+
+    def choose(new_leaf: Any, old_leaf: Any) -> Any:
+        if not is_floating(new_leaf):
+            return new_leaf
+        return jnp.where(jnp.isfinite(new_leaf) | ~jnp.isfinite(old_leaf), new_leaf, old_leaf)
+
+    return jax.tree.map(choose, cast_like(new, old), old)

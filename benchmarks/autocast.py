@@ -14,7 +14,7 @@ import optax
 from jax.extend import core
 
 import ampx
-from ampx import jaxprs
+from ampx.jaxprs import reading
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 from benchmarks.zoo import Loss, Model, transformer
 from benchmarks.zoo_flax import models, perceptron
@@ -71,7 +71,7 @@ def relative_errors(result: tuple, exact: tuple) -> tuple[float, float]:
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation, those of bodies too."""
-    for eqn in jaxprs.open_jaxpr(jaxpr).eqns:
+    for eqn in reading.open_jaxpr(jaxpr).eqns:
         yield eqn
         for body in core.jaxprs_in_params(eqn.params):
             yield from equations(body)
@@ -79,7 +79,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def products_by_dtype(fun: Callable[..., Any], *args: Any) -> Counter:
     """How many matrix products and convolutions a function has, by their widest operand."""
-    jaxpr, _ = jaxprs.trace(fun, *args)
+    jaxpr, _ = reading.trace(fun, *args)
     return Counter(
         max((atom.aval.dtype for atom in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
         for eqn in equations(jaxpr)
@@ -96,8 +96,8 @@ def residual_bytes(loss: Loss, params: Any, state: Any, batch: Any) -> int:
     def pullback(params: Any, state: Any, batch: Any) -> Any:
         return jax.vjp(lambda p: loss(p, state, batch)[0], params)[1]
 
-    jaxpr = jaxprs.open_jaxpr(jaxprs.trace(pullback, params, state, batch)[0])
-    kept = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
+    jaxpr = reading.open_jaxpr(reading.trace(pullback, params, state, batch)[0])
+    kept = {atom for atom in jaxpr.outvars if not reading.is_literal(atom)}
     kept -= {*jaxpr.invars, *jaxpr.constvars}
     return sum(atom.aval.size * atom.aval.dtype.itemsize for atom in kept)
 

@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 import ampx
-from ampx.overlap import check_overlap
+from ampx.diagnostics.overlap import check_overlap
 from benchmarks.distributed_steps import (
     AXIS,
     SPLIT,

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import ampx
-from ampx.clipping import clipped
+from ampx.updates.clipping import clipped
 from benchmarks.flat import flat_tail
 from benchmarks.fused_traffic import FLOORS, by_apply, by_update, traffic_table
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ampx import jaxprs
 from ampx.autocasting import operations
 from ampx.autocasting.decisions import Decision, Plan, Settings
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK
 from ampx.autocasting.rules import Surroundings
-from ampx.autocasting.values import (
-    AS_TRACED,
-    COMPUTED,
-    IN_HALF,
-    Demand,
-    Value,
-    Vote,
-    is_float32,
-)
+from ampx.autocasting.values import AS_TRACED, COMPUTED, IN_HALF, Demand, Value, Vote, is_float32
+from ampx.jaxprs import reading, source_info
+from ampx.jaxprs.reading import Jaxpr
 
 
 class PlansJaxprs(Protocol):
@@ -28,7 +21,7 @@ class PlansJaxprs(Protocol):
 
     def plan(
         self,
-        jaxpr: jaxprs.Jaxpr,
+        jaxpr: Jaxpr,
         inputs: Sequence[Value],
         demands: Sequence[Demand],
         around: Surroundings = ...,
@@ -46,7 +39,7 @@ def decide(
 ) -> Decision:
     """What becomes of an equation with bodies that autocast rewrites."""
     name = eqn.primitive.name
-    mark = jaxprs.call_name(eqn)
+    mark = reading.call_name(eqn)
     if mark == NATIVE_MARK:
         return operations.opaque(eqn, "left as written")
     if mark == RELABEL_MARK and is_relabelling(eqn):
@@ -68,7 +61,7 @@ def asks(eqn: Any, decision: Decision) -> Sequence[Demand]:
     """What an equation with bodies asks of its operands."""
     name = eqn.primitive.name
     if name == "scan":
-        consts, carry = jaxprs.scan_sizes(eqn)
+        consts, carry = reading.scan_sizes(eqn)
         (body,) = decision.bodies
         asked = list(body.input_demands)
         asked[consts : consts + carry] = [Demand.FLOAT32] * carry
@@ -76,7 +69,7 @@ def asks(eqn: Any, decision: Decision) -> Sequence[Demand]:
         return _touching_float32(eqn.invars, asked)
     if name == "while":
         condition, body = decision.bodies
-        of_condition, of_body = jaxprs.while_sizes(eqn)
+        of_condition, of_body = reading.while_sizes(eqn)
         carry = len(eqn.invars) - of_condition - of_body
         asked = [
             *condition.input_demands[:of_condition],
@@ -107,10 +100,10 @@ def _as_are(eqn: Any, values: Sequence[Value]) -> tuple[bool | None, ...]:
     )
 
 
-def _inside(planner: PlansJaxprs, around: Surroundings, body: jaxprs.Jaxpr) -> Surroundings:
+def _inside(planner: PlansJaxprs, around: Surroundings, body: Jaxpr) -> Surroundings:
     if not planner.settings.rules.entries:
         return around
-    return around._replace(function=jaxprs.function_of(body))
+    return around._replace(function=source_info.function_of(body))
 
 
 def _precision_of(*bodies: Plan) -> str:
@@ -125,7 +118,7 @@ def _call(
     around: Surroundings,
     rule: str,
 ) -> Decision:
-    (body,) = jaxprs.bodies_of(eqn)
+    (body,) = reading.bodies_of(eqn)
     plan = planner.plan(body, values, wanted, _inside(planner, around, body))
     return Decision(_precision_of(plan), rule, _as_are(eqn, values), plan.outputs, (plan,))
 
@@ -155,7 +148,7 @@ def _promote(
     inputs = tuple(
         (IN_HALF if half else COMPUTED) if is_float32(atom) else AS_TRACED for atom in eqn.invars
     )
-    (body,) = jaxprs.bodies_of(eqn)
+    (body,) = reading.bodies_of(eqn)
     plan = planner.plan(body, inputs, wanted, around._replace(forced="widest"))
     operands = tuple(half if is_float32(atom) else None for atom in eqn.invars)
     return Decision(_precision_of(plan), "promote_function", operands, plan.outputs, (plan,))
@@ -164,8 +157,8 @@ def _promote(
 def _scan(
     planner: PlansJaxprs, eqn: Any, values: tuple[Value, ...], around: Surroundings
 ) -> Decision:
-    consts, carry = jaxprs.scan_sizes(eqn)
-    (body,) = jaxprs.bodies_of(eqn)
+    consts, carry = reading.scan_sizes(eqn)
+    (body,) = reading.bodies_of(eqn)
     demands = _carry_demands(carry) + [Demand.KEEP] * (len(eqn.outvars) - carry)
     inputs = [*map(_widened, values[:consts]), *values[consts:]]
     inputs[consts : consts + carry] = _carried(eqn.invars[consts : consts + carry])
@@ -201,10 +194,10 @@ def _carry_demands(number: int) -> list[Demand]:
 def _while(
     planner: PlansJaxprs, eqn: Any, values: tuple[Value, ...], around: Surroundings
 ) -> Decision:
-    of_condition, of_body = jaxprs.while_sizes(eqn)
+    of_condition, of_body = reading.while_sizes(eqn)
     consts = of_condition + of_body
     carried = _carried(eqn.invars[consts:])
-    condition_jaxpr, body_jaxpr = jaxprs.bodies_of(eqn)
+    condition_jaxpr, body_jaxpr = reading.bodies_of(eqn)
     condition = planner.plan(
         condition_jaxpr,
         [*values[:of_condition], *carried],
@@ -230,7 +223,7 @@ def _cond(
     wanted: tuple[Demand, ...],
     around: Surroundings,
 ) -> Decision:
-    branches = jaxprs.bodies_of(eqn)
+    branches = reading.bodies_of(eqn)
 
     def planned(demands: Sequence[Demand]) -> list[Plan]:
         return [

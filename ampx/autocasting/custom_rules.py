@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx import jaxprs
 from ampx.autocasting.marks import tracing_for
 from ampx.autocasting.values import Demand
+from ampx.jaxprs import building, reading
+from ampx.jaxprs.reading import Jaxpr
 
 
 class Transforms(Protocol):
@@ -30,9 +31,9 @@ class Transforms(Protocol):
         """Traces `fun` at `avals`, and runs it as planned on operands in their actual dtypes."""
 
 
-def transformed(eqn: Any, parent: Any, body: jaxprs.Jaxpr, rewriter: Transforms) -> Any:
+def transformed(eqn: Any, parent: Any, body: Jaxpr, rewriter: Transforms) -> Any:
     """The function of a custom_jvp or custom_vjp equation with its body and its rule autocast."""
-    original = jaxprs.as_function(eqn, parent)
+    original = building.as_function(eqn, parent)
     avals = [atom.aval for atom in eqn.invars]
     out_avals = [out.aval for out in eqn.outvars]
     if eqn.primitive.name == "custom_jvp_call":
@@ -56,7 +57,7 @@ def _no_tangent(shape: Any) -> np.ndarray:
 
 
 def _places(avals: Sequence[Any]) -> list[int]:
-    return [i for i, aval in enumerate(avals) if jaxprs.is_differentiable(aval)]
+    return [i for i, aval in enumerate(avals) if reading.is_differentiable(aval)]
 
 
 def _filled(places: Sequence[int], values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -70,14 +71,14 @@ def _with_jvp(
     original: Callable[..., Any],
     avals: Sequence[Any],
     out_avals: Sequence[Any],
-    body: jaxprs.Jaxpr,
+    body: Jaxpr,
     rewriter: Transforms,
 ) -> Callable[..., Any]:
     moving, moved = _places(avals), _places(out_avals)
 
     @jax.custom_jvp
     def run(*operands: Any) -> Any:
-        return tuple(jaxprs.evaluate(body, *operands))
+        return tuple(reading.evaluate(body, *operands))
 
     def jvp(operands: Any, tangents: Any) -> Any:
         given = [i for i in moving if not _is_zero(tangents[i])]
@@ -111,7 +112,7 @@ def _with_vjp(
     original: Callable[..., Any],
     avals: Sequence[Any],
     out_avals: Sequence[Any],
-    body: jaxprs.Jaxpr,
+    body: Jaxpr,
     rewriter: Transforms,
     num_consts: int,
 ) -> Callable[..., Any]:
@@ -120,7 +121,7 @@ def _with_vjp(
 
     @jax.custom_vjp
     def run(*operands: Any) -> Any:
-        return tuple(jaxprs.evaluate(body, *operands))
+        return tuple(reading.evaluate(body, *operands))
 
     def forward(*primals: Any) -> Any:
         if any(primals[i].perturbed for i in _places(avals) if i < num_consts):

@@ -8,17 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
+from ampx.jaxprs import pure_calls
+from ampx.jaxprs.pure_calls import is_array, split_arrays
 
 # Names of jitted regions: grad, vmap, scan and remat all keep them.
 NATIVE_MARK = "ampx_as_written"
 RELABEL_MARK = "ampx_half_under_the_name_of_float32"
 PROMOTE_MARK = "ampx_widest"
-
 # The dtype of the autocast that traces now. Part of jit's cache key, so that what was traced under
 # one autocast is never reused under another or outside.
 _tracing_for = jax.make_user_context(None)
@@ -42,7 +42,7 @@ def as_written(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _marked(mark: str, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls `fun` as a jitted region of this name, which the rewriter opens again."""
-    call = flax_modules.pure_call(fun, args, kwargs)
+    call = pure_calls.pure_call(fun, args, kwargs)
     arrays, merge = split_arrays(call.operands)
     merge_results: Callable[[Any], Any] = lambda results: results  # noqa: E731
 
@@ -56,29 +56,6 @@ def _marked(mark: str, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     result, state = merge_results(results)
     call.write_back(state)
     return result
-
-
-def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """The arrays among the leaves of `tree`, and a function that puts others in their places."""
-    leaves, structure = jax.tree.flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-    def merge(arrays: Any) -> Any:
-        merged = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            merged[place] = array
-        return jax.tree.unflatten(structure, merged)
-
-    return [leaves[place] for place in places], merge
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array that JAX takes. Numbers of Python and NumPy stay themselves."""
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind not in "OSU"
-    if isinstance(leaf, type | np.generic):
-        return False
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
 def _cast(tree: Any, dtype: Any, only: Any = None) -> Any:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx import jaxprs
 from ampx.autocasting import tables
 from ampx.autocasting.decisions import Decision
 from ampx.autocasting.values import (
@@ -27,6 +26,7 @@ from ampx.autocasting.values import (
     serves_every_example,
     span_of,
 )
+from ampx.jaxprs import building, reading
 
 OUT_OF_RANGE = "a constant leaves the range of half"
 
@@ -134,7 +134,7 @@ def _asked_for_half(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -
 
 
 def _unknown_in_half(eqn: Any, rule: str, half: Any) -> Decision:
-    made = jaxprs.output_dtypes(eqn, [half if is_float32(a) else None for a in eqn.invars])
+    made = building.output_dtypes(eqn, [half if is_float32(a) else None for a in eqn.invars])
     outputs = []
     for out, dtype in zip(eqn.outvars, made, strict=True):
         if dtype not in (half, out.aval.dtype):
@@ -186,7 +186,7 @@ def _objection(name: str, atom: Any, constant: Value, half: Any) -> str | None:
         number = constant.constant
         exact = number is not None and float(np.asarray(number, half)) == number
         return None if exact else ""
-    fill = not jaxprs.is_literal(atom) and constant.constant == 0
+    fill = not reading.is_literal(atom) and constant.constant == 0
     if fill and atom.aval.ndim and name in tables.ACCUMULATING:
         return "summed into zeros"
     if name in tables.SPREADING and constant.span is None:

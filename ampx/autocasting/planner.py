@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ampx import jaxprs
 from ampx.autocasting import calls, operations, tables
 from ampx.autocasting.decisions import Decision, Plan, Settings
 from ampx.autocasting.rules import NOWHERE, Surroundings
@@ -26,6 +25,8 @@ from ampx.autocasting.values import (
     pinned,
     result,
 )
+from ampx.jaxprs import reading, source_info
+from ampx.jaxprs.reading import Jaxpr
 
 CLOSED_BOOK = "unknown function inside, left as traced"
 
@@ -38,7 +39,7 @@ class _Knowledge:
         self.of_variable.update((var, constant_value(var.aval)) for var in jaxpr.constvars)
 
     def __getitem__(self, atom: Any) -> Value:
-        return literal_value(atom) if jaxprs.is_literal(atom) else self.of_variable[atom]
+        return literal_value(atom) if reading.is_literal(atom) else self.of_variable[atom]
 
 
 class Planner:
@@ -50,7 +51,7 @@ class Planner:
 
     def plan(
         self,
-        jaxpr: jaxprs.Jaxpr,
+        jaxpr: Jaxpr,
         inputs: Sequence[Value],
         demands: Sequence[Demand],
         around: Surroundings = NOWHERE,
@@ -59,7 +60,7 @@ class Planner:
         plans = self._plans.setdefault(jaxpr, {})
         key = (tuple(inputs), tuple(demands), around)
         if key not in plans:
-            plans[key] = self._plan(jaxprs.open_jaxpr(jaxpr), *key)
+            plans[key] = self._plan(reading.open_jaxpr(jaxpr), *key)
         return plans[key]
 
     def _plan(
@@ -147,8 +148,8 @@ class Planner:
             return default, name, around
         index = rules.match(eqn, around)
         if default == "recurse":
-            call = jaxprs.call_name(eqn)
-            scopes = (*around.scopes, *jaxprs.scope_of(eqn), *((call,) if call else ()))
+            call = reading.call_name(eqn)
+            scopes = (*around.scopes, *source_info.scope_of(eqn), *((call,) if call else ()))
             inside = Surroundings(scopes, None, index)
         if index < 0:
             return default, name, inside
@@ -157,7 +158,7 @@ class Planner:
         if default == "opaque" and not by_name and entry.precision != "banned":
             return default, name, inside
         if default == "opaque" and entry.precision != "banned":
-            if jaxprs.has_bodies(eqn) or name in tables.DEFAULTS:
+            if reading.has_bodies(eqn) or name in tables.DEFAULTS:
                 if entry.precision != "float32":
                     raise ValueError(
                         f"{name} cannot be retraced in another dtype, so a rule cannot make it "
@@ -168,7 +169,7 @@ class Planner:
 
 def _is_closed_book(eqn: Any) -> bool:
     name = eqn.primitive.name
-    unknown = name not in tables.DEFAULTS and jaxprs.has_bodies(eqn)
+    unknown = name not in tables.DEFAULTS and reading.has_bodies(eqn)
     known = name in tables.CLOSED_BOOKS and any(map(is_float32, eqn.outvars))
     return (unknown or known) and any(map(is_float32, eqn.invars))
 
@@ -178,7 +179,7 @@ def _warn_of_closed_books(jaxpr: Any, decisions: Sequence[Decision]) -> None:
         if decision.rule == CLOSED_BOOK:
             warnings.warn(
                 f"autocast cannot rewrite the function inside {eqn.primitive.name} "
-                f"({jaxprs.line_of(eqn)}) and runs it in float32: wrap the call in "
+                f"({source_info.line_of(eqn)}) and runs it in float32: wrap the call in "
                 "ampx.half_function to run it in half, or in ampx.float_function to say that "
                 "float32 is meant",
                 stacklevel=2,
@@ -198,7 +199,7 @@ def _backward(
 
     def ask(atom: Any, demand: Demand) -> None:
         demand = _ASKED_BY_A_PIN.get(demand, demand)
-        if not jaxprs.is_literal(atom) and demand is not Demand.NONE:
+        if not reading.is_literal(atom) and demand is not Demand.NONE:
             readers[atom] = joined(readers.get(atom, Demand.NONE), demand)
 
     for atom, demand in zip(jaxpr.outvars, demands, strict=True):

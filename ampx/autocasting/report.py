@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ampx import flax_modules, jaxprs
 from ampx.autocasting.decisions import Decision, Plan
 from ampx.autocasting.planner import CLOSED_BOOK
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.tables import DEFAULTS, HALF_BY_DEFAULT
 from ampx.autocasting.transform import CustomVjp, Output, settings_of, traced
 from ampx.autocasting.values import AS_TRACED, is_float32
+from ampx.jaxprs import pure_calls, reading, source_info
+from ampx.jaxprs.reading import Jaxpr
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
@@ -175,7 +176,7 @@ def explain(
 
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        call = traced(flax_modules.pure_call(fun, args, kwargs), settings, output)
+        call = traced(pure_calls.pure_call(fun, args, kwargs), settings, output)
         half = np.dtype(settings.half_dtype)
         rows = tuple(_rows(call.jaxpr, call.plan, half, ()))
         deciding = {row.rule for row in rows}
@@ -186,13 +187,13 @@ def explain(
 
 
 def _rows(
-    jaxpr: jaxprs.Jaxpr, plan: Plan, half: Any, inside: tuple[str, ...]
+    jaxpr: Jaxpr, plan: Plan, half: Any, inside: tuple[str, ...]
 ) -> Iterator[ExplainedEquation]:
-    opened = jaxprs.open_jaxpr(jaxpr)
+    opened = reading.open_jaxpr(jaxpr)
     known = dict(zip(opened.invars, plan.inputs, strict=True))
 
     def dtypes(atom: Any, target: bool | None) -> tuple[str, str]:
-        value = AS_TRACED if jaxprs.is_literal(atom) else known.get(atom, AS_TRACED)
+        value = AS_TRACED if reading.is_literal(atom) else known.get(atom, AS_TRACED)
         return _before_and_after(atom, value.half if target is None else target, half)
 
     for eqn, decision in zip(opened.eqns, plan.decisions, strict=True):
@@ -204,11 +205,11 @@ def _rows(
             _reason(name, decision),
             tuple(map(dtypes, eqn.invars, decision.operands)),
             tuple(dtypes(out, None) for out in eqn.outvars),
-            jaxprs.line_of(eqn),
+            source_info.line_of(eqn),
         )
         if not decision.bodies:
             continue
-        call = jaxprs.call_name(eqn)
+        call = reading.call_name(eqn)
         around = (*inside, f"{name}:{call}" if call else name)
-        for body, body_plan in zip(jaxprs.bodies_of(eqn), decision.bodies, strict=True):
+        for body, body_plan in zip(reading.bodies_of(eqn), decision.bodies, strict=True):
             yield from _rows(body, body_plan, half, around)

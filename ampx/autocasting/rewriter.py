@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ampx import jaxprs
 from ampx.autocasting import custom_rules, tables
 from ampx.autocasting.decisions import Decision, Plan, Settings
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK
@@ -28,6 +27,8 @@ from ampx.autocasting.values import (
     same_shape,
     saturated,
 )
+from ampx.jaxprs import building, reading
+from ampx.jaxprs.reading import Jaxpr
 
 
 class Rewriter:
@@ -40,7 +41,7 @@ class Rewriter:
         self.settings = settings
         self.planner = Planner(settings)
 
-    def rewritten(self, jaxpr: jaxprs.Jaxpr, plan: Plan) -> jaxprs.Jaxpr:
+    def rewritten(self, jaxpr: Jaxpr, plan: Plan) -> Jaxpr:
         """The jaxpr as planned."""
         if plan.changes_nothing:
             return jaxpr
@@ -56,33 +57,33 @@ class Rewriter:
         demands: Callable[[Sequence[Any]], Sequence[Demand]],
     ) -> list[Any]:
         """Traces `fun` at `avals`, and runs it as planned on operands in their actual dtypes."""
-        jaxpr, _ = jaxprs.trace(fun, *avals)
+        jaxpr, _ = reading.trace(fun, *avals)
         known = [
             IN_HALF if operand.dtype != aval.dtype else input_value(aval)
             for aval, operand in zip(avals, operands, strict=True)
         ]
-        plan = self.planner.plan(jaxpr, known, demands(jaxprs.open_jaxpr(jaxpr).outvars))
-        return jaxprs.evaluate(self.rewritten(jaxpr, plan), *operands)
+        plan = self.planner.plan(jaxpr, known, demands(reading.open_jaxpr(jaxpr).outvars))
+        return reading.evaluate(self.rewritten(jaxpr, plan), *operands)
 
 
 class _Rewriting:
-    def __init__(self, rewriter: Rewriter, jaxpr: jaxprs.Jaxpr, plan: Plan) -> None:
+    def __init__(self, rewriter: Rewriter, jaxpr: Jaxpr, plan: Plan) -> None:
         self.rewriter = rewriter
         self.half = np.dtype(rewriter.settings.half_dtype)
         self.jaxpr = jaxpr
-        self.opened = jaxprs.open_jaxpr(jaxpr)
+        self.opened = reading.open_jaxpr(jaxpr)
         self.plan = plan
         self.eqns: list[Any] = []
         self.atoms: dict[Any, Any] = {}
         self.values: dict[Any, Value] = {}
         self.widened: dict[Any, Any] = {}
 
-    def result(self) -> jaxprs.Jaxpr:
+    def result(self) -> Jaxpr:
         for var in self.opened.constvars:
             self._define(var, var, constant_value(var.aval))
         invars = []
         for var, value in zip(self.opened.invars, self.plan.inputs, strict=True):
-            new = jaxprs.variable(actual_aval(var.aval, value, self.half)) if value.half else var
+            new = reading.variable(actual_aval(var.aval, value, self.half)) if value.half else var
             self._define(var, new, value)
             invars.append(new)
         for eqn, decision in zip(self.opened.eqns, self.plan.decisions, strict=True):
@@ -91,7 +92,7 @@ class _Rewriting:
             self._as(atom, self.plan.outputs[i].half if is_float32(atom) else None, self._last())
             for i, atom in enumerate(self.opened.outvars)
         ]
-        return jaxprs.rebuilt(self.jaxpr, invars, outvars, self.eqns)
+        return building.rebuilt(self.jaxpr, invars, outvars, self.eqns)
 
     def _last(self) -> Any:
         return self.opened.eqns[-1] if self.opened.eqns else None
@@ -113,11 +114,11 @@ class _Rewriting:
             if not all(body.changes_nothing for body in decision.bodies):
                 self._splice(eqn, decision, operands)
                 return
-        if jaxprs.call_name(eqn) in (NATIVE_MARK, PROMOTE_MARK):
-            (body,) = self._rewritten_bodies(eqn, decision) or jaxprs.bodies_of(eqn)
-            if not jaxprs.has_constants(body):
+        if reading.call_name(eqn) in (NATIVE_MARK, PROMOTE_MARK):
+            (body,) = self._rewritten_bodies(eqn, decision) or reading.bodies_of(eqn)
+            if not reading.has_constants(body):
                 # Left a call, it would be compiled anew each time.
-                self._insert(eqn, decision, *jaxprs.opened_call(body, operands, eqn))
+                self._insert(eqn, decision, *building.opened_call(body, operands, eqn))
                 return
         outvars = [
             self._output(out, value)
@@ -129,12 +130,12 @@ class _Rewriting:
 
     def _is_alias(self, eqn: Any, decision: Decision) -> bool:
         """Whether an equation only renames a value that already has the dtype it converts to."""
-        if jaxprs.call_name(eqn) == RELABEL_MARK and not decision.bodies:
+        if reading.call_name(eqn) == RELABEL_MARK and not decision.bodies:
             return True
         if eqn.primitive.name != "convert_element_type":
             return False
         (source,), (out,) = eqn.invars, eqn.outvars
-        if jaxprs.is_literal(source) or not self.values[source].half:
+        if reading.is_literal(source) or not self.values[source].half:
             return False
         wanted = actual_dtype(out.aval, decision.outputs[0], self.half)
         return wanted == self.half
@@ -142,58 +143,58 @@ class _Rewriting:
     def _output(self, out: Any, value: Value) -> Any:
         if not value.half:
             new = out
-        elif jaxprs.is_dropped(out):
-            new = jaxprs.dropped(actual_aval(out.aval, value, self.half))
+        elif reading.is_dropped(out):
+            new = reading.dropped(actual_aval(out.aval, value, self.half))
         else:
-            new = jaxprs.variable(actual_aval(out.aval, value, self.half))
+            new = reading.variable(actual_aval(out.aval, value, self.half))
         self._define(out, new, value)
         return new
 
     def _value(self, atom: Any) -> Value:
-        return literal_value(atom) if jaxprs.is_literal(atom) else self.values[atom]
+        return literal_value(atom) if reading.is_literal(atom) else self.values[atom]
 
     def _operand(self, eqn: Any, atom: Any, target: bool | None) -> Any:
         spreads = (
             target
             and eqn.primitive.name in (*tables.SPREADING, "max", "min")
-            and not jaxprs.is_literal(atom)
+            and not reading.is_literal(atom)
             and not same_shape(atom, eqn.outvars[0])
         )
         if not spreads:
             return self._as(atom, target, eqn)
         # Spread in float32, so that its cotangent is summed in float32.
-        self.eqns.append(jaxprs.spread(self._as(atom, False, eqn), eqn.outvars[0].aval, eqn))
+        self.eqns.append(building.spread(self._as(atom, False, eqn), eqn.outvars[0].aval, eqn))
         return self._converted(self.eqns[-1].outvars[0], eqn)
 
     def _as(self, atom: Any, target: bool | None, eqn: Any) -> Any:
         """`atom` in half (True), in float32 (False), or as it is (None)."""
-        new = atom if jaxprs.is_literal(atom) else self.atoms[atom]
+        new = atom if reading.is_literal(atom) else self.atoms[atom]
         value = self._value(atom)
         if target is None or target == value.half:
             return new
         if not target:
             # One conversion for all readers: their cotangents then meet in float32.
             if new not in self.widened:
-                self.eqns.append(jaxprs.conversion(new, np.float32, eqn))
+                self.eqns.append(building.conversion(new, np.float32, eqn))
                 self.widened[new] = self.eqns[-1].outvars[0]
             return self.widened[new]
         # One conversion for each reader: a shared one would sum their cotangents in half.
-        if jaxprs.is_literal(atom):
+        if reading.is_literal(atom):
             number = saturated(float(atom.val), self.half)
-            return jaxprs.literal(number, jaxprs.with_dtype(atom.aval, self.half))
+            return reading.literal(number, reading.with_dtype(atom.aval, self.half))
         if value.vote is Vote.NEUTRAL:
             return self._narrowed_constant(new, value, eqn)
         return self._converted(new, eqn)
 
     def _converted(self, atom: Any, eqn: Any) -> Any:
-        self.eqns.append(jaxprs.conversion(atom, self.half, eqn))
+        self.eqns.append(building.conversion(atom, self.half, eqn))
         return self.eqns[-1].outvars[0]
 
     def _narrowed_constant(self, atom: Any, value: Value, eqn: Any) -> Any:
         """A constant in half: what is finite stays finite."""
         if fits(value.span, self.half):
             return self._converted(atom, eqn)
-        eqns, (safe,) = jaxprs.spliced(_saturate(self.half), [atom], eqn)
+        eqns, (safe,) = building.spliced(_saturate(self.half), [atom], eqn)
         self.eqns.extend(eqns)
         return self._converted(safe, eqn)
 
@@ -201,7 +202,7 @@ class _Rewriting:
         if decision.bodies:
             if decision.precision == "as traced":
                 return eqn.params
-            return jaxprs.with_bodies(eqn, self._rewritten_bodies(eqn, decision))
+            return reading.with_bodies(eqn, self._rewritten_bodies(eqn, decision))
         params = eqn.params
         if decision.precision != "half" or not any(v.half for v in decision.outputs):
             return params
@@ -214,16 +215,16 @@ class _Rewriting:
             changed["update_jaxpr"] = self._combiner(params["update_jaxpr"])
         return {**params, **changed} if changed else params
 
-    def _combiner(self, jaxpr: jaxprs.Jaxpr) -> jaxprs.Jaxpr:
-        opened = jaxprs.open_jaxpr(jaxpr)
+    def _combiner(self, jaxpr: Jaxpr) -> Jaxpr:
+        opened = reading.open_jaxpr(jaxpr)
         known = [IN_HALF] * len(opened.invars)
         plan = self.rewriter.planner.plan(jaxpr, known, [Demand.PIN_HALF] * len(opened.outvars))
         return self.rewriter.rewritten(jaxpr, plan)
 
-    def _rewritten_bodies(self, eqn: Any, decision: Decision) -> list[jaxprs.Jaxpr]:
+    def _rewritten_bodies(self, eqn: Any, decision: Decision) -> list[Jaxpr]:
         if not decision.bodies:
             return []
-        pairs = zip(jaxprs.bodies_of(eqn), decision.bodies, strict=True)
+        pairs = zip(reading.bodies_of(eqn), decision.bodies, strict=True)
         return [self.rewriter.rewritten(body, plan) for body, plan in pairs]
 
     def _insert(self, eqn: Any, decision: Decision, eqns: Sequence[Any], atoms: Any) -> None:
@@ -237,13 +238,13 @@ class _Rewriting:
             # Its body is rewritten where the axes that values vary over are part of their types.
             def fun(*operands: Any) -> Any:
                 (body,) = self._rewritten_bodies(eqn, decision)
-                return tuple(jaxprs.evaluate(jaxprs.closed(body), *operands))
+                return tuple(reading.evaluate(reading.closed(body), *operands))
 
-            fun = jaxprs.shard_mapped(eqn, fun)
+            fun = building.shard_mapped(eqn, fun)
         else:
             (body,) = self._rewritten_bodies(eqn, decision)
             fun = custom_rules.transformed(eqn, self.opened, body, self.rewriter)
-        self._insert(eqn, decision, *jaxprs.spliced(fun, operands, eqn))
+        self._insert(eqn, decision, *building.spliced(fun, operands, eqn))
 
 
 def _saturate(half: Any) -> Callable[..., Any]:

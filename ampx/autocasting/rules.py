@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ampx import jaxprs
 from ampx.autocasting.tables import Precision
+from ampx.jaxprs import reading, source_info
+from ampx.jaxprs.reading import Equation
 
 
 class Surroundings(NamedTuple):
@@ -43,13 +44,15 @@ class _Entry:
     def description(self) -> str:
         return f"{self.precision}({self.label})"
 
-    def matches(self, eqn: jaxprs.Equation, around: Surroundings) -> bool:
+    def matches(self, eqn: Equation, around: Surroundings) -> bool:
         if self.predicate is not None:
             return bool(self.predicate(eqn))
         if self.name is not None:
-            if eqn.primitive.name == self.name or jaxprs.call_name(eqn) == self.name:
+            if eqn.primitive.name == self.name or reading.call_name(eqn) == self.name:
                 return True
-            return _has_run((*around.scopes, *jaxprs.scope_of(eqn)), tuple(self.name.split("/")))
+            return _has_run(
+                (*around.scopes, *source_info.scope_of(eqn)), tuple(self.name.split("/"))
+            )
         return any(code in self.codes for code in _own_frames(eqn, around.function))
 
 
@@ -61,15 +64,13 @@ def _has_run(path: tuple[str, ...], run: tuple[str, ...]) -> bool:
     return any(parts[i : i + len(run)] == run for i in range(len(parts) - len(run) + 1))
 
 
-def _own_frames(
-    eqn: jaxprs.Equation, function: tuple[str, int] | None
-) -> Iterator[tuple[str, int]]:
+def _own_frames(eqn: Equation, function: tuple[str, int] | None) -> Iterator[tuple[str, int]]:
     """The functions an equation was traced in, not further out than its own jaxpr.
 
     A jitted function is traced once and called from many places: who called it the first time says
     nothing about the others.
     """
-    for frame in jaxprs.frames_of(eqn):
+    for frame in source_info.frames_of(eqn):
         yield frame.file_name, frame.function_start_line
         if (frame.file_name, frame.function_start_line) == function:
             return
@@ -133,7 +134,7 @@ class Rules:
         """Refuses to transform a function in which a target appears."""
         return self._with("banned", targets, when)
 
-    def match(self, eqn: jaxprs.Equation, around: Surroundings) -> int:
+    def match(self, eqn: Equation, around: Surroundings) -> int:
         """The index of the last rule that covers an equation, or -1 if none does."""
         for index in range(len(self.entries) - 1, around.inherited, -1):
             if self.entries[index].matches(eqn, around):
@@ -167,7 +168,7 @@ def _entry(precision: Precision, target: Any) -> _Entry:
         if not target:
             raise ValueError("the name of a rule's target must not be empty")
         return _Entry(precision, name=target, label=repr(target))
-    if jaxprs.is_inlined(target):
+    if reading.is_inlined(target):
         raise TypeError(
             f"{_name_of(target)} is inlined by JAX, which leaves nothing to recognise it by: "
             'give the name of its primitive, such as "dot_general", or wrap the call in '

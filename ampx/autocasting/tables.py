@@ -14,9 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 Precision = Literal["half", "float32", "widest", "pass", "recurse", "opaque", "banned"]
-
 _HALF = "dot_general conv_general_dilated ragged_dot_general"
-
 # Overflow, cancel or lose their small results in half. Sums are here because half additions
 # swallow small terms; roots, powers and quotients of 1 because their range leaves float16.
 _FLOAT32 = """
@@ -30,7 +28,6 @@ _FLOAT32 = """
     hessenberg triangular_solve tridiagonal tridiagonal_solve symmetric_product
     custom_linear_solve
 """
-
 # Several operands that must agree.
 _WIDEST = """
     add add_any sub mul div rem max min atan2 clamp select_n
@@ -39,7 +36,6 @@ _WIDEST = """
     select_and_scatter select_and_scatter_add
     eq ne lt le gt ge eq_to lt_to le_to
 """
-
 # One operand that matters: the result has its dtype.
 _PASS = """
     abs neg sign floor ceil round is_finite tanh logistic erf erfc sin cos atan
@@ -56,12 +52,10 @@ _PASS = """
     sharding_constraint layout_constraint relayout reshard device_put with_memory_space_constraint
     optimization_barrier
 """
-
 _RECURSE = """
     jit pjit call closed_call core_call eval_jaxpr remat2 checkpoint scan while cond
     custom_jvp_call custom_vjp_call shard_map
 """
-
 # Bit patterns, other people's kernels, random numbers, host calls, references, complex numbers,
 # integers, tokens: what they get and give is part of their meaning.
 _OPAQUE = """
@@ -90,7 +84,6 @@ _OPAQUE = """
     reduce_scatter_start reduce_scatter_done pbroadcast_start pbroadcast_done pbroadcast_dynamic
     unreduced_psum_start unreduced_reduce_scatter_start xla_metadata_call xla_metadata_value
 """
-
 DEFAULTS: MappingProxyType[str, Precision] = MappingProxyType(
     {
         name: precision
@@ -105,36 +98,28 @@ DEFAULTS: MappingProxyType[str, Precision] = MappingProxyType(
         for name in names.split()
     }
 )
-
 HALF_BY_DEFAULT = frozenset(_HALF.split())
-
 # Libraries or bodies behind them know no half, whatever a rule says.
 WITHOUT_HALF_FORM = frozenset(
     """reduce reduce_window select_and_gather_add igamma_grad_a custom_linear_solve fft cholesky
     cholesky_update lu qr geqrf geqp3 householder_product ormqr svd eig eigh schur hessenberg
     triangular_solve tridiagonal tridiagonal_solve symmetric_product""".split()
 )
-
 # They hold functions that autocast cannot rewrite. To leave them float32 is safe, but must be said.
 CLOSED_BOOKS = frozenset(
     """call_hi_primitive call_hi_primitive_linearized jaxpr_call remat_opt xla_metadata_call
     custom_vmap_call linear_call custom_partitioning composite""".split()
 )
-
 # A smaller operand of these is spread over the other, as a bias or a scale is.
 SPREADING = frozenset(("add", "sub", "mul", "div"))
-
 # A constant array here is a place to sum into, whose dtype is the point of it.
 ACCUMULATING = frozenset(("add", "add_any", "sub", "scatter-add", "scatter-sub"))
-
 # These pick among their operands, so a constant that is too large may become the largest one.
 SELECTING = frozenset(("select_n", "max", "min", "clamp", "pad", "concatenate", "scatter"))
-
 # Each number of a result is one of an operand, but for its sign.
 PICKING = SELECTING | frozenset(
     """abs neg sort reduce_max reduce_min cummax cummin gather tile dynamic_update_slice""".split()
 )
-
 # What constants make of constants is a constant.
 FOLDED: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -153,29 +138,23 @@ FOLDED: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "log": np.log,
     }
 )
-
 # Results that are not numbers computed in the operand's precision: exact after any upcast.
 COMPARING = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"))
-
 # Move one operand without computing on it: a parameter stays one.
 MOVING = frozenset(
     """broadcast_in_dim broadcast_to reshape transpose squeeze rev slice dynamic_slice copy name
     stop_gradient split unstack convert_element_type pvary pbroadcast sharding_constraint reshard
     layout_constraint relayout device_put reduced_vary_cast vary_unreduced_cast""".split()
 )
-
 # Their transposes sum: in float32 that neither overflows nor swallows small terms.
 SUMMING_WHEN_TRANSPOSED = frozenset(("broadcast_in_dim", "broadcast_to", "tile", "gather"))
-
 # Over an axis of the operand itself, which vmap gives them, they are sums like any other.
 SUMMING_COLLECTIVES = frozenset(("psum", "psum_invariant", "unreduced_psum"))
-
 # Output i is operand i, reduced, moved or waited for.
 ONE_TO_ONE = frozenset(
     """psum psum_invariant unreduced_psum pmax pmin ppermute pbroadcast all_to_all
     optimization_barrier device_put pvary""".split()
 )
-
 # Exact, and costly in bytes on the wire: never made float32 for the sake of who reads them.
 TRANSFERS = frozenset(
     """all_gather all_gather_invariant all_gather_reduced all_to_all ragged_all_to_all ppermute

@@ -11,18 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ampx import flax_modules, jaxprs
 from ampx.autocasting.decisions import Plan, Settings
-from ampx.autocasting.marks import (
-    active_half_dtype,
-    as_written,
-    split_arrays,
-    tracing_for,
-)
+from ampx.autocasting.marks import active_half_dtype, as_written, tracing_for
 from ampx.autocasting.rewriter import Rewriter
 from ampx.autocasting.rules import DEFAULT_RULES, Rules, checked_rules
 from ampx.autocasting.values import Demand, input_value
 from ampx.checking import check_choice
+from ampx.jaxprs import pure_calls, reading
+from ampx.jaxprs.pure_calls import PureCall, split_arrays
+from ampx.jaxprs.reading import Jaxpr
 
 Output = Literal["as_is", "original"]
 CustomVjp = Literal["transform", "opaque"]
@@ -36,7 +33,7 @@ def _rewriter(settings: Settings) -> Rewriter:
 class Traced(NamedTuple):
     """A call of a function, traced and planned."""
 
-    jaxpr: jaxprs.Jaxpr
+    jaxpr: Jaxpr
     plan: Plan
     rewriter: Rewriter
     arrays: list[Any]
@@ -45,10 +42,10 @@ class Traced(NamedTuple):
     def run(self) -> Any:
         """The result and the state of nnx modules, computed as planned."""
         rewritten = self.rewriter.rewritten(self.jaxpr, self.plan)
-        return jax.tree.unflatten(self.structure, jaxprs.evaluate(rewritten, *self.arrays))
+        return jax.tree.unflatten(self.structure, reading.evaluate(rewritten, *self.arrays))
 
 
-def traced(call: flax_modules.PureCall, settings: Settings, output: Output) -> Traced:
+def traced(call: PureCall, settings: Settings, output: Output) -> Traced:
     """Traces a call in the dtypes it is given and plans its precision."""
     arrays, merge = split_arrays(call.operands)
     arrays = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arrays]
@@ -57,11 +54,11 @@ def traced(call: flax_modules.PureCall, settings: Settings, output: Output) -> T
         return call.fun(*merge(arrays))
 
     with tracing_for(settings.half_dtype):
-        jaxpr, shapes = jaxprs.trace(of_arrays, *arrays)
+        jaxpr, shapes = reading.trace(of_arrays, *arrays)
     results, state = (jax.tree.leaves(part) for part in shapes)
     of_results = Demand.KEEP if output == "as_is" else Demand.PIN_FLOAT32
     demands = [of_results] * len(results) + [Demand.PIN_FLOAT32] * len(state)
-    inputs = [input_value(var.aval) for var in jaxprs.open_jaxpr(jaxpr).invars]
+    inputs = [input_value(var.aval) for var in reading.open_jaxpr(jaxpr).invars]
     rewriter = _rewriter(settings)
     plan = rewriter.planner.plan(jaxpr, inputs, demands)
     return Traced(jaxpr, plan, rewriter, arrays, jax.tree.structure(shapes))
@@ -144,7 +141,7 @@ def autocast(
                 else as_written(fun, *args, **kwargs)
             )
 
-        call = flax_modules.pure_call(fun, args, kwargs)
+        call = pure_calls.pure_call(fun, args, kwargs)
 
         def run(*operands: Any) -> Any:
             return traced(call._replace(operands=operands), settings, output).run()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ampx import jaxprs
+from ampx.jaxprs import reading
 
 
 class Vote(enum.IntEnum):
@@ -199,4 +199,4 @@ def actual_dtype(aval: Any, value: Value, half_dtype: Any) -> Any:
 
 def actual_aval(aval: Any, value: Value, half_dtype: Any) -> Any:
     """The type a value really has."""
-    return jaxprs.with_dtype(aval, half_dtype) if value.half else aval
+    return reading.with_dtype(aval, half_dtype) if value.half else aval

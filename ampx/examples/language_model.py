@@ -11,7 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,58 +24,13 @@ import ampx
 from ampx import pipelining, plotting
 from ampx.examples import command_line, meshes, pipelined, reporting, text
 from ampx.examples.configs import OPTIMIZERS, Config
+from ampx.examples.runs import Run
 from ampx.examples.transformer import CONTEXT, make_loss, make_model
 
 EVALUATION_BATCH = 64
 # Steps given to the devices ahead of time. With virtual CPU devices, dozens of steps with
 # collectives in flight can wait for each other for ever (XLA ends the program after 40 seconds).
 AHEAD = 8
-
-
-class Run(NamedTuple):
-    """What came out of one run.
-
-    Attributes:
-      label: the run's name.
-      history: the reports of all steps as one `StepReport` of numpy arrays.
-      held_out_loss: nats per character of held-out text, computed at the run's own precision.
-      milliseconds: mean time of a step, without compilation.
-      compile_seconds: time to trace and compile the step.
-      temporary_bytes: memory of the compiled step beyond its inputs and outputs.
-      state: the last `ampx.TrainState`; whole arrays in the model's own layout, also after training
-        over a mesh.
-      devices: how many there were.
-      schedule: of the pipeline, or None.
-
-    Examples:
-      >>> from ampx.examples import language_model, text
-      >>> corpus = text.load_corpus()
-      >>> model = language_model.make_model(corpus, layers=1, width=8, heads=1)
-      >>> config = language_model.Config(precision="O2", steps=3, batch_size=2)
-      >>> run = language_model.train(config, corpus=corpus, model=model)
-      >>> run.history.loss.shape, run.skipped
-      ((3,), 0)
-    """
-
-    label: str
-    history: ampx.StepReport
-    held_out_loss: float
-    milliseconds: float
-    compile_seconds: float
-    temporary_bytes: int
-    state: ampx.TrainState
-    devices: int = 1
-    schedule: pipelining.Schedule | None = None
-
-    @property
-    def skipped(self) -> int:
-        """Steps that were undone."""
-        return int(np.sum(self.history.overflow))
-
-    @property
-    def final_scale(self) -> float:
-        """The loss scale after the last step."""
-        return float(ampx.current_loss_scale(self.state.opt_state))
 
 
 def make_step(
@@ -96,7 +51,8 @@ def make_step(
       ValueError: for settings that ampx refuses, such as a scale that is not a power of two.
 
     Examples:
-      >>> from ampx.examples.language_model import Config, make_step
+      >>> from ampx.examples.configs import Config
+      >>> from ampx.examples.language_model import make_step
       >>> print(make_step(Config(precision="O2"), lambda params, windows: 0.0).recipe.policy)
       p=f32,c=bf16,o=f32
     """

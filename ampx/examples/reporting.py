@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 import ampx
-from ampx import monitoring
+from ampx import drawing
 
 if TYPE_CHECKING:
-    from ampx.examples.language_model import Run
+    from ampx.examples.runs import Run
 
 
 def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
@@ -49,7 +49,7 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
                 f"{run.milliseconds:.1f}",
                 f"{run.temporary_bytes / 2**20:.1f}",
                 str(run.skipped),
-                monitoring.format_scale(run.final_scale),
+                drawing.format_scale(run.final_scale),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]

@@ -10,19 +10,18 @@ Examples:
   2.0 False
 """
 
-from ampx.flat_choices import per_buffer
-from ampx.flat_params import FlatParams
-from ampx.flattening import flatten
+from ampx.flat_buffers.flat_params import FlatParams
+from ampx.flat_buffers.flattening import flatten, per_buffer
 from ampx.fused.application import ApplyReport, apply
-from ampx.fused.rules_adadelta import adadelta
-from ampx.fused.rules_adagrad import adagrad
-from ampx.fused.rules_adam import adam, adamw
-from ampx.fused.rules_lamb import lamb
-from ampx.fused.rules_lion import lion
-from ampx.fused.rules_novograd import novograd
-from ampx.fused.rules_sgd import sgd
-from ampx.fused.split_params import SplitMastersState, split_masters
-from ampx.fused.stochastic_params import StochasticRoundingState, stochastic_rounding
+from ampx.fused.optimizers.adadelta import adadelta
+from ampx.fused.optimizers.adagrad import adagrad
+from ampx.fused.optimizers.adam import adam, adamw
+from ampx.fused.optimizers.lamb import lamb
+from ampx.fused.optimizers.lion import lion
+from ampx.fused.optimizers.novograd import novograd
+from ampx.fused.optimizers.sgd import sgd
+from ampx.param_storage.split_params import SplitMastersState, split_masters
+from ampx.param_storage.stochastic_params import StochasticRoundingState, stochastic_rounding
 
 __all__ = [
     "ApplyReport",

@@ -10,12 +10,12 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.checking import check_choice, check_transformation
-from ampx.fused.pallas_updates import kernel_squares, resolved
-from ampx.gradient_norms import folded, judged_norm
-from ampx.loss_scale_state import current_loss_scale, is_skipped, outermost_loss_scale
-from ampx.precision import cast_floating
-from ampx.tails import Applied, Backend, Tail, takes_tail, unwrapped
-from ampx.verdicts import Verdict
+from ampx.fused.kernels.pallas_updates import kernel_squares, resolved
+from ampx.loss_scaling.nonfinite import Verdict
+from ampx.loss_scaling.state import current_loss_scale, is_skipped, outermost_loss_scale
+from ampx.trees import cast_floating
+from ampx.updates.gradient_norms import folded, judged_norm
+from ampx.updates.tails import Applied, Backend, Tail, takes_tail, unwrapped
 
 
 class ApplyReport(NamedTuple):

@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.fused.int8_blocks import Int8Blocks
+from ampx.fused.moments.formats import loaded, stored
+from ampx.fused.moments.int8_blocks import Int8Blocks
 from ampx.fused.rules import Operations, Packed, Rule
 from ampx.fused.segments import Segments
-from ampx.fused.slot_formats import loaded, stored
-from ampx.mapped_axes import sum_over_shards
-from ampx.precision import wider_dtype
-from ampx.stored_params import overflows
-from ampx.tails import Tail, TailResult
-from ampx.verdicts import is_floating
+from ampx.mesh_axes import sum_over_shards
+from ampx.param_storage.wide_updates import overflows
+from ampx.trees import is_floating, wider_dtype
+from ampx.updates.tails import Tail, TailResult
 
 
 class Leaf(NamedTuple):

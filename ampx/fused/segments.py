@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.buckets import Bucket
-from ampx.flat_params import FlatParams, check_is_whole, is_flat
+from ampx.flat_buffers.buckets import Bucket
+from ampx.flat_buffers.flat_params import FlatParams, check_is_whole, is_flat
 
 
 class Segments(NamedTuple):

@@ -9,16 +9,56 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.flat_choices import per_buffer
+from ampx.flat_buffers.flattening import per_buffer
+from ampx.fused.kernels.pallas_updates import kernel_updates, runs_in_kernel
 from ampx.fused.leaf_updates import Leaf, compute_dtype, leaf_update, unchanged
-from ampx.fused.narrow_params import NarrowParam, as_arrays
-from ampx.fused.pallas_updates import kernel_updates, runs_in_kernel
+from ampx.fused.moments.formats import SlotDtype, converted
 from ampx.fused.rules import Advanced, Rule, packed
 from ampx.fused.segments import per_parameter, segments_of
-from ampx.fused.slot_formats import SlotDtype, converted
-from ampx.fused.states import marked, own_part
-from ampx.tails import Tail, TailResult
-from ampx.verdicts import is_float0
+from ampx.param_storage.narrow_params import NarrowParam, as_arrays
+from ampx.trees import is_float0
+from ampx.updates.tails import Tail, TailResult, TakesTail
+
+
+class FusedAdamState(optax.ScaleByAdamState, TakesTail):
+    """Adam, AdamW and LAMB: `count`, `mu`, `nu`."""
+
+
+class FusedTraceState(optax.TraceState, TakesTail):
+    """SGD with momentum: `trace`."""
+
+
+class FusedEmptyState(optax.EmptyState, TakesTail):
+    """SGD without momentum."""
+
+
+class FusedAdaDeltaState(optax.ScaleByAdaDeltaState, TakesTail):
+    """Adadelta: `e_g`, `e_x`."""
+
+
+class FusedLionState(optax.ScaleByLionState, TakesTail):
+    """Lion: `count`, `mu`."""
+
+
+class FusedRssState(optax.ScaleByRssState, TakesTail):
+    """Adagrad: `sum_of_squares`."""
+
+
+class FusedNovogradState(optax.ScaleByNovogradState, TakesTail):
+    """NovoGrad: `count`, `mu`, and `nu`, which is one number a parameter."""
+
+
+_KINDS = {
+    kind.__bases__[0]: kind
+    for kind in (
+        FusedAdamState,
+        FusedTraceState,
+        FusedAdaDeltaState,
+        FusedLionState,
+        FusedRssState,
+        FusedNovogradState,
+    )
+}
 
 
 def fused_transformation(
@@ -135,3 +175,27 @@ def _leaf_updates(
         for place, update in zip(places, updates, strict=True):
             results[place] = update
     return results
+
+
+def marked(state: Any) -> tuple[Any, ...]:
+    """The state of an optax optimizer, its own part marked."""
+    parts = tuple(_KINDS[type(part)](*part) if type(part) in _KINDS else part for part in state)
+    if any(isinstance(part, TakesTail) for part in parts):
+        return parts
+    return (FusedEmptyState(), *parts[1:])
+
+
+def own_part(state: Any) -> int:
+    """The place of the marked part.
+
+    Raises:
+      TypeError: if no part is.
+    """
+    for place, part in enumerate(state if isinstance(state, tuple) else ()):
+        if isinstance(part, TakesTail):
+            return place
+    raise TypeError(
+        f"got a state of {type(state).__name__} that no optimizer of ampx.fused has made: to go on "
+        "from a state of optax, use "
+        "jax.tree.unflatten(jax.tree.structure(tx.init(params)), jax.tree.leaves(state))"
+    )

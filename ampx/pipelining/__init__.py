@@ -7,8 +7,12 @@ Examples:
   0.20
 """
 
-from ampx.pipelining.actions import Action
-from ampx.pipelining.generators import (
+from ampx.pipelining.gradients import value_and_grad
+from ampx.pipelining.pipeline_gradients import PipelineGradients
+from ampx.pipelining.planning.balancing import balance, layer_costs
+from ampx.pipelining.planning.plans import Plan, plan
+from ampx.pipelining.schedules.actions import Action
+from ampx.pipelining.schedules.generators import (
     eager_one_f_one_b,
     forward_only,
     gpipe,
@@ -17,12 +21,8 @@ from ampx.pipelining.generators import (
     make_schedule,
     one_f_one_b,
 )
-from ampx.pipelining.gradients import value_and_grad
-from ampx.pipelining.partition import balance, layer_costs
-from ampx.pipelining.pipeline_gradients import PipelineGradients
-from ampx.pipelining.planning import Plan, plan
-from ampx.pipelining.schedules import Schedule
-from ampx.pipelining.zero_bubbles import zero_bubble, zero_bubble_v
+from ampx.pipelining.schedules.schedule import Schedule
+from ampx.pipelining.schedules.zero_bubbles import zero_bubble, zero_bubble_v
 
 __all__ = [
     "Action",

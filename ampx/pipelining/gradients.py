@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_choice
-from ampx.normalization import Normalize
-from ampx.opt_levels import Recipe, as_recipe
-from ampx.pipelining.lowering import Edge
-from ampx.pipelining.models import Model, Stash
+from ampx.data_parallel.reduction import checked_reduction
 from ampx.pipelining.pipeline_gradients import PipelineGradients
-from ampx.pipelining.schedules import Schedule
-from ampx.precision import Policy
-from ampx.reduction import checked_reduction
+from ampx.pipelining.runtime.lowering import Edge
+from ampx.pipelining.runtime.models import Model, Stash
+from ampx.pipelining.schedules.schedule import Schedule
+from ampx.precision.opt_levels import Recipe, as_recipe
+from ampx.precision.policies import Policy
 
 
 def value_and_grad(

@@ -21,19 +21,19 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from ampx import flax_modules
-from ampx.accumulation import GradResult, batch_size, rows_of_microbatches
-from ampx.normalization import normalized
-from ampx.opt_levels import Recipe
-from ampx.pipelining.assembly import assemble
-from ampx.pipelining.executor import Executor, Totals
-from ampx.pipelining.layouts import Layout, separate_layout, stacked_layout
-from ampx.pipelining.models import Model
-from ampx.pipelining.parameters import stage_parameters
-from ampx.pipelining.resharding import axes_of, is_spec, placed
-from ampx.pipelining.schedules import Schedule
-from ampx.reduction import Reduction
-from ampx.trees import path_name
-from ampx.verdicts import count_nonfinite, is_floating, varying
+from ampx.accumulation.microbatches import batch_size, rows_of_microbatches
+from ampx.accumulation.normalization import normalized
+from ampx.accumulation.results import GradResult
+from ampx.data_parallel.reduction import Reduction
+from ampx.loss_scaling.nonfinite import count_nonfinite
+from ampx.mesh_axes import axes_of, is_spec, placed, varying
+from ampx.pipelining.runtime.assembly import assemble, stage_parameters
+from ampx.pipelining.runtime.executor import Executor, Totals
+from ampx.pipelining.runtime.layouts import Layout, separate_layout, stacked_layout
+from ampx.pipelining.runtime.models import Model
+from ampx.pipelining.schedules.schedule import Schedule
+from ampx.precision.opt_levels import Recipe
+from ampx.trees import is_floating, path_name
 
 PARTS = ("first", "stages", "last", "shared")
 _NO_STATE = (

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.fused.int8_blocks import BLOCK, Int8Blocks
-from ampx.fused.rounding import element_index
-from ampx.mapped_axes import varying_over
+from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
+from ampx.mesh_axes import varying_over
+from ampx.param_storage.rounding import element_index
 
 LONGEST_TPU_ROW = 8192  # where elements share scales: there a TPU's blocks are 32 whole rows
-
 Rule = Callable[..., tuple[Sequence[Any], Sequence[jax.Array]]]
 """`rule(scalars, read, written, cell) -> (new_written, terms)`, elementwise but for `cell`.
 

@@ -20,15 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ampx.fused.int8_blocks import BLOCK
 from ampx.fused.kernels import blocks
-from ampx.mapped_axes import varying_over
+from ampx.fused.moments.int8_blocks import BLOCK
+from ampx.mesh_axes import varying_over
 
 _THREADS = 128
 _ELEMENTS = 1024  # of a thread block
 _AXIS = "ampx_blocks"
 _LEAVES = 16  # in one kernel, whose code grows with their number
-
 Leaf = tuple[jax.Array, Sequence[Any], Sequence[Any]]
 """The scalars of one leaf, the items that it reads, and those that it writes; see `blocks`."""
 

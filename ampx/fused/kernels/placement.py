@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.mapped_axes import varying_over
+from ampx.mesh_axes import varying_over
 
 
 class Shard(NamedTuple):

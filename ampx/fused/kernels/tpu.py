@@ -13,15 +13,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ampx.fused.int8_blocks import BLOCK
 from ampx.fused.kernels import blocks
+from ampx.fused.moments.int8_blocks import BLOCK
 
 _LANES = 128
 _ROWS = 32  # a multiple of the tile height of every type: 8 rows of 32 bits, 32 of 8 bits
 _SMALL = 8 * _LANES  # smaller arrays are left to XLA, which fuses them with their neighbours
 _ELEMENTS = 1 << 16  # 256 KiB of float32: twice that overflowed 16 MiB of VMEM with two sums
 _BYTES = 1 << 21  # of all blocks together, which the pipeline holds twice
-
 Leaf = tuple[jax.Array, Sequence[Any], Sequence[Any]]
 """The scalars of one leaf, the items that it reads, and those that it writes; see `blocks`."""
 

@@ -1,0 +1,1 @@
+"""Gradients of micro-batches: divided, summed, averaged, now or over several calls."""

@@ -1,0 +1,273 @@
+"""Micro-batches inside one step: split, scan, sum in float32, divide once.
+
+The gradient of a big batch is a sum over its rows, so it may be taken a slice at a time. What must
+not be lost on the way: the sums are float32 whatever the gradients are, the loss scale is applied
+inside each slice, the division is by the weight of all slices, and the slices are strided so that
+a batch that is sharded over devices stays so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from ampx import flax_modules
+from ampx.accumulation.microbatches import batch_size, pad_and_mask, split_microbatches
+from ampx.accumulation.normalization import (
+    AuxReduction,
+    Normalize,
+    loss_and_weight,
+    normalized,
+    unpacked,
+)
+from ampx.accumulation.results import GradResult
+from ampx.accumulation.sparse_rows import densify, merge_stacked, partition, read_tables
+from ampx.checking import check_choice, check_positive_int
+from ampx.flat_buffers.flat_params import as_tree, has_flat
+from ampx.mesh_axes import reduced_axes, unreduced_zeros, varying
+from ampx.precision.by_phase import by_phase
+from ampx.precision.opt_levels import Recipe, as_recipe
+from ampx.precision.policies import Policy
+from ampx.precision.precision_schedules import PrecisionSchedule
+from ampx.trees import cast_like, map_by_path, wider_dtype
+
+Remainder = Literal["error", "mask"]
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    num_microbatches: int = 1,
+    policy: Policy | Recipe | PrecisionSchedule | str | None = None,
+    normalize: Normalize = "mean",
+    has_aux: bool = False,
+    aux_reduction: Any = "mean",
+    accumulator_dtype: DTypeLike = jnp.float32,
+    axis_name: str | Sequence[str] | None = None,
+    remainder: Remainder = "error",
+    sparse_rows: Mapping[str, Callable[[Any], jax.Array]] | None = None,
+) -> Callable[..., GradResult]:
+    """`jax.value_and_grad` at a precision, with a loss scale, over micro-batches.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)`; with `key`, `loss_fn(params, batch, key)`; with a state,
+        `loss_fn(..., model_state=state)`. It returns `value`, followed in a tuple by the auxiliary
+        output if `has_aux` and by the new state if there is one. `value` is the scalar loss of its
+        rows, or for `normalize="weights"` the pair (sum of losses, sum of weights).
+        `params` may be an nnx module: `loss_fn` then gets a copy to call and change. They may be
+        `ampx.fused.FlatParams`: `loss_fn` gets the tree, and `grads` are flat.
+      num_microbatches: k; the leading axis of the batch is split by `split_microbatches`.
+      policy: the precision of the parameters inside `loss_fn`: see `Recipe.call`. The batch is not
+        cast: flax models cast their own inputs. With a `PrecisionSchedule`, `g` takes `phase=`, of
+        `ampx.precision_phase(opt_state)`.
+      normalize: `"mean"` divides the sum over micro-batches by k, `"sum"` by nothing, `"weights"`
+        by the sum of all weights, so that every token counts the same. No weight at all gives
+        zero, not NaN.
+      has_aux: whether `loss_fn` returns auxiliary output.
+      aux_reduction: how auxiliary leaves of k micro-batches become one: `"mean"` (weighted as
+        the loss is), `"sum"`, `"stack"` (new leading axis), `"concat"` (the rows of the batch in
+        their order), `"last"`; or a tree prefix of these. Over `axis_name` mean and sum reduce,
+        the others stay local.
+      accumulator_dtype: dtype of the sums, at least the dtype of the gradients.
+      axis_name: mapped axes that the batch is split over, inside `shard_map`. The weight and the
+        loss are then global, and a plain sum of `grads` over the axes is the exact gradient. Keys
+        differ between devices.
+      remainder: for a batch that k does not divide: an error, or `"mask"`: the last row is
+        repeated and `loss_fn` gets `mask=`, bool of shape (rows,), False on the repeats.
+      sparse_rows: for lookup tables: the parameter's path (names joined by "/") and a function
+        from the batch to the indices it reads. `loss_fn` then finds in that parameter's place the
+        rows already read, `table[indices]`, and the gradient is a `SparseRows`; with `axis_name`
+        it is dense, because a sum over devices would add up the indices.
+
+    Returns:
+      `g(params, batch, *, loss_scale=1.0, key=None, model_state=None) -> GradResult`. Each
+      micro-batch gets `fold_in(key, i)`; the state is threaded through them in order. For an nnx
+      module, `wrt=` takes the filter of what to differentiate, `nnx.Param` by default; the rest
+      comes back as `model_state`.
+
+    Raises:
+      TypeError: for a policy, or an auxiliary leaf, of the wrong kind.
+      ValueError: for an argument outside its choices, or a batch that cannot be split.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> def loss_fn(w, batch):
+      ...     errors = (w * batch["x"] - 1.0) ** 2
+      ...     return jnp.sum(errors * batch["mask"]), jnp.sum(batch["mask"])
+      >>> grads_of = ampx.value_and_grad(loss_fn, num_microbatches=2, normalize="weights")
+      >>> batch = {"x": jnp.array([1.0, 2.0, 3.0, 4.0]), "mask": jnp.array([1.0, 1.0, 1.0, 0.0])}
+      >>> result = grads_of(jnp.array(1.0), batch, loss_scale=8.0)
+      >>> print(result.loss, result.grads / 8.0, result.weight)
+      1.6666666 5.3333335 3.0
+    """
+    _check_arguments(num_microbatches, normalize, remainder, aux_reduction)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    tables = dict(sparse_rows or {})
+
+    def grads_at(
+        recipe: Recipe | None,
+        params: Any,
+        batch: Any,
+        *,
+        loss_scale: ArrayLike = 1.0,
+        key: jax.Array | None = None,
+        model_state: Any = None,
+        wrt: Any = None,
+    ) -> GradResult:
+        fun = functools.partial(recipe.call, loss_fn) if recipe else loss_fn
+        if flax_modules.is_nnx_module(params):
+            if model_state is not None:
+                raise ValueError("an nnx module brings its own state: leave model_state out")
+            if tables:
+                raise ValueError("sparse_rows needs a tree of parameters, not an nnx module")
+            fun, params, model_state = _as_function(fun, params, has_aux, wrt)
+        if has_flat(params):
+            if tables:
+                raise ValueError("sparse_rows needs a tree of parameters, not flat ones")
+            fun = functools.partial(_of_tree, fun)
+        scale = jnp.asarray(loss_scale, jnp.float32)
+        if scale.shape:
+            raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
+        for axis in axes:
+            key = key if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
+        # Under check_vma=True JAX sums the gradient of a replicated parameter over the devices by
+        # itself, once a micro-batch; a sum by the caller would count every device n times.
+        params = varying(params, axes)
+        has_state = model_state is not None
+
+        def scaled_loss(params: Any, microbatch: Any, mask: Any, index: Any, state: Any) -> Any:
+            args = () if key is None else (jax.random.fold_in(key, index),)
+            kwargs = {} if mask is None else {"mask": mask}
+            if has_state:
+                kwargs["model_state"] = state
+            value, aux, state = unpacked(
+                fun(params, microbatch, *args, **kwargs), has_aux, has_state
+            )
+            loss, weight = loss_and_weight(value, normalize)
+            with jax.named_scope("ampx.scale"):
+                return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
+
+        @jax.named_scope("ampx.micro_batch")
+        def one(microbatch: Any, mask: Any, index: Any, state: Any) -> tuple[Any, ...]:
+            read, collect = read_tables(params, microbatch, tables)
+            differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
+            (_, (loss, weight, aux, new_state)), grads = differentiate(
+                read, microbatch, mask, index, state
+            )
+            grads = collect(jax.tree.map(lambda g: _widen(g, accumulator_dtype), grads))
+            _check_same_structure(new_state, state)
+            return grads, cast_like(new_state, state), (loss, weight, aux)
+
+        mask = num_rows = None
+        if remainder == "mask":
+            num_rows = batch_size(batch)
+            batch, mask = pad_and_mask(batch, num_microbatches)
+        if num_microbatches == 1:
+            grads, model_state, (loss, weight, aux) = one(batch, mask, 0, model_state)
+            per_microbatch = jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, weight, aux))
+        else:
+            split = split_microbatches((batch, mask), num_microbatches)
+            grads, model_state, per_microbatch = _scan(
+                one, params, tables, split, num_microbatches, model_state, accumulator_dtype
+            )
+        if axes:
+            grads = densify(grads)
+        losses, weights, auxes = per_microbatch
+        loss, grads, weight, aux = normalized(
+            grads, losses, weights, auxes, normalize, aux_reduction, axes, num_rows
+        )
+        return GradResult(loss, grads, weight, aux, model_state)
+
+    if isinstance(policy, PrecisionSchedule):
+        return by_phase([functools.partial(grads_at, recipe) for recipe in policy.recipes])
+    return functools.partial(grads_at, as_recipe(policy))
+
+
+def _scan(
+    one: Callable[..., Any],
+    params: Any,
+    tables: Mapping[str, Any],
+    split: Any,
+    num_microbatches: int,
+    model_state: Any,
+    accumulator_dtype: DTypeLike,
+) -> tuple[Any, Any, Any]:
+    """Sums dense gradients in the carry; sparse ones, losses and auxiliaries are stacked."""
+
+    def body(carry: Any, xs: Any) -> Any:
+        sums, state = carry
+        (microbatch, mask), index = xs
+        grads, state, outputs = one(microbatch, mask, index, state)
+        dense, sparse = partition(grads)
+        sums = jax.tree.map(jnp.add, sums, dense)
+        return (sums, state), (sparse, outputs)
+
+    zeros = map_by_path(
+        params, lambda name, leaf: None if name in tables else _zeros(leaf, accumulator_dtype)
+    )
+    (sums, model_state), (sparse, outputs) = jax.lax.scan(
+        body, (zeros, model_state), (split, jnp.arange(num_microbatches))
+    )
+
+    return merge_stacked(sums, sparse), model_state, outputs
+
+
+def _widen(grad: jax.Array, accumulator_dtype: DTypeLike) -> jax.Array:
+    return grad.astype(wider_dtype(grad.dtype, accumulator_dtype))
+
+
+def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
+    """Zeros sharded, and varying over mapped axes, as the gradient of the parameter is."""
+    param = jnp.asarray(param)
+    dtype = wider_dtype(param.dtype, accumulator_dtype)
+    if reduced_axes(param):
+        return unreduced_zeros(param, dtype)
+    return jnp.zeros_like(param, dtype=dtype)
+
+
+def _as_function(
+    fun: Callable[..., Any], model: Any, has_aux: bool, wrt: Any
+) -> tuple[Callable[..., Any], Any, Any]:
+    """An nnx loss as a pure function of (parameters, ..., model_state)."""
+    graphdef, params, rest = flax_modules.split_nnx(model, wrt)
+
+    def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
+        copy = flax_modules.merge_nnx(graphdef, params, model_state)
+        value, aux, _ = unpacked(fun(copy, *args, **kwargs), has_aux, has_state=False)
+        rest = flax_modules.nnx_rest(copy, wrt)
+        return (value, aux, rest) if has_aux else (value, rest)
+
+    return pure, params, rest
+
+
+def _of_tree(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+    return fun(as_tree(params), *args, **kwargs)
+
+
+def _check_same_structure(new_state: Any, state: Any) -> None:
+    new, old = jax.tree.structure(new_state), jax.tree.structure(state)
+    if new != old:
+        raise ValueError(
+            f"loss_fn returned a model_state of structure {new}, but was given {old}: return all "
+            "of what came in, and nothing more"
+        )
+
+
+def _check_arguments(
+    num_microbatches: Any, normalize: Any, remainder: Any, aux_reduction: Any
+) -> None:
+    check_positive_int("num_microbatches", num_microbatches)
+    check_choice("normalize", normalize, get_args(Normalize))
+    check_choice("remainder", remainder, get_args(Remainder))
+    for kind in jax.tree.leaves(aux_reduction):
+        check_choice("aux_reduction", kind, get_args(AuxReduction))
+    if remainder == "mask" and normalize == "mean":
+        raise ValueError(
+            "remainder='mask' needs normalize='weights' or 'sum': a mean over micro-batches of "
+            "unequal size would weigh their rows unequally"
+        )

@@ -1,0 +1,34 @@
+"""What gradient functions return."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+
+class GradResult(NamedTuple):
+    """What `ampx.value_and_grad` returns.
+
+    Attributes:
+      loss: float32 scalar (float64 for a float64 loss), never scaled.
+      grads: like the parameters, float32, divided by the total weight, still times the loss scale.
+      weight: float32 scalar, the total weight: over micro-batches and, with `axis_name`, devices.
+      aux: auxiliary output, reduced over micro-batches; None without `has_aux`.
+      model_state: the state after the last micro-batch; None where none was given.
+      verdict: int32 of shape (2,), what `ampx.count_nonfinite` found before gradients were reduced;
+        None where they are not reduced yet.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> result = ampx.value_and_grad(lambda w, x: jnp.mean(w * x))(jnp.array(2.0), jnp.ones(4))
+      >>> float(result.loss), float(result.grads), float(result.weight)
+      (2.0, 1.0, 1.0)
+    """
+
+    loss: jax.Array
+    grads: Any
+    weight: jax.Array
+    aux: Any = None
+    model_state: Any = None
+    verdict: jax.Array | None = None

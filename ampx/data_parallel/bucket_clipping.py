@@ -1,0 +1,60 @@
+"""Clipping that needs one bucket of gradients, where a global norm needs all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx.flat_buffers.buckets import bucket_layout
+
+
+def clip_by_bucket_norm(
+    max_norm: float,
+    *,
+    bucket_bytes: int | None = None,
+    group_of: Callable[[str, Any], Hashable] | None = None,
+    order: Sequence[int] | None = None,
+) -> optax.GradientTransformation:
+    """Clips the gradients of each bucket by their own norm.
+
+    Not the same as `optax.clip_by_global_norm`: each bucket has its own factor, so the direction of
+    the whole gradient changes. But a bucket does not wait for the others, and the optimizer goes on
+    with the first while the last is being reduced. Give it the arguments of `ampx.all_reduce`.
+
+    Args:
+      max_norm: largest norm of a bucket.
+      bucket_bytes: see `ampx.bucket_layout`.
+      group_of: see `ampx.bucket_layout`.
+      order: see `ampx.bucket_layout`.
+
+    Returns:
+      An optax transformation without state.
+
+    Raises:
+      ValueError: if `max_norm` is not positive.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tx = ampx.clip_by_bucket_norm(1.0, bucket_bytes=8)
+      >>> grads = [jnp.array([3.0, 4.0]), jnp.array([0.3, 0.4])]
+      >>> print(*(g.round(3) for g in tx.update(grads, tx.init(grads))[0]))
+      [0.6 0.8] [0.3 0.4]
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}")
+
+    def update(updates: Any, params: Any = None) -> Any:
+        layout = bucket_layout(updates, bucket_bytes=bucket_bytes, group_of=group_of, order=order)
+        leaves, structure = jax.tree.flatten(updates)
+        for bucket in layout.buckets:
+            norm = optax.tree.norm([leaves[i] for i in bucket.leaves])
+            factor = jnp.where(norm > max_norm, max_norm / norm, 1)
+            for i in bucket.leaves:
+                leaves[i] = leaves[i] * factor.astype(leaves[i].dtype)
+        return jax.tree.unflatten(structure, leaves)
+
+    return optax.stateless(update)

@@ -1,0 +1,368 @@
+"""ZeRO-1: each device keeps and updates its share of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from ampx.checking import check_transformation
+from ampx.data_parallel.reduction import (
+    Op,
+    Reduction,
+    ReductionState,
+    checked_reduction,
+    reduction_state,
+)
+from ampx.data_parallel.sharded_updates import Part, own_shard, partitioned, shard_dim
+from ampx.flat_buffers.buckets import bucket_layout
+from ampx.mesh_axes import as_axes, bound_size, varying, varying_over
+from ampx.trees import find_nodes, path_name
+
+
+class Zero1State(NamedTuple):
+    """The state of `ampx.zero1`.
+
+    Attributes:
+      reduction: what the last update handed to its reduce-scatters, and to the all-reduces of
+        parameters that are not divided; see `ReductionState`. The gather of the updates, which
+        travel in their own dtype, is not in it.
+      inner_state: the state of the wrapped transformation, in the shapes that it has without
+        sharding: outside of `shard_map` whole arrays, inside this device's shards.
+      gradient_norm: float32, norm of the reduced gradients that the last update took.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> ampx.zero1(optax.adam(1e-3), "data").init(jnp.ones(4)).inner_state[0].mu.shape
+      (4,)
+    """
+
+    reduction: ReductionState
+    inner_state: Any
+    gradient_norm: jax.Array
+
+
+def zero1(
+    inner: optax.GradientTransformation,
+    axis_name: str | Sequence[str],
+    *,
+    op: Op = "mean",
+    reduce_dtype: DTypeLike = jnp.float32,
+    bucket_bytes: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Shards the state and the update of an optimizer over devices that hold the same parameters.
+
+    In the place of `ampx.all_reduce` and an optimizer: gradients are reduce-scattered, each device
+    updates its shard of every parameter with its shard of the moments, and the updates are
+    gathered, bucket by bucket. The bytes on the wire are those of an all-reduce; the state is 1/n.
+
+    `inner` may be any transformation that works element by element and by reductions: AdamW, LAMB,
+    `clip_by_global_norm`, `ampx.master_weights`, schedules. It is traced as if it saw whole arrays,
+    and its sums over a parameter go on over the devices, so that norms are those of the whole. An
+    operation that shards do not allow, such as a matrix product, is refused. Clipping belongs
+    inside: before `zero1` gradients are each device's own.
+
+    A parameter is divided along its longest axis that n divides; one without such an axis is
+    updated on every device. The state keeps the shapes that `inner` gives it, so a checkpoint does
+    not know how many devices there were. Give it its shardings with `ampx.zero1_specs`.
+
+    Args:
+      inner: an optax transformation.
+      axis_name: the mapped axes that the batch is split over.
+      op: see `ampx.all_reduce`.
+      reduce_dtype: see `ampx.all_reduce`.
+      bucket_bytes: see `ampx.bucket_layout`.
+
+    Returns:
+      An optax transformation whose state is a `Zero1State`, for use inside `shard_map`.
+
+    Raises:
+      TypeError: if `inner` is not a gradient transformation.
+      NameError: in `update`, outside of `shard_map`.
+      ValueError: in `update`, without parameters, for gradients that are reduced already, or for a
+        state that is not sharded.
+      NotImplementedError: in `update`, for an operation that shards do not allow.
+
+    References:
+      Rajbhandari et al., ZeRO, https://arxiv.org/abs/1910.02054.
+
+    Examples:
+      >>> import ampx, functools, jax, jax.numpy as jnp, optax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> tx = ampx.zero1(optax.adamw(0.1), "data")
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)
+      >>> w = jnp.ones(4)
+      >>> specs = ampx.zero1_specs(tx, w, mesh)
+      >>> def step(w, state, x):
+      ...     grads = ampx.value_and_grad(lambda w, x: jnp.mean((w * x) ** 2), axis_name="data")
+      ...     updates, state = tx.update(grads(w, x).grads, state, w)
+      ...     return w + updates, state
+      >>> step = jax.jit(
+      ...     jax.shard_map(
+      ...         step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
+      ...     )
+      ... )
+      >>> w, state = step(w, tx.init(w), jnp.ones((8, 4)))
+      >>> w.shape, bool(jnp.allclose(w, 0.9, atol=1e-4))
+      ((4,), True)
+    """
+    check_transformation("inner", inner)
+    inner = optax.with_extra_args_support(inner)
+    reduction = checked_reduction(
+        axis_name, op=op, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, tail_overlap=False
+    )
+    axes = reduction.axes
+
+    def init(params: optax.Params) -> Zero1State:
+        return Zero1State(reduction_state(()), inner.init(params), jnp.zeros((), jnp.float32))
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        overflow: jax.Array | None = None,
+        reduce_op: Op | None = None,
+        **extra_args: Any,
+    ) -> tuple[Any, Zero1State]:
+        if params is None:
+            raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
+        exchange = _Exchange(reduction.by(reduce_op), params)
+        whole_state = jax.eval_shape(inner.init, params)
+        state_dims = _state_dims(whole_state, params, exchange.count)
+        _check_state(state.inner_state, whole_state, state_dims, exchange.count)
+        grads, sent = exchange.scattered(updates)
+        held = (grads, state.inner_state, exchange.own_shards(params))
+        dims = (*exchange.dims, *state_dims, *exchange.dims)
+        whole = (_shapes(updates, dtypes_of=grads), whole_state, _shapes(params))
+
+        def inner_update(grads: Any, inner_state: Any, params: Any) -> Any:
+            return inner.update(grads, inner_state, params, **extra_args)
+
+        parts, structure = partitioned(
+            inner_update, whole, list(map(Part, jax.tree.leaves(held), dims)), axes
+        )
+        count = len(exchange.dims)
+        new_updates, new_state = (
+            [_in_layout(*pair, axes) for pair in zip(some, wanted, strict=True)]
+            for some, wanted in ((parts[:count], exchange.dims), (parts[count:], state_dims))
+        )
+        gathered = exchange.gathered(new_updates)
+        result, inner_state = jax.tree.unflatten(structure, [*gathered, *new_state])
+        return result, Zero1State(reduction_state(sent), inner_state, exchange.norm(grads))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _shapes(tree: Any, dtypes_of: Any = None) -> Any:
+    """The whole shapes of `tree`, with other dtypes perhaps."""
+    dtypes_of = tree if dtypes_of is None else dtypes_of
+    return jax.tree.map(
+        lambda leaf, like: jax.ShapeDtypeStruct(jnp.shape(leaf), like.dtype), tree, dtypes_of
+    )
+
+
+def _state_dims(state: Any, params: Any, count: int) -> list[int | None]:
+    """The axis along which each leaf of an optimizer state is divided.
+
+    That of the parameter that it belongs to: whose path ends its own, and whose shape it has.
+    """
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        shapes.setdefault(path_name(path), []).append(jnp.shape(leaf))
+
+    def dim_of(path: Any, leaf: Any) -> int | None:
+        names = [path_name(path[i:]) for i in range(len(path) + 1)]
+        own = any(jnp.shape(leaf) in shapes.get(name, ()) for name in names)
+        return shard_dim(jnp.shape(leaf), count) if own else None
+
+    return [dim_of(*item) for item in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _shard_shape(shape: Sequence[int], dim: int | None, count: int) -> tuple[int, ...]:
+    return tuple(size // count if at == dim else size for at, size in enumerate(shape))
+
+
+def _check_state(state: Any, whole: Any, dims: Sequence[int | None], count: int) -> None:
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), like, dim in zip(paths, jax.tree.leaves(whole), dims, strict=True):
+        expected = _shard_shape(like.shape, dim, count)
+        if jnp.shape(leaf) != expected:
+            raise ValueError(
+                f"the state at {path_name(path)} has shape {jnp.shape(leaf)} on this device, "
+                f"expected {expected}, 1/{count} of {like.shape}: give shard_map the specs of "
+                "ampx.zero1_specs(tx, params, mesh) for the state, in and out"
+            )
+
+
+def _in_layout(part: Part, dim: int | None, axes: tuple[str, ...]) -> Any:
+    """The value as a shard along `dim`, or whole."""
+    if part.dim == dim:
+        return part.value
+    if part.dim is not None:
+        whole = lax.all_gather(part.value, axes, axis=part.dim, tiled=True, to="invarying")
+        return own_shard(whole, dim, axes)
+    return own_shard(part.value, dim, axes)
+
+
+class _Exchange:
+    """Shards of gradients from all devices, and shards of updates to all of them."""
+
+    def __init__(self, reduction: Reduction, params: Any) -> None:
+        self.reduction = reduction
+        self.axes = reduction.axes
+        self.count = bound_size(self.axes)
+        self.structure = jax.tree.structure(params)
+        self.shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
+        self.dims = [shard_dim(shape, self.count) for shape in self.shapes]
+        self.divided = {i: dim for i, dim in enumerate(self.dims) if dim is not None}
+
+    def own_shards(self, tree: Any) -> Any:
+        """This device's shards of a tree that all devices hold."""
+        shards = map(own_shard, jax.tree.leaves(tree), self.dims, [self.axes] * len(self.dims))
+        return jax.tree.unflatten(jax.tree.structure(tree), list(shards))
+
+    def scattered(self, grads: Any) -> tuple[Any, list[int]]:
+        """This device's shards of the reduced gradients, and the bytes handed over for them.
+
+        Leaves that are not divided are there whole.
+        """
+        leaves, structure = jax.tree.flatten(self.reduction.widened(grads))
+        rows = [self._rows(leaves[i], i) for i in self.divided]
+        whole = [leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None]
+
+        sent: list[int] = []
+
+        def scatter(rows: jax.Array) -> jax.Array:
+            if self.count > 1:
+                sent.append(rows.nbytes)
+            return lax.psum_scatter(rows, self.axes)
+
+        received = self._in_buckets(rows, scatter)
+        shards = dict(zip(self.divided, received, strict=True))
+        sums, sent_whole = self.reduction.summed(whole)
+        rest = iter(sums)
+        parts = [
+            next(rest) if dim is None else self._shard(shards[i], i)
+            for i, dim in enumerate(self.dims)
+        ]
+        shards_of_tree = jax.tree.unflatten(structure, parts)
+        return self.reduction.narrowed(shards_of_tree, grads), [*sent, *sent_whole]
+
+    def gathered(self, updates: Sequence[Any]) -> list[Any]:
+        """Whole updates, from every device's shards."""
+        rows = [jnp.moveaxis(updates[i], dim, 0).reshape(-1) for i, dim in self.divided.items()]
+
+        def gather(row: jax.Array) -> jax.Array:
+            return lax.all_gather(row, self.axes, to="invarying")
+
+        whole = dict(zip(self.divided, self._in_buckets(rows, gather), strict=True))
+        return [
+            leaf if dim is None else self._whole(whole[i], i)
+            for i, (leaf, dim) in enumerate(zip(updates, self.dims, strict=True))
+        ]
+
+    def norm(self, grads: Any) -> jax.Array:
+        """The norm of whole gradients, of which `grads` are this device's shards."""
+        divided, whole = (
+            [leaf for leaf, dim in self._with_dims(grads) if (dim is None) == is_whole]
+            for is_whole in (False, True)
+        )
+        own = varying(optax.tree.norm(divided, squared=True), self.axes)
+        total = lax.psum(jnp.asarray(own, jnp.float32), self.axes) if divided else jnp.float32(0)
+        return jnp.sqrt(total + jnp.asarray(optax.tree.norm(whole, squared=True), jnp.float32))
+
+    def _with_dims(self, tree: Any) -> list[tuple[Any, int | None]]:
+        return list(zip(jax.tree.leaves(tree), self.dims, strict=True))
+
+    def _rows(self, leaf: jax.Array, place: int) -> jax.Array:
+        """A row for each device, which holds that device's shard."""
+        return jnp.moveaxis(leaf, self.divided[place], 0).reshape(self.count, -1)
+
+    def _shard(self, row: jax.Array, place: int) -> jax.Array:
+        return self._restored(row, place, self.count)
+
+    def _whole(self, rows: jax.Array, place: int) -> jax.Array:
+        return self._restored(rows, place, 1)
+
+    def _restored(self, flat: jax.Array, place: int, parts: int) -> jax.Array:
+        dim, shape = self.divided[place], list(self.shapes[place])
+        length = shape.pop(dim) // parts
+        return jnp.moveaxis(flat.reshape(length, *shape), 0, dim)
+
+    def _in_buckets(self, rows: Sequence[jax.Array], move: Any) -> list[jax.Array]:
+        """`move` of as many rows at once as a bucket holds; they lie along the last axis."""
+        layout = bucket_layout(
+            [jax.ShapeDtypeStruct(row.shape[-1:], row.dtype) for row in rows],
+            bucket_bytes=self.reduction.bucket_bytes,
+            group_of=lambda path, leaf: varying_over(rows[int(path)]),
+        )
+        moved: dict[int, jax.Array] = {}
+        for number, bucket in enumerate(layout.buckets):
+            with jax.named_scope(f"ampx.bucket_{number}"):
+                joined = move(jnp.concatenate([rows[i] for i in bucket.leaves], axis=-1))
+            places = zip(bucket.leaves, bucket.offsets, bucket.sizes, strict=True)
+            for i, offset, size in places:
+                moved[i] = lax.slice_in_dim(joined, offset, offset + size, axis=-1)
+        return [moved[i] for i in range(len(rows))]
+
+
+def zero1_specs(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Any,
+    axis_name: str | Sequence[str] = "data",
+) -> Any:
+    """The partition specs of an optimizer state that holds an `ampx.zero1`.
+
+    Args:
+      tx: the whole transformation, whatever is around `zero1` in it.
+      params: parameters, or their shapes and dtypes.
+      mesh: the mesh of the step.
+      axis_name: the axes that `zero1` was given.
+
+    Returns:
+      A tree like `tx.init(params)` of `PartitionSpec`: for the in_specs and out_specs of
+      `shard_map`, and with the mesh for the shardings of `jax.jit(tx.init, out_shardings=...)`.
+
+    Raises:
+      ValueError: if there is no `zero1` in `tx`.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp, optax
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)
+      >>> specs = ampx.zero1_specs(ampx.zero1(optax.adam(0.1), "data"), jnp.ones((4, 8)), mesh)
+      >>> tuple(specs.inner_state[0].mu), tuple(specs.inner_state[0].count)
+      ((None, 'data'), ())
+    """
+    axes = as_axes(axis_name)
+    count = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+    state = jax.eval_shape(tx.init, params)
+    if not find_nodes(state, Zero1State):
+        raise ValueError("there is no ampx.zero1 in this transformation: its state is not divided")
+
+    def specs_of(node: Any) -> Any:
+        if not isinstance(node, Zero1State):
+            return PartitionSpec()
+        dims = iter(_state_dims(node.inner_state, params, count))
+        inner = jax.tree.map(lambda leaf: _spec(next(dims), axes), node.inner_state)
+        everywhere: Any = PartitionSpec()
+        reduction = jax.tree.map(lambda _: everywhere, node.reduction)
+        return Zero1State(reduction, inner, everywhere)
+
+    return jax.tree.map(specs_of, state, is_leaf=lambda node: isinstance(node, Zero1State))
+
+
+def _spec(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
+    if dim is None:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * dim, axes[0] if len(axes) == 1 else axes)

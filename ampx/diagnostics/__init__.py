@@ -1,0 +1,1 @@
+"""Looking at a step: where it overflows, what its numbers need, what waits for what."""

@@ -1,0 +1,223 @@
+"""What the results of a jaxpr wait for: reductions over devices, followed through its equations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ampx.jaxprs import reading, source_info
+from ampx.jaxprs.reading import Equation, Jaxpr
+from ampx.jaxprs.source_info import Frame
+
+OF_VERDICTS = 2  # elements: a count of infinities and one of NaN, or a loss and a weight
+
+
+class ReductionRecord(NamedTuple):
+    """A sum, maximum or exchange over devices.
+
+    Attributes:
+      place: in program order; outputs name reductions by it.
+      primitive: name of the primitive.
+      axes: the mapped axes.
+      dtype: of what is reduced.
+      elements: of it, on one device.
+      bytes: of it, on one device.
+      source: file, line and function it was written in.
+      is_verdict: no gradient: of integers or bools, a maximum, or of at most two elements.
+    """
+
+    place: int
+    primitive: str
+    axes: tuple[Any, ...]
+    dtype: str
+    elements: int
+    bytes: int
+    source: str
+    is_verdict: bool
+
+
+class Culprit(NamedTuple):
+    """An equation that joins what came from the last reduction with what came from others.
+
+    Attributes:
+      name: the optax transformation, library function or function of yours that it belongs to.
+      place: file and line in that function.
+      primitive: name of the primitive.
+      functions: all functions around the equation, innermost first.
+    """
+
+    name: str
+    place: str
+    primitive: str
+    functions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.place}, {self.primitive})"
+
+
+class Node(NamedTuple):
+    """An equation, with calls inlined; sets of reductions are the bits of an int."""
+
+    inputs: tuple[int, ...]
+    own: int
+    waits: int
+    eqns: tuple[Equation, ...]  # innermost first
+
+
+class Flow:
+    """The equations of a jaxpr that wait for reductions; node 0 stands for all that do not."""
+
+    def __init__(self) -> None:
+        self.reductions: list[ReductionRecord] = []
+        self.nodes = [Node((), 0, 0, ())]
+
+    def through(
+        self,
+        jaxpr: Jaxpr,
+        operands: Sequence[int],
+        sizes: dict[Any, int],
+        around: tuple[Equation, ...] = (),
+    ) -> list[int]:
+        """The nodes of the outputs of a jaxpr, from those of its inputs."""
+        opened = reading.open_jaxpr(jaxpr)
+        node: dict[Any, int] = dict(zip(opened.invars, operands, strict=True))
+
+        def read(atom: Any) -> int:
+            return 0 if reading.is_literal(atom) else node.get(atom, 0)
+
+        for eqn in opened.eqns:
+            inputs, eqns = [read(atom) for atom in eqn.invars], (eqn, *around)
+            body = reading.called_body(eqn)
+            if body is not None:
+                results = self.through(body, inputs, sizes | reading.mesh_sizes(eqn), eqns)
+            elif places := self._numbered(eqn, sizes):
+                pairs = zip(inputs, places, strict=True)
+                results = [self._node((i,), 1 << place, eqns) for i, place in pairs]
+            else:
+                own = sum(1 << place for place in self._inside(eqn, sizes))
+                results = [self._node(inputs, own, eqns)] * len(eqn.outvars)
+            node.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in opened.outvars]
+
+    def _node(self, inputs: Iterable[int], own: int, eqns: tuple[Equation, ...]) -> int:
+        inputs = tuple(dict.fromkeys(i for i in inputs if i))
+        waits = own
+        for i in inputs:
+            waits |= self.nodes[i].waits
+        if not waits:
+            return 0
+        self.nodes.append(Node(inputs, own, waits, eqns))
+        return len(self.nodes) - 1
+
+    def _numbered(self, eqn: Equation, sizes: dict[Any, int]) -> list[int]:
+        """Places of the reductions that an equation is; none over axes of one device."""
+        axes = reading.reduced_axes(eqn)
+        if axes is None or all(sizes.get(axis) == 1 for axis in axes):
+            return []
+        first, name = len(self.reductions), eqn.primitive.name
+        for place, atom in enumerate(eqn.invars, first):
+            aval: Any = atom.aval
+            is_sum = name not in ("pmax", "pmin") and jnp.issubdtype(aval.dtype, jnp.inexact)
+            size, width = math.prod(aval.shape), aval.dtype.itemsize
+            self.reductions.append(
+                ReductionRecord(
+                    place=place,
+                    primitive=name,
+                    axes=axes,
+                    dtype=str(aval.dtype),
+                    elements=size,
+                    bytes=size * width,
+                    source=source_info.line_of(eqn),
+                    is_verdict=not is_sum or size <= OF_VERDICTS,
+                )
+            )
+        return list(range(first, len(self.reductions)))
+
+    def _inside(self, eqn: Equation, sizes: dict[Any, int]) -> Iterator[int]:
+        # XLA runs a loop or a branch as one instruction: it starts when all of its operands are
+        # there, and none of its results is ready before all are.
+        sizes = sizes | reading.mesh_sizes(eqn)
+        for body in reading.inner_jaxprs(eqn):
+            for inner in reading.open_jaxpr(body).eqns:
+                yield from self._numbered(inner, sizes)
+                yield from self._inside(inner, sizes)
+
+    def waits(self, node: int, among: int) -> tuple[int, ...]:
+        """Places of the reductions in the set `among` that a node waits for."""
+        return _places(self.nodes[node].waits & among)
+
+    def culprits(self, outputs: Iterable[int], gradients: int) -> tuple[Culprit, ...]:
+        """Where the last of the reductions in `gradients` first meets others, above `outputs`."""
+        last, wanted = 1 << gradients.bit_length() - 1, set(outputs)
+        for i in reversed(range(len(self.nodes))):
+            if i in wanted:
+                wanted.update(self.nodes[i].inputs)
+        below: set[int] = set()
+        found: dict[tuple[str, str], Culprit] = {}
+        for i in sorted(wanted):
+            node = self.nodes[i]
+            if not below.isdisjoint(node.inputs):
+                below.add(i)
+                continue
+            parts = [self.nodes[j].waits & gradients for j in node.inputs]
+            if node.eqns and reading.inner_jaxprs(node.eqns[0]):
+                parts += [1 << place for place in _places(node.own & gradients)]
+            if any(part & last for part in parts) and any(p and not p & last for p in parts):
+                below.add(i)
+                culprit = _culprit(node.eqns)
+                found.setdefault((culprit.name, culprit.place.split(":")[0]), culprit)
+        return tuple(found.values())
+
+
+def _places(bits: int) -> tuple[int, ...]:
+    return tuple(place for place in range(bits.bit_length()) if bits >> place & 1)
+
+
+def _package_of(frame: Frame) -> int:
+    """Where in the parts of its file's path the name of an installed package stands, or 0."""
+    file, own = PurePath(frame.file_name), PurePath(__file__).parent
+    if file.is_relative_to(own):
+        return len(own.parts) - 1
+    return next((i for i, part in enumerate(file.parts, 1) if part.endswith("-packages")), 0)
+
+
+def _functions_of(frame: Frame) -> list[str]:
+    """The functions and classes that a frame lies in, outermost first, lambdas left out."""
+    names = re.split(r"\.<locals>\.|\.", frame.function_name)
+    return [name for name in names if not name.startswith("<")] or [frame.function_name]
+
+
+def _culprit(eqns: Sequence[Equation]) -> Culprit:
+    # A body is traced once for all of its calls: only the equations around it tell who called it.
+    frames = [frame for eqn in eqns for frame in source_info.user_frames_of(eqn)]
+    primitive = eqns[0].primitive.name
+    if not frames:
+        return Culprit(primitive, "unknown file", primitive, ())
+
+    def library(frame: Frame) -> str:
+        at = _package_of(frame)
+        return PurePath(frame.file_name).parts[at] if at else ""
+
+    def is_update(frame: Frame) -> bool:
+        names = _functions_of(frame)
+        return any(name in ("update", "update_fn") for name in names[1:])
+
+    inner = library(frames[0])
+    own = list(itertools.takewhile(lambda frame: library(frame) == inner, frames))
+    if inner:
+        chosen = next((frame for frame in own if is_update(frame)), own[-1])
+        name = _functions_of(chosen)[0]
+    else:
+        chosen = own[0]
+        names = _functions_of(chosen)
+        name = ".".join(names[-2:]) if is_update(chosen) else names[-1]
+    parts = PurePath(chosen.file_name).parts
+    file = "/".join(parts[_package_of(chosen) or -1 :])
+    functions = tuple(dict.fromkeys(_functions_of(frame)[-1] for frame in frames))
+    return Culprit(name, f"{file}:{chosen.line}", primitive, functions)

@@ -1,0 +1,360 @@
+"""Who is to blame for a value that is not finite: the equation where it, or its cause, was born.
+
+Blames go forward with the values. A NaN is blamed on an operand that is NaN, then on one that is
+infinite; an infinity on any operand that is not finite; and where no operand explains it, on the
+equation itself. Infinities that are written into the program, as masks are, explain infinities but
+no NaN. They may also be numbers that are too large for their dtype, which JAX turns into
+infinities: a product with one, or a sum, is blamed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ampx.diagnostics.overflow_reports import ARGUMENT, PROGRAM, TOO_LARGE, OverflowRecord
+from ampx.jaxprs import reading
+from ampx.jaxprs.interpreter import Place, Value, Walk, compiled, is_opaque
+from ampx.jaxprs.reading import Equation, Jaxpr
+
+COMPILED_ONLY = (
+    "only compiled: equation by equation all of it is finite, but the compiler joins operations "
+    "and may reorder them"
+)
+_OPAQUE = "what happens inside was not looked into"
+_WRITTEN_NAN = "a NaN that is written into the program"
+_OF_WRITTEN = "of infinities that are written into the program, as for a row masked as a whole"
+# Each number of a result is made of the numbers in the same place of the operands.
+_ELEMENTWISE = frozenset(
+    """abs neg sign floor ceil round exp exp2 expm1 log log1p log2 pow integer_pow square sqrt rsqrt
+    cbrt reciprocal tan sin cos asin acos atan sinh cosh tanh asinh acosh atanh logistic erf erfc
+    erf_inv lgamma digamma add add_any sub mul div rem max min atan2 nextafter clamp select_n
+    convert_element_type reduce_precision copy name stop_gradient""".split()
+)
+# They put infinities in the places of some numbers, or of none.
+_MASKS = frozenset("select_n max min clamp add add_any sub reduce_max reduce_min".split())
+_SUMS = ("add", "add_any", "sub")
+_PRODUCTS = ("mul", "div")
+_CONTRACTIONS = ("dot_general", "conv_general_dilated", "pow")
+
+
+class Flags(NamedTuple):
+    """What an array holds that is not finite."""
+
+    nan: bool = False
+    above: bool = False
+    below: bool = False
+
+
+@jax.jit
+def _is_finite(array: Any) -> Any:
+    return jnp.isfinite(array).all()
+
+
+def flags_of(array: Any) -> Flags:
+    """What an array holds that is not finite: nothing, if it is not of floats."""
+    if not _is_inexact(array):
+        return Flags()
+    # On the CPU NumPy reads the array where it is, and needs no compilation for each shape.
+    if not _is_near(array) and bool(_is_finite(array)):
+        return Flags()
+    numbers = np.asarray(array)
+    bad = numbers[~np.isfinite(numbers)]
+    parts = np.concatenate([bad.real, bad.imag]) if np.iscomplexobj(bad) else bad
+    parts = parts.astype(np.float32)
+    return Flags(*map(bool, (np.isnan(parts).any(), (parts > 0).any(), (parts < 0).any())))
+
+
+def _is_near(array: Any) -> bool:
+    devices = array.sharding.device_set if isinstance(array, jax.Array) else ()
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _is_inexact(array: Any) -> bool:
+    dtype = getattr(array, "dtype", None)
+    if dtype is None:
+        return isinstance(array, float | complex)
+    return jnp.issubdtype(dtype, jnp.inexact) and not isinstance(array, jax.Ref)
+
+
+class Blame(NamedTuple):
+    """Who made a value not finite. The higher rank comes first, then the earlier number."""
+
+    rank: int
+    number: int
+    record: OverflowRecord
+
+
+# An infinity may be meant: a constant, surely a mask made of one, perhaps one in an argument.
+WRITTEN, MASKING, GIVEN, COMPUTED = range(4)
+
+
+def first_of(blames: Iterable[Blame | None]) -> Blame | None:
+    """The blame to report among several; None if there is none."""
+    found = [blame for blame in blames if blame is not None]
+    return min(found, key=lambda blame: (-blame.rank, blame.number), default=None)
+
+
+class BlamingWalk(Walk):
+    """A walk whose remarks are blames; what is finite has none.
+
+    A loop is first run whole, then iteration by iteration, both compiled. Only the iterations in
+    which something turns bad are run equation by equation.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._bodies: dict[int, tuple[Any, Any]] = {}
+        self._situations: dict[int, tuple[Any, list[Blame | None]]] = {}
+        self._held: dict[int, Value] = {}  # by references
+
+    def argument(self, array: Any, name: str) -> Value:
+        """An argument of the program, under its name."""
+        flags = flags_of(array)
+        if not any(flags):
+            return Value(array)
+        kind = "nan" if flags.nan else "inf"
+        rank = COMPUTED if flags.nan else GIVEN
+        note = f"argument {name} holds {kind}"
+        return Value(array, self.birth(Place(), [], array, note, rank, ARGUMENT))
+
+    def birth(
+        self,
+        here: Place,
+        operands: Sequence[Value],
+        array: Any,
+        note: str = "",
+        rank: int = COMPUTED,
+        outside: str = PROGRAM,
+    ) -> Blame:
+        """A new blame for a result of what stands at a place, or is outside of equations."""
+        record = OverflowRecord(
+            primitive=here.path[-1][0].primitive.name if here.path else outside,
+            kind="nan" if flags_of(array).nan else "inf",
+            direction="backward" if here.is_derivative else "forward",
+            scope=here.scope,
+            source=here.source,
+            iterations=here.iterations,
+            input_types=tuple(_type_of(value.array) for value in operands),
+            output_type=_type_of(array),
+            largest_inputs=tuple(_largest(value.array) for value in operands),
+            largest_output=_largest(array),
+            note=note,
+        )
+        return Blame(rank, next(self._numbers), record)
+
+    def remark_constant(self, array: Any, here: Place) -> Blame | None:
+        """The blame for what is written into the program: a NaN is never meant."""
+        flags = flags_of(array)
+        if flags.nan:
+            return self.birth(here, [], array, _WRITTEN_NAN)
+        rank = MASKING if any(flags) and _finite(array).any() else WRITTEN
+        return self.birth(here, [], array, rank=rank) if any(flags) else None
+
+    def remark_joined(self, values: Sequence[Value]) -> Blame | None:
+        """The blame to report among those of several values; a finite one has none any more."""
+        return first_of(value.remark for value in values if any(flags_of(value.array)))
+
+    def remark_results(
+        self, eqn: Equation, operands: Sequence[Value], arrays: Sequence[Any], here: Place
+    ) -> list[Blame | None]:
+        """The blames of the results of an equation: inherited, or its own."""
+        references = [value.array for value in operands if isinstance(value.array, jax.Ref)]
+        operands = [self._held.get(id(value.array), value) for value in operands]
+        blames = [self._blame(eqn, operands, array, here) for array in arrays]
+        for reference in references:
+            held = self._blame(eqn, operands, reference[...], here)
+            self._held[id(reference)] = Value(reference, held)
+        return blames
+
+    def _blame(
+        self, eqn: Equation, operands: Sequence[Value], array: Any, here: Place
+    ) -> Blame | None:
+        flags = flags_of(array)
+        if not any(flags):
+            return None
+        explaining, is_explained = _explanations(eqn, operands, array)
+        inherited = _inherited(explaining, flags)
+        if is_explained and _is_too_large(eqn, explaining, flags):
+            dtype = next(v.array.dtype for v in explaining if _is_inexact(v.array))
+            return self.birth(here, operands, array, f"{TOO_LARGE} {_end_of(dtype)}")
+        if inherited is not None and (is_explained or inherited.rank == COMPUTED):
+            return _masking(inherited, eqn, array)
+        if flags.nan and is_explained:
+            note = _OF_WRITTEN
+        else:
+            note = _OPAQUE if is_opaque(eqn) else _about_conversion(eqn, operands, array)
+        return self.birth(here, operands, array, note)
+
+    def loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
+        """The results of a loop; it is entered if they are bad."""
+        arrays = self.whole(eqn, operands, here)
+        if any(isinstance(value.array, jax.Ref) for value in operands):  # changed by every run
+            return list(map(Value, arrays, self.remark_results(eqn, operands, arrays, here)))
+
+        def look_inside() -> list[Blame | None]:
+            carry, rows = self.iterations(eqn, operands, here)
+            columns = zip(*rows, strict=True)
+            stacked = [first_of(value.remark for value in column) for column in columns]
+            return [*(value.remark for value in carry), *stacked]
+
+        return self._blamed(arrays, operands, here, look_inside)
+
+    def iteration(
+        self,
+        eqn: Equation,
+        body: Jaxpr,
+        operands: Sequence[Value],
+        here: Place,
+    ) -> Sequence[Value]:
+        """The results of one iteration; it is entered if something turns bad in it."""
+        # Of an array that is to blame as a whole, an iteration may get a part that is finite.
+        given = [flags_of(value.array) if value.remark else Flags() for value in operands]
+        operands = [
+            value if any(flags) else Value(value.array)
+            for value, flags in zip(operands, given, strict=True)
+        ]
+        arrays = self._compiled(body)(*(value.array for value in operands))
+        now = given, [value.remark for value in operands], list(map(flags_of, arrays))
+        before, remarks = self._situations.get(id(eqn), (None, []))
+        carried = len(arrays) if eqn.primitive.name == "while" else reading.scan_sizes(eqn)[1]
+
+        def look_inside() -> list[Blame | None]:
+            blames = {value.remark for value in operands if value.remark is not None}
+            if len(blames) == 1 and min(blames).rank == COMPUTED:
+                return [*blames] * len(arrays)
+            # Rows of a vmapped while loop that are done drop what the body makes of them.
+            is_kept = not any(blame and blame.rank == COMPUTED for blame in remarks[:carried])
+            if now == before and is_kept:
+                return remarks
+            return [value.remark for value in self.run(body, operands, here)]
+
+        values = self._blamed(arrays, operands, here, look_inside)
+        self._situations[id(eqn)] = now, [value.remark for value in values]
+        return values
+
+    def _compiled(self, body: Jaxpr) -> Any:
+        if id(body) not in self._bodies:
+            run = jax.jit(functools.partial(reading.evaluate, reading.closed(body)))
+            self._bodies[id(body)] = body, run  # held, so that its id stays its own
+        return self._bodies[id(body)][1]
+
+    def _blamed(
+        self, arrays: Sequence[Any], operands: Sequence[Value], here: Place, look_inside: Any
+    ) -> list[Value]:
+        """Results of what was run compiled, with blames that are asked for only if need be."""
+        bad = [any(flags_of(array)) for array in arrays]
+        if not any(bad):
+            return list(map(Value, arrays))
+        values = []
+        for array, is_bad, remark in zip(arrays, bad, look_inside(), strict=True):
+            if is_bad and remark is None:
+                remark = self.birth(here, operands, array, COMPILED_ONLY)
+            values.append(Value(array, remark if is_bad else None))
+        return values
+
+
+class CompiledWalk(BlamingWalk):
+    """Runs calls compiled, too: for what is finite when it is run equation by equation."""
+
+    def step(
+        self,
+        eqn: Equation,
+        operands: Sequence[Value],
+        here: Place,
+        wanted: Sequence[bool],
+    ) -> Sequence[Value]:
+        """The results of one equation; a call is entered if its results are bad."""
+        body = reading.called_body(eqn)
+        if body is None or reading.mesh_sizes(eqn):
+            return super().step(eqn, operands, here, wanted)
+        arrays = compiled(eqn, here.path[-1][1])(*(value.array for value in operands))
+        return self._blamed(
+            arrays,
+            operands,
+            here,
+            lambda: [value.remark for value in self.run(body, operands, here)],
+        )
+
+
+def _inherited(explaining: Sequence[Value], flags: Flags) -> Blame | None:
+    if not flags.nan:
+        return first_of(value.remark for value in explaining)
+    broken = first_of(value.remark for value in explaining if flags_of(value.array).nan)
+    return broken or first_of(v.remark for v in explaining if v.remark.rank > MASKING)
+
+
+def _is_too_large(eqn: Equation, explaining: Sequence[Value], flags: Flags) -> bool:
+    """Whether a constant that explains a result is rather a number too large than a mask."""
+    if any(value.remark.rank > MASKING for value in explaining):
+        return False
+    name, has_constant = eqn.primitive.name, any(v.remark.rank == WRITTEN for v in explaining)
+    if name in _SUMS:
+        return has_constant and flags.above and not flags.nan
+    if name in _PRODUCTS:
+        return has_constant or flags.above  # scores are masked, then scaled: that stays below
+    return name in _CONTRACTIONS
+
+
+def _masking(blame: Blame, eqn: Equation, array: Any) -> Blame:
+    """An inherited blame: a constant becomes a mask where it is joined with other numbers."""
+    is_mask = eqn.primitive.name in _MASKS or _finite(array).any()
+    return blame._replace(rank=MASKING) if blame.rank == WRITTEN and is_mask else blame
+
+
+def _explanations(eqn: Equation, operands: Sequence[Value], array: Any) -> tuple[list[Value], bool]:
+    """The operands that what is not finite may come from, and whether all of it may."""
+    suspects = [value for value in operands if value.remark is not None]
+    if not suspects or eqn.primitive.name not in _ELEMENTWISE:
+        return suspects, bool(suspects)
+    bad = ~_finite(array)
+    unexplained, explaining = bad.copy(), []
+    for number, value in enumerate(operands):
+        if value.remark is None:
+            continue
+        meets = bad & ~_finite(value.array)
+        if eqn.primitive.name == "select_n":
+            meets = meets & (np.asarray(operands[0].array).astype(np.int32) == number - 1)
+        if meets.any():
+            explaining.append(value)
+            unexplained &= ~meets
+    return explaining, not unexplained.any()
+
+
+def _finite(array: Any) -> np.ndarray:
+    return np.isfinite(np.asarray(array))
+
+
+def _about_conversion(eqn: Equation, operands: Sequence[Value], array: Any) -> str:
+    if eqn.primitive.name != "convert_element_type" or not _is_inexact(operands[0].array):
+        return ""
+    return _end_of(array.dtype, " ")
+
+
+def _end_of(dtype: Any, joint: str = ", which ") -> str:
+    return f"{dtype}{joint}ends at {float(jnp.finfo(dtype).max):.6g}"
+
+
+def _type_of(array: Any) -> str:
+    dtype = getattr(array, "dtype", type(array).__name__)
+    return f"{dtype}[{','.join(map(str, np.shape(array)))}]"
+
+
+def _largest(array: Any) -> float | None:
+    """The largest finite absolute value."""
+    if isinstance(array, jax.Ref) or not (np.isscalar(array) or _is_numeric(array.dtype)):
+        return None
+    numbers = np.asarray(array)
+    sizes = np.abs(numbers.astype(complex if np.iscomplexobj(numbers) else float))
+    sizes = sizes[np.isfinite(sizes)]
+    return float(sizes.max()) if sizes.size else None
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)

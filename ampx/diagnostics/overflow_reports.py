@@ -1,0 +1,155 @@
+"""What is told of an infinity or a NaN: the equation that made it, and what it led to."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import PurePath
+from typing import Literal
+
+ARGUMENT, PROGRAM = "argument", "program"
+TOO_LARGE = "a constant is inf in"
+_WITHOUT_ANSWER = {
+    **dict.fromkeys(("add", "add_any", "sub", "reduce_sum"), "inf - inf"),
+    **dict.fromkeys(("log", "log1p", "log2"), "the logarithm of a negative number"),
+    **dict.fromkeys(("sqrt", "rsqrt"), "the root of a negative number"),
+    "div": "0/0 or inf/inf",
+    "dot_general": "0 * inf or inf - inf",
+    "mul": "0 * inf",
+    "pow": "a broken power of a negative number",
+}
+_WITHOUT_BOUND = {
+    **dict.fromkeys(("div", "reciprocal", "rsqrt"), "a division by zero"),
+    **dict.fromkeys(("log", "log1p", "log2"), "the logarithm of zero"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OverflowRecord:
+    """An equation that made an infinity or a NaN which its operands do not explain.
+
+    Attributes:
+      primitive: name of the primitive; `"argument"` for an array that came in like that,
+        `"program"` where no equation can be told.
+      kind: `"nan"` if the result holds one, else `"inf"`.
+      direction: `"forward"` or `"backward"`; the latter, too, for what only a derivative needs.
+      scope: name scopes around it, joined by "/": with flax linen the path of the module.
+      source: file, line and function, innermost, that are not a library's.
+      iterations: of the loops around it, outermost first; of a scan, the place in what it scans.
+      input_types: dtype and shape of each operand, as `"float16[4,8]"`.
+      output_type: of the result.
+      largest_inputs: the largest finite absolute value of each operand; None where there is none.
+      largest_output: of the result.
+      note: what else there is to say, or nothing.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from ampx.diagnostics.overflow_tracing import trace_overflow
+      >>> first = trace_overflow(lambda x: jnp.sum(x * x))(jnp.full(2, 300, jnp.float16)).first
+      >>> first.primitive, first.kind, first.input_types, first.largest_inputs
+      ('mul', 'inf', ('float16[2]', 'float16[2]'), (300.0, 300.0))
+    """
+
+    primitive: str
+    kind: Literal["inf", "nan"]
+    direction: Literal["forward", "backward"]
+    scope: str
+    source: str
+    iterations: tuple[int, ...]
+    input_types: tuple[str, ...]
+    output_type: str
+    largest_inputs: tuple[float | None, ...]
+    largest_output: float | None
+    note: str = ""
+
+    @property
+    def hint(self) -> str:
+        """What usually helps."""
+        if self.primitive == ARGUMENT:
+            return "It came in like that: trace the call that made it."
+        if self.kind == "nan" and self.primitive == "gather":
+            return (
+                "Usually an index out of bounds, which gather fills with NaN: check the indices, "
+                'or give jnp.take a mode, such as "clip".'
+            )
+        is_too_large = self.note.startswith(TOO_LARGE) or self.primitive == "convert_element_type"
+        if self.kind == "nan" and not is_too_large:
+            kind = _WITHOUT_ANSWER.get(self.primitive, "an operation without an answer")
+            return (
+                f"Usually {kind}. Guard the operand, not the result: the gradient of jnp.where "
+                "passes a NaN of the branch not taken on."
+            )
+        dtype, cause = self.output_type.split("[")[0], _WITHOUT_BOUND.get(self.primitive)
+        is_derived = self.direction == "backward" and (cause or self.primitive == "pow")
+        if is_derived and not is_too_large:
+            return (
+                "The derivative of this line is infinite there: guard the operand, not the result; "
+                "jnp.where passes a NaN of the branch not taken on."
+            )
+        if cause is not None and not is_too_large:
+            return f"Usually {cause}: bound the operand, as by adding a small number."
+        if dtype not in ("float16", "bfloat16") and not dtype.startswith("float8"):
+            return f"Too large for {dtype}: bound the operands."
+        if self.direction == "backward":
+            return "Lower the loss scale, or keep this operation in float32."
+        return "Keep this operation in float32 (ampx.float_function, ampx.Rules) or scale down."
+
+    def __str__(self) -> str:
+        if self.primitive in (ARGUMENT, PROGRAM):
+            return self.note
+        sizes = zip(self.input_types, self.largest_inputs, strict=True)
+        lines = [
+            f"{self.primitive} gives {self.kind} in the {self.direction} pass",
+            f"  written in  {self.source and PurePath(self.source).name or 'unknown file'}",
+            self.scope and f"  scope       {self.scope}",
+            f"  iteration   {', '.join(map(str, self.iterations))}" if self.iterations else "",
+            *(f"  operand     {kind}, up to {_number(size)}" for kind, size in sizes),
+            f"  result      {self.output_type}, finite up to {_number(self.largest_output)}",
+            self.note and f"  note        {self.note}",
+        ]
+        return "\n".join(line for line in lines if line)
+
+
+def _number(size: float | None) -> str:
+    return "nothing" if size is None else f"{size:.6g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OverflowReport:
+    """Where the infinities and NaNs in the results of a call come from; print it.
+
+    It is true if there is an equation, or an argument, to blame.
+
+    Attributes:
+      first: the first of those; None if there is none.
+      reached: paths of the results that are not finite.
+      written: if all that reached results are infinities that the program wrote itself, such as a
+        mask: where it wrote the first. No overflow, and so not in `first`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from ampx.diagnostics.overflow_tracing import trace_overflow
+      >>> print(trace_overflow(lambda x: {"y": 2 * x})(jnp.ones(2)))
+      All results are finite.
+      >>> trace_overflow(lambda x: {"y": 1 / x})(jnp.zeros(2)).reached
+      ('y',)
+    """
+
+    first: OverflowRecord | None
+    reached: tuple[str, ...] = ()
+    written: OverflowRecord | None = None
+
+    def __bool__(self) -> bool:
+        return self.first is not None
+
+    def __str__(self) -> str:
+        if not self.reached:
+            return "All results are finite."
+        more = f" and {len(self.reached) - 3} more" if len(self.reached) > 3 else ""
+        reached = ", ".join(path or "the result" for path in self.reached[:3]) + more
+        if self.first is not None:
+            return f"{self.first}\n  reaches     {reached}\n{self.first.hint}"
+        source = self.written and PurePath(self.written.source).name
+        place = f"in {source}" if source else "into the program"
+        return f"No overflow: infinities that are written {place} reach {reached}."
+
+    __repr__ = __str__

@@ -1,0 +1,212 @@
+"""trace_overflow: finds the equation where an infinity or a NaN in a result was born.
+
+A loss scaler tells that a step overflowed, not where. Here the step is run again, one equation at a
+time, and what is not finite carries a blame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ampx import flax_modules
+from ampx.autocasting.rules import DEFAULT_RULES, Rules
+from ampx.autocasting.transform import CustomVjp, Output, settings_of, traced
+from ampx.diagnostics.overflow_blame import (
+    COMPILED_ONLY,
+    MASKING,
+    BlamingWalk,
+    CompiledWalk,
+    first_of,
+    flags_of,
+)
+from ampx.diagnostics.overflow_reports import OverflowReport
+from ampx.jaxprs import pure_calls, reading
+from ampx.jaxprs.interpreter import Place
+from ampx.jaxprs.pure_calls import PureCall, is_array, split_arrays
+from ampx.jaxprs.reading import Jaxpr
+from ampx.trees import path_name
+
+
+def trace_overflow(
+    fun: Callable[..., Any],
+    *,
+    half_dtype: DTypeLike | None = None,
+    rules: Rules = DEFAULT_RULES,
+    output: Output = "as_is",
+    custom_vjp: CustomVjp = "transform",
+) -> Callable[..., OverflowReport]:
+    """Finds the first equation whose infinity or NaN reached a result of a function.
+
+    The call is compiled and run. If all of its results are finite, that is the report. Otherwise it
+    is run again equation by equation, through jit, scan, while, cond, remat and custom
+    derivatives; kernels and `shard_map` are blamed as a whole. In loops every iteration is run
+    compiled, and only the one in which something turns bad is looked into.
+
+    Infinities that reach no result are not reported, nor are those that are written into the
+    program, as a mask is; a NaN that is made of these is. `fun` runs several times, with all of its
+    prints and callbacks. No argument changes: what it writes to nnx modules is dropped.
+
+    Args:
+      fun: a loss, `jax.grad` of one, what `ampx.value_and_grad` or `ampx.train_step` gives, or any
+        other function of pytrees. Of a step that was skipped all results are finite but the
+        report's `global_norm`, which is enough.
+      half_dtype: run `fun` under `ampx.autocast` to this dtype; None runs it as it is.
+      rules: as for `ampx.autocast`.
+      output: as for `ampx.autocast`.
+      custom_vjp: as for `ampx.autocast`.
+
+    Returns:
+      A function with the signature of `fun` that gives an `OverflowReport`; print it. It runs the
+      program, so it cannot be part of another: call it outside of jit.
+
+    Raises:
+      TypeError: for an argument that is traced or has no value.
+      ValueError: for rules without `half_dtype`, and as `ampx.autocast`.
+
+    References:
+      `transformers.debug_utils.DebugUnderflowOverflow`. `jax.debug_nans` stops at the first NaN,
+      wanted or not.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp
+      >>> from ampx.diagnostics.overflow_tracing import trace_overflow
+      >>> def loss(w, x):
+      ...     with jax.named_scope("head"):
+      ...         logits = x @ w
+      ...     return jnp.sum(jax.nn.log_softmax(logits)[0])
+      >>> w, x = jnp.full((8, 2), 100.0), jnp.full((4, 8), 100.0)
+      >>> print(trace_overflow(jax.grad(loss))(w, x))
+      All results are finite.
+      >>> first = trace_overflow(loss, half_dtype=jnp.float16)(w, x).first
+      >>> first.primitive, first.kind, first.scope, first.largest_inputs
+      ('dot_general', 'inf', 'head', (100.0, 100.0))
+    """
+    if half_dtype is None and rules != DEFAULT_RULES:
+        raise ValueError("rules are those of autocast: give the half_dtype to cast to, too")
+    settings = None if half_dtype is None else settings_of(half_dtype, rules, output, custom_vjp)
+
+    @functools.wraps(fun)
+    def reported(*args: Any, **kwargs: Any) -> OverflowReport:
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return _report(_traced_call(fun, args, kwargs, settings, output))
+
+    return reported
+
+
+class _Program(NamedTuple):
+    jaxpr: Jaxpr
+    arguments: list[tuple[str, Any]]
+    results: list[str]
+
+
+def _traced_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output) -> _Program:
+    """A call as a program, of which numbers that are not finite are arguments if they can be."""
+    owner = getattr(fun, "__self__", fun)
+    if flax_modules.is_nnx_object(owner):
+        fun, args = (type(owner).__call__ if owner is fun else fun.__func__), (owner, *args)
+    call = pure_calls.pure_call(fun, args, kwargs)
+    operands = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if _is_bad(leaf) else leaf, call.operands
+    )
+    names = _names(fun, args, kwargs, call)
+    if any(map(_is_bad, jax.tree.leaves(call.operands))):
+        # A number may have to stay one: an order of a norm, what an `if` asks for, a static one.
+        with contextlib.suppress(TypeError, ValueError):
+            return _program(call._replace(operands=operands), names, settings, output)
+    return _program(call, names, settings, output)
+
+
+def _is_bad(leaf: Any) -> bool:
+    return isinstance(leaf, float | complex | np.inexact) and not np.isfinite(leaf)
+
+
+def _names(fun: Any, args: Any, kwargs: Any, call: PureCall) -> list[str]:
+    """The names of the leaves of the operands of a call: the paths of its arguments."""
+    leaves = jax.tree_util.tree_leaves_with_path(call.operands)
+    if call.operands[0] is args:
+        return [_argument_name(fun, path) for path, _ in leaves]
+    # Before the arguments comes the state of the nnx objects among them.
+    given, _ = jax.tree_util.tree_flatten_with_path(
+        (args, kwargs), is_leaf=flax_modules.is_nnx_object
+    )
+    return [
+        _argument_name(fun, given[operand.idx - 1][0])
+        if operand.idx
+        else path_name(tuple(inside[1:]))
+        for (operand, *inside), _ in leaves
+    ]
+
+
+def _program(call: PureCall, leaf_names: Sequence[str], settings: Any, output: Output) -> _Program:
+    """A call as a jaxpr, with arrays and names of its arguments, and names of its results."""
+    leaves = jax.tree.leaves(call.operands)
+    names = [name for name, leaf in zip(leaf_names, leaves, strict=True) if is_array(leaf)]
+    arrays, merge = split_arrays(call.operands)
+    for name, array in zip(names, arrays, strict=True):
+        if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"trace_overflow runs the program, so it needs the values of its arguments: {name} "
+                f"is a {type(array).__name__}. Call it outside of jit, with arrays"
+            )
+    arrays = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arrays]
+    if settings is None:
+        jaxpr, shapes = reading.trace(lambda *arrays: call.fun(*merge(arrays)), *arrays)
+    else:
+        program = traced(call, settings, output)
+        jaxpr = program.rewriter.rewritten(program.jaxpr, program.plan)
+        shapes = jax.tree.unflatten(program.structure, jaxpr.out_avals)
+    result, state = map(jax.tree_util.tree_leaves_with_path, shapes)
+    results = [path_name(path) for path, _ in result]
+    results += [f"state/{path_name(path)}" for path, _ in state]
+    return _Program(jaxpr, list(zip(names, arrays, strict=True)), results)
+
+
+def _argument_name(fun: Any, path: Any) -> str:
+    """The name of a leaf of (positional arguments, keyword arguments): `"params/w"`."""
+    kind, argument, *inside = path
+    name = path_name((argument,))
+    if not kind.idx:
+        try:
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        if argument.idx < len(parameters):
+            parameter = parameters[argument.idx]
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                name = parameter.name
+    return "/".join(filter(None, (name, path_name(tuple(inside)))))
+
+
+def _report(program: _Program) -> OverflowReport:
+    compiled = jax.jit(functools.partial(reading.evaluate, program.jaxpr))
+    results = compiled(*(array for _, array in _copied(program.arguments)))
+    is_bad = [any(flags_of(result)) for result in results]
+    if not any(is_bad):
+        return OverflowReport(None)
+    reached = tuple(itertools.compress(program.results, is_bad))
+    for walk in (BlamingWalk(), CompiledWalk()):
+        operands = [walk.argument(array, name) for name, array in _copied(program.arguments)]
+        values = walk.run(program.jaxpr, operands, Place(), is_bad)
+        blame = first_of(value.remark for value in values)
+        if blame is not None:
+            break
+    else:
+        blame = walk.birth(Place(), [], results[is_bad.index(True)], COMPILED_ONLY)
+    if blame.rank <= MASKING:
+        return OverflowReport(None, reached, blame.record)
+    return OverflowReport(blame.record, reached)
+
+
+def _copied(arguments: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Arguments that a run may change, without a trace in the caller's."""
+    return [(name, jax.new_ref(a[...]) if isinstance(a, jax.Ref) else a) for name, a in arguments]

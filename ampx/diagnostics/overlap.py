@@ -1,0 +1,281 @@
+"""Which parameters can be updated while the last gradients are still on their way.
+
+A reduction hides behind updates only where the program lets them run first. Nothing enforces that:
+one norm over all gradients, and every update waits for every reduction. What a step does is read
+here from its jaxpr and, if asked, from what the compiler made of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import jax
+
+from ampx.diagnostics.dataflow import Culprit, Flow, ReductionRecord
+from ampx.diagnostics.hlo import CompiledReduction, waits_of_outputs
+from ampx.jaxprs import pure_calls
+from ampx.jaxprs.pure_calls import split_arrays
+from ampx.trees import path_name
+
+_LOOP = "A loop gives all of its results at once: reduce and update after it."
+_ADVICE = {
+    "finite": "Take the verdict from the local gradients before they are reduced, as "
+    "ampx.dynamic_loss_scale with axis_names does.",
+    "norm": "A norm of all gradients needs all of them: clip each leaf or bucket by its own norm, "
+    "or accept the wait.",
+    "cond": "Choose leaf by leaf with jnp.where, or have one cond for each bucket.",
+    "scan": _LOOP,
+    "while": _LOOP,
+    "": "Do it for each bucket on its own, or with what is known before the reductions.",
+}
+
+
+class OutputRecord(NamedTuple):
+    """An array that the step gives.
+
+    Attributes:
+      path: names joined by "/".
+      shape: of the whole array.
+      bytes: of the whole array.
+      waits_for: places of the reductions that it waits for, verdicts left out.
+      compiled_waits_for: the same among the compiled reductions; None if not asked for.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    bytes: int
+    waits_for: tuple[int, ...]
+    compiled_waits_for: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapReport:
+    """What the outputs of a step wait for; print it for tables and a verdict.
+
+    Attributes:
+      reductions: all of them, verdicts too, in program order.
+      outputs: arrays of at least one dimension.
+      scalars: losses, norms, counters: they may wait for everything.
+      culprits: what makes arrays wait for the last reduction besides those that it reduces; empty
+        if nothing does. Where only some are concerned, `overlaps` is true all the same.
+      compiled: the reductions of the compiled program; None if not asked for.
+
+    Examples:
+      >>> import jax
+      >>> from ampx import check_overlap
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=auto)
+      >>> @jax.shard_map(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+      ... def step(grads):
+      ...     return [jax.lax.psum(grad, "data") for grad in grads]
+      >>> report = check_overlap(step, [jax.ShapeDtypeStruct((16,), "float32")] * 2)
+      >>> [(output.path, output.waits_for) for output in report.outputs]
+      [('0', (0,)), ('1', (1,))]
+    """
+
+    reductions: tuple[ReductionRecord, ...]
+    outputs: tuple[OutputRecord, ...]
+    scalars: tuple[OutputRecord, ...]
+    culprits: tuple[Culprit, ...] = ()
+    compiled: tuple[CompiledReduction, ...] | None = None
+
+    @property
+    def gradient_reductions(self) -> tuple[ReductionRecord, ...]:
+        """Reductions, verdicts left out, that an array of at least one dimension waits for."""
+        wanted = {place for output in self.outputs for place in output.waits_for}
+        return tuple(self.reductions[place] for place in sorted(wanted))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the program lets some arrays be updated before the last gradient reduction."""
+        return bool(self._early())
+
+    @property
+    def merged(self) -> tuple[CompiledReduction, ...]:
+        """Compiled reductions that hold several of the program's gradient reductions."""
+        return tuple(reduction for reduction in self.compiled or () if reduction.gradients > 1)
+
+    @property
+    def compiled_overlaps(self) -> bool | None:
+        """`overlaps` of the compiled program; None if it was not asked for."""
+        if self.compiled is None:
+            return None
+        waits = [set(output.compiled_waits_for or ()) for output in self.outputs]
+        wanted = {place for each in waits for place in each}
+        return len(wanted) > 1 and any(each and max(wanted) not in each for each in waits)
+
+    def _early(self) -> list[OutputRecord]:
+        last = self.gradient_reductions[-1].place
+        return [out for out in self.outputs if out.waits_for and last not in out.waits_for]
+
+    def _advice(self) -> str:
+        about = [" ".join((c.name, *c.functions, c.primitive)) for c in self.culprits]
+        return " ".join(
+            dict.fromkeys(next(_ADVICE[key] for key in _ADVICE if key in words) for words in about)
+        )
+
+    def _verdict(self) -> str:
+        count, waiting = len(self.gradient_reductions), [o for o in self.outputs if o.waits_for]
+        named = " and ".join(map(str, self.culprits))
+        if count == 1:
+            return (
+                "One reduction holds all gradients, and everything waits for it. Divide them into "
+                "several buckets."
+            )
+        if not self.overlaps:
+            joined = f": {named} joins them. {self._advice()}" if named else "."
+            return (
+                f"No overlap: all {len(waiting)} arrays wait for the last of {count} gradient "
+                f"reductions{joined}"
+            )
+        early = self._early()
+        share = sum(out.bytes for out in early) / max(1, sum(out.bytes for out in waiting))
+        told = (
+            f"Overlap: {len(early)} of {len(waiting)} arrays ({share:.0%} of the bytes) do not "
+            f"wait for the last of {count} gradient reductions."
+        )
+        if named:
+            told += f" Others do, since {named} joins them. {self._advice()}"
+        if self.compiled_overlaps is False:
+            merged = ", ".join(f"{r.gradients} into {r.name}" for r in self.merged)
+            told += (
+                f" But the compiler leaves none of it{f' and merged {merged}' if merged else ''}: "
+                "only a true dependence of each bucket on the one before it keeps reductions apart "
+                "(ampx.all_reduce with tail_overlap=True)."
+            )
+        return told
+
+    def __str__(self) -> str:
+        rows = [("reduction", "primitive", "axes", "elements", "kind", "written in")]
+        for r in self.reductions:
+            kind = "verdict" if r.is_verdict else "gradient"
+            axes = ", ".join(map(str, r.axes))
+            source = PurePath(r.source).name
+            rows.append((str(r.place), r.primitive, axes, f"{r.dtype}[{r.elements}]", kind, source))
+        tables = [_table(rows)]
+        if self.compiled is not None:
+            tables.append(
+                _table(
+                    [("compiled", "instruction", "opcode", "gradients merged")]
+                    + [(str(r.place), r.name, r.opcode, str(r.gradients)) for r in self.compiled]
+                )
+            )
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for output in (*self.outputs, *self.scalars):
+            waits = (_places(output.waits_for),)
+            if self.compiled is not None:
+                waits += (_places(output.compiled_waits_for or ()),)
+            kind = "array" if output.shape else "scalar"
+            groups.setdefault((kind, *waits), []).append(output.path)
+        head = ("output", "waits for") + ("compiled",) * (self.compiled is not None)
+        rows = [(*key, _some(paths)) for key, paths in groups.items()]
+        tables.append(_table([(*head, "paths"), *rows]))
+        return "\n\n".join((*tables, self._verdict()))
+
+    __repr__ = __str__
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _places(places: Iterable[int]) -> str:
+    return ", ".join(map(str, places)) or "nothing"
+
+
+def _some(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(path or "(root)" for path in paths[:3]) + more
+
+
+def check_overlap(
+    step: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs: Any
+) -> OverlapReport:
+    """Tells which reductions each result of a step waits for, and what makes it wait.
+
+    Nothing is executed. The step is traced and followed equation by equation, through jit,
+    shard_map, remat and custom derivatives. A loop, a `cond` or a kernel runs as one: all of its
+    results wait for all of its operands, and for the reductions inside. What the program allows
+    is not yet what happens: the compiler may merge reductions, which `compiled=True` shows, and
+    the hardware must be able to compute while it communicates.
+
+    Args:
+      step: a function, jitted or not, that gives new parameters and optimizer state, with its
+        reductions inside `shard_map`. Sums that the partitioner puts in for sharded arrays are
+        not in the program and not seen.
+      *args: of the step: arrays, or `jax.ShapeDtypeStruct` in their places, and anything else.
+      compiled: also compile the step, for the devices it names, and read the result.
+      **kwargs: of the step.
+
+    Returns:
+      An `OverlapReport`; print it.
+
+    Raises:
+      ValueError: if no array that the step gives waits for a gradient reduction.
+
+    References:
+      Li et al., PyTorch Distributed, https://arxiv.org/abs/2006.15704, on overlap and buckets.
+
+    Examples:
+      >>> import jax, optax
+      >>> from ampx import check_overlap
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=auto)
+      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+      >>> @jax.shard_map(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+      ... def step(grads):
+      ...     grads = [jax.lax.psum(grad, "data") for grad in grads]
+      ...     return tx.update(grads, tx.init(grads))[0]
+      >>> report = check_overlap(step, [jax.ShapeDtypeStruct((16,), "float32")] * 4)
+      >>> report.overlaps, report.culprits[0].name
+      (False, 'clip_by_global_norm')
+    """
+    call = pure_calls.pure_call(step, args, kwargs)
+    arrays, merge = split_arrays(call.operands)
+
+    def of_arrays(*arrays: Any) -> Any:
+        result, state = call.fun(*merge(arrays))
+        return (result, state) if jax.tree.leaves(state) else result
+
+    # The step's own jit has options of its own.
+    trace = getattr(step, "trace", None) if call.operands[0] is args else None
+    traced = trace(*args, **kwargs) if trace else jax.jit(of_arrays).trace(*arrays)
+    flow = Flow()
+    nodes = flow.through(traced.jaxpr, [0] * len(traced.jaxpr.in_avals), {})
+    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    gradients = sum(1 << r.place for r in flow.reductions if not r.is_verdict)
+    outputs = [
+        OutputRecord(path_name(path), tuple(leaf.shape), _bytes(leaf), flow.waits(node, gradients))
+        for (path, leaf), node in zip(leaves, nodes, strict=True)
+    ]
+    waiting = [o for o in outputs if o.shape and o.waits_for]
+    if not waiting:
+        raise ValueError(
+            f"nothing to overlap: no array that {getattr(step, '__name__', 'the step')} gives "
+            "waits for the reduction of a gradient; call it on a step that has ampx.all_reduce, "
+            "or psum inside shard_map, and an axis of more than one device"
+        )
+    left = None
+    if compiled:
+        left, waits = waits_of_outputs(traced.lower().compile().as_text() or "", len(outputs))
+        pairs = zip(outputs, waits, strict=True)
+        outputs = [output._replace(compiled_waits_for=places) for output, places in pairs]
+    arrays_of, scalars = (
+        tuple(o for o in outputs if bool(o.shape) == is_array) for is_array in (True, False)
+    )
+    report = OverlapReport(tuple(flow.reductions), arrays_of, scalars, (), left)
+    wanted = sum(1 << r.place for r in report.gradient_reductions)
+    above = [node for node, output in zip(nodes, outputs, strict=True) if output.shape]
+    return dataclasses.replace(report, culprits=flow.culprits(above, wanted))
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize

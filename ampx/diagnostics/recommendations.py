@@ -1,0 +1,232 @@
+"""Which opt level, half dtype and loss scale to try first, by what a float32 run shows.
+
+The order is the advice of Ascend's Apex: O2 with a loss scale of 128, then O1 with it, then O1 with
+a dynamic one; and after these bfloat16, and float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ampx.diagnostics.exponents import FORMATS, Histogram
+
+FORWARD, BACKWARD, PARAMETER = "forward", "backward", "parameter"
+Key = tuple[str, str]  # scope and direction
+SHIFTS = range(-126, 127)  # powers of two that are loss scales: their reciprocals are normal
+TOLERANCE = 0.001  # of nonzero gradients that more underflow at the low end of a range of scales
+LARGEST_LOSS = 0.05  # of nonzero gradients that underflow even at the best scale
+_DYNAMIC = (0, 24)  # powers of two that ampx.dynamic_loss_scale stays between
+
+
+class Evidence(NamedTuple):
+    """What a level would have in half: histograms of its values by scope.
+
+    Attributes:
+      forward: values of the forward pass.
+      gradients: values that depend on the cotangent of the loss, as they are without a scale.
+    """
+
+    forward: Mapping[str, Histogram]
+    gradients: Mapping[str, Histogram]
+
+
+def evidence_of(histograms: Mapping[Key, Histogram], spared: Mapping[Key, Histogram]) -> Evidence:
+    """The evidence of all values of a run but the spared ones."""
+    forward: dict[str, Histogram] = {}
+    gradients: dict[str, Histogram] = {}
+    for key, found in histograms.items():
+        scope, direction = key
+        side = forward if direction == FORWARD else gradients
+        known = found - spared[key] if key in spared else found
+        side[scope] = side.get(scope, Histogram()) + known
+    return Evidence(forward, gradients)
+
+
+class Findings(NamedTuple):
+    """The evidence that a rung asks for.
+
+    Attributes:
+      everything: all values, as O2 has them in half.
+      products: operands and results of matrix products and convolutions, as O1 has them.
+      is_finite: whether the loss and the gradients of the parameters are finite in float32.
+      opaque: primitives inside of which nothing was counted.
+    """
+
+    everything: Evidence
+    products: Evidence
+    is_finite: bool = True
+    opaque: tuple[str, ...] = ()
+
+
+class Rung(NamedTuple):
+    """A precision to try.
+
+    Attributes:
+      level: for `ampx.opt_level`.
+      half_dtype: for `ampx.opt_level`; None for O0, which has none.
+      loss_scale: for `ampx.opt_level`.
+      objection: tells why it does not fit what was found, or nothing.
+
+    Examples:
+      >>> from ampx.diagnostics.recommendations import LADDER
+      >>> for rung in LADDER:
+      ...     print(rung)
+      O2 in float16 with loss_scale=128.0
+      O1 in float16 with loss_scale=128.0
+      O1 in float16 with loss_scale='dynamic'
+      O2 in bfloat16
+      O0
+    """
+
+    level: str
+    half_dtype: str | None
+    loss_scale: float | str | None
+    objection: Callable[[Findings], str]
+
+    def __str__(self) -> str:
+        return _name(self.level, self.half_dtype, self.loss_scale)
+
+
+def _name(level: str, half_dtype: str | None, loss_scale: float | str | None) -> str:
+    half = f" in {half_dtype}" if half_dtype else ""
+    return level + half + (f" with loss_scale={loss_scale!r}" if loss_scale else "")
+
+
+def total(histograms: Mapping[str, Histogram]) -> Histogram:
+    """The sum over scopes."""
+    return sum(histograms.values(), Histogram())
+
+
+def scale_range(gradients: Histogram, half_dtype: str) -> tuple[int, int]:
+    """The least and the largest power of two to scale gradients by.
+
+    At the largest nothing overflows, but would at twice as much; from the least on, no more than
+    `TOLERANCE` of the nonzero gradients become zero that do not at the largest.
+    """
+    form = FORMATS[half_dtype]
+    high = max((s for s in SHIFTS if not gradients.overflows(form, s)), default=SHIFTS[0])
+    most = gradients.underflows(form, high) + TOLERANCE * gradients.nonzero
+    low = min(s for s in SHIFTS if s <= high and gradients.underflows(form, s) <= most)
+    return low, high
+
+
+def _forward_overflow(evidence: Evidence, half_dtype: str) -> str:
+    form = FORMATS[half_dtype]
+    found = {scope: h.overflows(form) for scope, h in evidence.forward.items()}
+    worst = max(found, key=found.__getitem__, default="")
+    count = sum(found.values())
+    if not count:
+        return ""
+    where = f", most of them in {worst}" if worst else ""
+    return f"{count} forward values exceed {form.largest:.6g}{where}"
+
+
+def _lost_gradients(evidence: Evidence, half_dtype: str) -> str:
+    gradients = total(evidence.gradients)
+    _, high = scale_range(gradients, half_dtype)
+    lost = gradients.share(gradients.underflows(FORMATS[half_dtype], high))
+    if lost <= LARGEST_LOSS:
+        return ""
+    return f"{lost:.1%} of the gradients underflow even at the largest loss scale, 2**{high}"
+
+
+def _at_128(evidence: Evidence) -> str:
+    low, high = scale_range(total(evidence.gradients), "float16")
+    if high < math.log2(128):
+        return f"gradients overflow at a loss scale of 128: 2**{high} is the largest"
+    if low > math.log2(128):
+        return f"gradients underflow at a loss scale of 128: it takes 2**{low}"
+    return ""
+
+
+def _at_some_scale(evidence: Evidence) -> str:
+    low, high = scale_range(total(evidence.gradients), "float16")
+    least, most = _DYNAMIC
+    if high < least:
+        return f"gradients overflow at every loss scale from 1 on: 2**{high} is the largest"
+    if low > most:
+        return f"gradients underflow at every loss scale up to 2**{most}: it takes 2**{low}"
+    return ""
+
+
+def _unscaled(evidence: Evidence) -> str:
+    count = total(evidence.gradients).overflows(FORMATS["bfloat16"])
+    return f"{count} gradients overflow in bfloat16" if count else ""
+
+
+def _any_overflow(found: Findings, half_dtype: str) -> str:
+    # An argument is no result of an equation: where it overflows, only a product shows it.
+    everything, products = found.everything, found.products
+    return _forward_overflow(everything, half_dtype) or _forward_overflow(products, half_dtype)
+
+
+def _of_o2(found: Findings) -> str:
+    of = found.everything
+    return _any_overflow(found, "float16") or _lost_gradients(of, "float16") or _at_128(of)
+
+
+def _of_o1(found: Findings, scale_objection: Callable[[Evidence], str] = _at_128) -> str:
+    of = found.products
+    return _forward_overflow(of, "float16") or _lost_gradients(of, "float16") or scale_objection(of)
+
+
+def _of_bfloat16(found: Findings) -> str:
+    of = found.everything
+    return _any_overflow(found, "bfloat16") or _lost_gradients(of, "bfloat16") or _unscaled(of)
+
+
+LADDER = (
+    Rung("O2", "float16", 128.0, _of_o2),
+    Rung("O1", "float16", 128.0, _of_o1),
+    Rung("O1", "float16", "dynamic", functools.partial(_of_o1, scale_objection=_at_some_scale)),
+    Rung("O2", "bfloat16", None, _of_bfloat16),
+    Rung("O0", None, None, lambda found: ""),
+)
+
+
+class Recommendation(NamedTuple):
+    """The first rung of the ladder that holds.
+
+    Attributes:
+      level: for `ampx.opt_level`.
+      half_dtype: for `ampx.opt_level`; None for O0.
+      loss_scale: for `ampx.opt_level`.
+      reason: what is wrong with each rung before it, in words, and what could not be looked into.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from ampx.diagnostics.numerics import numerics_report
+      >>> advice = numerics_report(lambda w: jnp.sum(w * 1e5) * 1e-6)(jnp.ones(3)).recommended
+      >>> advice.level, advice.half_dtype, advice.loss_scale
+      ('O1', 'float16', 128.0)
+      >>> print(advice.reason)
+      not O2 in float16 with loss_scale=128.0: 3 forward values exceed 65504
+    """
+
+    level: str
+    half_dtype: str | None
+    loss_scale: float | str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{_name(self.level, self.half_dtype, self.loss_scale)}: {self.reason}"
+
+
+def recommendation(found: Findings) -> Recommendation:
+    """Climbs down the ladder to the first rung that holds; to the last without finite numbers."""
+    if not found.is_finite:
+        last, reason = LADDER[-1], "not finite in float32 already: ampx.trace_overflow tells where"
+        return Recommendation(last.level, last.half_dtype, last.loss_scale, reason)
+    refused = []
+    for rung in LADDER:
+        objection = rung.objection(found)
+        if not objection:
+            break
+        refused.append(f"not {rung}: {objection}")
+    reason = "; ".join(refused) or "the first of the ladder holds"
+    if found.opaque:
+        reason += f"; unknown: what happens inside {', '.join(found.opaque)}"
+    return Recommendation(rung.level, rung.half_dtype, rung.loss_scale, reason)

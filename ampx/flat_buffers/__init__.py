@@ -1,0 +1,1 @@
+"""Trees as few flat buffers: buckets of gradients, and parameters that stay flat."""

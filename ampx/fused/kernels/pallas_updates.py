@@ -1,0 +1,244 @@
+"""Updates by Pallas kernels, in place: the same arithmetic, block by block and not leaf by leaf.
+
+XLA runs an elementwise optimizer as fast as memory allows. A kernel pays where that is not so: for
+LAMB, whose norms make XLA read everything a second time, as do the scales of 8-bit moments, and for
+many small parameters on GPUs, where one launch serves several.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ampx.fused.kernels.blocks import LONGEST_TPU_ROW
+from ampx.fused.kernels.kernel_steps import KernelStep, as_scalars, widened
+from ampx.fused.kernels.placement import Shard, placed, unknown_place
+from ampx.fused.leaf_updates import Leaf, ratio_of_norms
+from ampx.fused.moments.formats import moment_words
+from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
+from ampx.fused.rules import Packed, Rule
+from ampx.param_storage.narrow_params import NarrowParam
+from ampx.updates.gradient_norms import sums_of_squares
+from ampx.updates.tails import Backend, Tail, TailResult
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_TPU_DTYPES = ("float32", "bfloat16")  # its kernels load no float16
+_OF_PLATFORM: dict[str, Backend] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+
+
+def resolved(backend: Backend) -> Backend:
+    """What runs an update, where the caller left that to the library.
+
+    Raises:
+      ValueError: for kernels on a platform that has none.
+    """
+    if backend == "auto":  # until kernels have been seen to be faster
+        return "xla"
+    if backend != "pallas":
+        return backend
+    platform = jax.default_backend()
+    if platform not in _OF_PLATFORM:
+        raise ValueError(
+            f"backend='pallas' has kernels for GPUs and TPUs, and this is JAX on {platform!r}, "
+            "where XLA runs updates: use 'auto'; in a test 'interpret', which is slow; and to "
+            "lower for another platform 'mosaic_gpu' or 'mosaic_tpu'"
+        )
+    return _OF_PLATFORM[platform]
+
+
+def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
+    """Whether a kernel updates this parameter; all others are left to XLA.
+
+    Those are parameters of NovoGrad, which needs the norm of a gradient before anything else; of
+    float64, and on TPUs of float16, or with such gradients; those with state that is not an array
+    of the parameter's shape in a common type; those of LAMB with half or 8-bit moments, which its
+    second pass would read rounded, or in flat buffers; and those with 8-bit moments or stochastic
+    rounding of some shapes, see `_suits`.
+    """
+    if not tail.in_kernels or rule.needs_squares:
+        return False
+    if any(getattr(slot, "dtype", None) == jnp.float16 for slot in leaf.slots):
+        return False
+    if rule.direction_again and leaf.segments is not None:
+        return False
+    if rule.direction_again and any(getattr(s, "dtype", None) != jnp.float32 for s in leaf.slots):
+        return False
+    narrow = isinstance(leaf.param, NarrowParam)
+    plain = [leaf.grad, *([] if narrow else [leaf.param])]
+    plain += [slot for slot in leaf.slots if not isinstance(slot, Int8Blocks)]
+    dtypes = _TPU_DTYPES if tail.backend == "mosaic_tpu" else _DTYPES
+    return _suits(leaf, tail.backend) and all(
+        hasattr(array, "dtype") and array.dtype.name in dtypes and array.shape == leaf.param.shape
+        for array in plain
+    )
+
+
+def _suits(leaf: Leaf, backend: Backend) -> bool:
+    """Whether the shape suits what is stored in blocks of 8 bits, or rounded by random bits.
+
+    Blocks must be full, and on TPUs rows fit into the memory of a kernel. Random bits depend on the
+    place in the whole array, which a shard must know: not where it is cut in the middle.
+    """
+    shape = leaf.param.shape
+    if any(isinstance(slot, Int8Blocks) for slot in leaf.slots):
+        if not shape[-1] or shape[-1] % BLOCK:
+            return False
+        if backend != "mosaic_gpu" and shape[-1] > LONGEST_TPU_ROW:
+            return False
+    if not any(_draws(leaf)):
+        return True
+    spec = jax.typeof(leaf.grad).sharding.spec
+    return all(part is None for part in spec[1:-1])
+
+
+def _draws(leaf: Leaf) -> tuple[bool, ...]:
+    """Which of parameter and slots are rounded by random bits."""
+    drawn = [isinstance(s, Int8Blocks) and s.codes.dtype == jnp.uint8 for s in leaf.slots]
+    return isinstance(leaf.param, NarrowParam) and leaf.param.words is not None, *drawn
+
+
+def _words(leaf: Leaf) -> list[jax.Array]:
+    """What the random bits of a leaf depend on besides the place of an element."""
+    of_param, *of_slots = _draws(leaf)
+    words = [*leaf.param.words] if of_param else []
+    for drawn in of_slots:
+        words += moment_words(leaf.step, leaf.place) if drawn else ()
+    return words
+
+
+def kernel_updates(
+    rule: Rule, coefficients: Packed, leaves: Sequence[Leaf], tail: Tail
+) -> list[tuple[TailResult, tuple[Any, ...]]]:
+    """`leaf_update` of several parameters with the same coefficients.
+
+    The value for a `NarrowParam` is another one.
+
+    Raises:
+      ValueError: if the parameters may be divided over devices in a way that is not known here.
+    """
+    results: list[Any] = [None] * len(leaves)
+    vector, numbers, is_bad = coefficients
+    if tail.skip is not None:
+        vector = jnp.append(vector, tail.skip.astype(vector.dtype))
+    # What counts overflows would slow down those that have none: all but float16.
+    groups: dict[Any, list[int]] = {}
+    for k, leaf in enumerate(leaves):
+        counts = tail.skip is not None and leaf.param.dtype == jnp.float16
+        groups.setdefault((counts, _draws(leaf)), []).append(k)
+    for (counts, draws), group in groups.items():
+        step = KernelStep(rule, numbers, tail.skip is not None, counts, draws)
+        arrays = [_items(leaves[k]) for k in group]
+        words = [_words(leaves[k]) for k in group]
+        update = functools.partial(_updates, step, _map_leaves(tail.backend))
+        for k, new in zip(group, placed(update, (vector, words), arrays), strict=True):
+            param, slots, overflows = new
+            if isinstance(leaves[k].param, NarrowParam):
+                param = NarrowParam(param)
+            bad = is_bad | (overflows > 0) if counts else is_bad
+            results[k] = TailResult(param, bad), slots
+    return results
+
+
+def _items(leaf: Leaf) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Gradient, parameter and slots, as kernels take them."""
+    param = leaf.param.parts if isinstance(leaf.param, NarrowParam) else leaf.param
+    return leaf.grad, param, leaf.slots
+
+
+def kernel_squares(
+    backend: Backend,
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]] | None:
+    """What sums the squares of many arrays in few launches; None where XLA is as good."""
+    if backend not in ("mosaic_gpu", "interpret"):
+        return None
+    map_leaves = _map_leaves(backend)
+
+    def squared(scalars: Any, read_: Any, written: Any, cell: Any) -> tuple[list, list]:
+        wide = widened(read_[0])
+        return [], [wide * wide]
+
+    def update(vector: jax.Array, leaves: Any, shards: Sequence[Shard]) -> list[Any]:
+        _, sums = map_leaves(squared, [(vector, leaf, []) for leaf in leaves], num_sums=1)
+        return [((), (), total[0]) for total in _over_shards(sums, shards)]
+
+    def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        if unknown_place(arrays) is not None:
+            return sums_of_squares(arrays)
+        suits = [array.dtype.name in _DTYPES for array in arrays]
+        ours = [[array] for array, is_ours in zip(arrays, suits, strict=True) if is_ours]
+        others = [array for array, is_ours in zip(arrays, suits, strict=True) if not is_ours]
+        by_kernel = iter(placed(update, jnp.ones(1, jnp.float32), ours))
+        by_xla = iter(sums_of_squares(others))
+        return [next(by_kernel)[-1] if is_ours else next(by_xla) for is_ours in suits]
+
+    return squares
+
+
+def _over_shards(sums: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
+    """The sums of each leaf over all of its shards."""
+    pairs = zip(sums, shards, strict=True)
+    return [lax.psum(own, shard.axes) if shard.axes else own for own, shard in pairs]
+
+
+def _map_leaves(backend: Backend) -> Callable[..., Any]:
+    """The kernels of a backend, imported when they are needed: Pallas takes a second."""
+    if backend == "mosaic_gpu":
+        from ampx.fused.kernels import gpu
+
+        return gpu.map_leaves
+    from ampx.fused.kernels import tpu
+
+    return functools.partial(tpu.map_leaves, interpret=backend == "interpret")
+
+
+def _updates(
+    step: KernelStep,
+    map_leaves: Callable[..., Any],
+    shared: tuple[jax.Array, Sequence[Sequence[jax.Array]]],
+    leaves: Sequence[tuple[Any, Any, tuple[Any, ...]]],
+    shards: Sequence[Shard],
+) -> list[tuple[Any, tuple[Any, ...], jax.Array]]:
+    """Parameter, slots and number of overflows of each (gradient, parameter, slots).
+
+    The leaves may be shards; their sums are those of the whole. `shared` are the coefficients of
+    all, and the words of each.
+    """
+
+    def mapped(fun: Any, jobs: Sequence[Any], num_sums: int) -> tuple[Any, list[jax.Array]]:
+        items, sums = map_leaves(fun, jobs, num_sums=num_sums)
+        if not num_sums:
+            return items, [jnp.zeros((), jnp.float32)] * len(items)
+        return items, _over_shards(sums, shards)
+
+    vector, words = shared
+    vectors = [
+        jnp.append(vector, as_scalars([*own, *shard.start])) if own else vector
+        for own, shard in zip(words, shards, strict=True)
+    ]
+    if step.rule.direction_again is None:
+        jobs = [
+            (own, [grad], [param, *slots])
+            for own, (grad, param, slots) in zip(vectors, leaves, strict=True)
+        ]
+        new, overflows = mapped(step.whole, jobs, int(step.counts))
+        params, slots = [param for param, *_ in new], [own for _, *own in new]
+    else:  # the norms that scale a step are known only after everything was read once
+        jobs = [
+            (own, [grad, param], list(slots))
+            for own, (grad, param, slots) in zip(vectors, leaves, strict=True)
+        ]
+        slots, squares = mapped(step.slots, jobs, 2)
+        ratios = [ratio_of_norms(*jnp.sqrt(sums)) for sums in squares]
+        jobs = [
+            (jnp.append(own, ratio), new, [param])
+            for own, ratio, new, (_, param, _) in zip(vectors, ratios, slots, leaves, strict=True)
+        ]
+        new, overflows = mapped(step.param, jobs, int(step.counts))
+        params = [param for [param] in new]
+    totals = [jnp.sum(overflow) for overflow in overflows]
+    return list(zip(params, map(tuple, slots), totals, strict=True))

@@ -1,0 +1,1 @@
+"""How fused optimizers store their moments: formats, and blocks of int8."""

@@ -1,0 +1,72 @@
+"""In what form an optimizer keeps its state: an array of some dtype, or int8 in blocks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ampx.fused.moments.int8_blocks import Int8Blocks, decode, encode
+from ampx.param_storage.rounding import draw_words, element_bits, element_index
+
+SlotDtype = DTypeLike | Literal["int8"] | None
+# Below, scales and the loss of precision are not worth the few bytes; 8-bit optimizers all do so.
+_LEAST_ELEMENTS = 4096
+_LEAST_ROW = 64
+_SEED = 8  # of the rounding of second moments
+
+
+def is_int8(dtype: SlotDtype) -> bool:
+    """Whether a slot is to be kept in int8 blocks."""
+    return dtype is not None and jnp.dtype(dtype) == jnp.int8
+
+
+def array_dtype(dtype: SlotDtype) -> Any:
+    """What optax is to make the slot in, before `converted`."""
+    return jnp.float32 if is_int8(dtype) else dtype
+
+
+def converted(slot: Any, dtype: SlotDtype, *, signed: bool) -> Any:
+    """A tree of fresh slots in the form that was asked for; None leaves them as they are."""
+
+    def convert(leaf: jax.Array) -> Any:
+        if not is_int8(dtype):
+            return leaf.astype(dtype)
+        if leaf.size < _LEAST_ELEMENTS or leaf.shape[-1] < _LEAST_ROW:
+            return leaf.astype(jnp.float32)
+        return encode(leaf.astype(jnp.float32), signed=signed)
+
+    return slot if dtype is None else jax.tree.map(convert, slot)
+
+
+def loaded(slot: Any, dtype: Any) -> jax.Array:
+    """The numbers of one parameter's slot."""
+    return (decode(slot) if isinstance(slot, Int8Blocks) else slot).astype(dtype)
+
+
+def stored(new: jax.Array, old: Any, step: Any, place: int, *, holds: bool) -> Any:
+    """New numbers in the form of the old slot; the old number, if asked, where float16 overflows.
+
+    Second moments in int8 are rounded stochastically, by bits that depend on the step and on the
+    place of the parameter: rounded to the nearest they would stand still, see `int8_blocks`.
+    """
+    if not isinstance(old, Int8Blocks):
+        cast = new.astype(old.dtype)
+        if holds and old.dtype == jnp.float16:
+            cast = jnp.where(jnp.isfinite(cast), cast, old)
+        return cast
+    signed = old.codes.dtype == jnp.int8
+    bits = None
+    if not signed:
+        bits = element_bits(*element_index(new.shape), moment_words(step, place))
+    return encode(new.astype(jnp.float32), signed=signed, bits=bits)
+
+
+def moment_words(step: Any, place: int) -> tuple[jax.Array, jax.Array]:
+    """What the random bits for a parameter's second moments depend on, see `rounding`.
+
+    Those for the parameter itself are drawn at its place, with any seed.
+    """
+    return draw_words(seed=_SEED, step=step, leaf=~place)

@@ -1,0 +1,1 @@
+"""The fused optimizers, one a module, named as in optax."""

@@ -1,0 +1,84 @@
+"""Stochastic gradient descent, with momentum or without."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.typing import ArrayLike
+
+from ampx.fused.moments.formats import SlotDtype, array_dtype
+from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size
+from ampx.fused.transformation import fused_transformation
+
+
+class SgdCoefficients(NamedTuple):
+    """The numbers of a step."""
+
+    factor: Any
+    step_size: Any
+    weight_decay: Any
+    momentum: Any
+
+
+def sgd_direction(
+    g: jax.Array,
+    p: Any,
+    slots: Slots,
+    h: SgdCoefficients,
+    ops: Operations,
+    *,
+    nesterov: bool = False,
+) -> tuple[jax.Array, Slots]:
+    """The gradient, or the trace of gradients, or Nesterov's look ahead of it."""
+    del p
+    if not slots:
+        return g, ()
+    trace = ops.keep(g + h.momentum * slots[0], slots[0])
+    return g + h.momentum * trace if nesterov else trace, (trace,)
+
+
+def sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: ArrayLike | None = None,
+    nesterov: bool = False,
+    accumulator_dtype: SlotDtype = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SGD in one pass: `optax.sgd` with its signature, its numbers and its state.
+
+    Args:
+      learning_rate: see `adam`.
+      momentum: decay of the trace of gradients; None keeps no trace.
+      nesterov: Nesterov's momentum.
+      accumulator_dtype: dtype in which the trace is kept, or `"int8"`; see `mu_dtype` of `adam`.
+
+    Returns:
+      An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
+
+    Raises:
+      TypeError: in `update`, for complex parameters.
+
+    References:
+      Sutskever et al., On the importance of initialization and momentum, 2013; `optax.sgd`.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tx = ampx.fused.sgd(0.5, momentum=0.9)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(params), params)
+      >>> updates
+      Array([-1.5,  2. ], dtype=float32)
+    """
+    reference = optax.sgd(learning_rate, momentum, nesterov, array_dtype(accumulator_dtype))
+    direction = functools.partial(sgd_direction, nesterov=nesterov)
+    rule = Rule(direction, () if momentum is None else ("trace",))
+
+    def advance(state: Any) -> Advanced:
+        own, rest = state
+        rate, rest = scheduled(learning_rate, rest)
+        return Advanced(SgdCoefficients(None, step_size(rate), None, momentum), (own, rest))
+
+    slot_dtypes = {} if momentum is None else {"trace": accumulator_dtype}
+    return fused_transformation(rule, reference, advance, slot_dtypes=slot_dtypes)

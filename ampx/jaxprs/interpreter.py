@@ -1,0 +1,305 @@
+"""Runs a jaxpr equation by equation, outside of jit, and carries a remark with every value.
+
+Calls and branches are entered. Of each equation that runs it is known where it stands: in which
+calls, in which iterations of the loops around it, and in which line of whose program.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import sysconfig
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ampx.jaxprs import building, reading, source_info
+from ampx.jaxprs.reading import Equation, Jaxpr
+from ampx.jaxprs.source_info import Frame
+
+_LIBRARIES = (
+    os.path.join(os.path.dirname(jax.__file__), ""),
+    os.path.join(sysconfig.get_path("stdlib"), ""),
+    os.path.join(os.path.dirname(__file__), ""),
+)
+_EXAMPLES = os.path.join(os.path.dirname(__file__), "examples", "")
+# Name scopes that remat and the phases of ampx add.
+_NO_MODULE = re.compile(r"checkpoint|rematted_computation|ampx\..*")
+# They hold a jaxpr, too, but only to say how two numbers are combined.
+_COMBINING = ("scatter", "reduce", "select_and", "arg")
+# What the rule of a derivative computes before there is a cotangent, and of what.
+_DERIVATIVES = {"div": ("sqrt", "rsqrt", "cbrt"), "pow": ("pow",)}
+
+
+class Place(NamedTuple):
+    """Where an equation stands.
+
+    Attributes:
+      path: the calls around it and itself, outermost first, each with the jaxpr that it is in.
+      iterations: of the loops around it, outermost first; of a scan, places in what it scans.
+    """
+
+    path: tuple[tuple[Equation, Jaxpr], ...] = ()
+    iterations: tuple[int, ...] = ()
+
+    def at(self, eqn: Equation, jaxpr: Jaxpr) -> Place:
+        """The place of an equation of a jaxpr that is called from here."""
+        return self._replace(path=(*self.path, (eqn, jaxpr)))
+
+    def iteration(self, number: int) -> Place:
+        """This place, in an iteration of the loop that stands here."""
+        return self._replace(iterations=(*self.iterations, number))
+
+    @property
+    def scope(self) -> str:
+        """The name scopes around the equation: with flax the path of the module."""
+        names = [name for eqn, _ in self.path for name in source_info.scope_of(eqn)]
+        return "/".join(name for name in names if not _NO_MODULE.fullmatch(name))
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the equation belongs to a backward pass; what remat runs again does not."""
+        told = [source_info.is_transposed(eqn) for eqn, _ in self.path]
+        return next((answer for answer in reversed(told) if answer is not None), False)
+
+    @property
+    def is_derivative(self) -> bool:
+        """Whether the equation is a part of the derivative of its line, not of its value."""
+        if self.is_backward or not self.path:
+            return self.is_backward
+        eqn, jaxpr = self.path[-1]
+        of, lines = _DERIVATIVES.get(eqn.primitive.name, ()), source_info.frames_of(eqn)
+        # A rule leaves the traceback of what it is the derivative of.
+        return any(
+            other.primitive.name in of
+            and _share_values(other, eqn)
+            and source_info.frames_of(other) == lines
+            for other in itertools.takewhile(lambda e: e is not eqn, reading.open_jaxpr(jaxpr).eqns)
+        )
+
+    @property
+    def source(self) -> str:
+        """The innermost line that is the user's own: `"/home/me/model.py:12 (loss)"`.
+
+        Where no equation has one, the function that was called; `""` if that is a library's, too.
+        """
+        # Of what is inside a jitted function JAX keeps the lines inside: its callers are around it.
+        candidates = [
+            frame for eqn, _ in reversed(self.path) for frame in source_info.frames_of(eqn)
+        ]
+        for frame in candidates:
+            if not _is_library(frame.file_name):
+                return f"{frame.file_name}:{frame.line} ({_function(frame)})"
+        bodies = [
+            body
+            for eqn, jaxpr in reversed(self.path)
+            for body in (*reading.inner_jaxprs(eqn), jaxpr)
+        ]
+        for name, line in filter(None, map(source_info.function_of, bodies)):
+            if not _is_library(name):
+                return f"{name}:{line}"
+        return ""
+
+
+def _share_values(earlier: Equation, later: Equation) -> bool:
+    values = {atom for atom in (*earlier.invars, *earlier.outvars) if not reading.is_literal(atom)}
+    return any(atom in values for atom in later.invars if not reading.is_literal(atom))
+
+
+def _is_library(name: str) -> bool:
+    if any(part.endswith("-packages") for part in PurePath(name).parts):
+        return True
+    return name.startswith(_LIBRARIES) and not name.startswith(_EXAMPLES)
+
+
+def _function(frame: Frame) -> str:
+    return frame.function_name.replace(".<locals>", "")
+
+
+class Value(NamedTuple):
+    """An array and what is remarked of it."""
+
+    array: Any
+    remark: Any = None
+
+
+NOTHING = Value(None)  # in the place of a result that nobody wants
+
+
+def is_opaque(eqn: Equation) -> bool:
+    """Whether an equation holds functions that are not entered: a kernel, a shard_map."""
+    return reading.has_bodies(eqn) and not eqn.primitive.name.startswith(_COMBINING)
+
+
+def compiled(eqn: Equation, parent: Jaxpr) -> Any:
+    """An equation as a compiled function of its operands, none of which it uses up."""
+    return jax.jit(building.as_function(eqn, parent))
+
+
+class Walk:
+    """Runs jaxprs equation by equation; subclasses make the remarks."""
+
+    def remark_constant(self, array: Any, here: Place) -> Any:
+        """The remark for a number or an array that is written into the program."""
+
+    def remark_results(
+        self, eqn: Equation, operands: Sequence[Value], arrays: Sequence[Any], here: Place
+    ) -> list[Any]:
+        """The remarks for the results of an equation that is not entered."""
+        raise NotImplementedError
+
+    def remark_joined(self, values: Sequence[Value]) -> Any:
+        """The remark for an array put together from others."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        operands: Sequence[Value],
+        here: Place,
+        wanted: Sequence[bool] | None = None,
+    ) -> list[Value]:
+        """The results of a jaxpr that is called from a place; `NOTHING` for those not wanted."""
+        opened = reading.open_jaxpr(jaxpr)
+        known: dict[Any, Value] = dict(zip(opened.invars, operands, strict=True))
+        for var, array in zip(opened.constvars, reading.constants_of(jaxpr), strict=True):
+            known[var] = Value(array, self.remark_constant(array, here))
+
+        def read(atom: Any, place: Place) -> Value:
+            if reading.is_literal(atom):
+                return Value(atom.val, self.remark_constant(atom.val, place))
+            return known[atom]
+
+        wanted = [True] * len(opened.outvars) if wanted is None else wanted
+        results = [
+            atom for atom, is_wanted in zip(opened.outvars, wanted, strict=True) if is_wanted
+        ]
+        eqns = [opened.eqns[number] for number in reading.equations_for(jaxpr, results)]
+        for eqn, fresh, finished in _lifetimes(eqns, results):
+            place = here.at(eqn, jaxpr)
+            values = self.step(eqn, [read(atom, place) for atom in eqn.invars], place, fresh)
+            known.update(zip(eqn.outvars, values, strict=True))
+            for var in finished:
+                known.pop(var, None)
+        pairs = zip(opened.outvars, wanted, strict=True)
+        return [read(atom, here) if is_wanted else NOTHING for atom, is_wanted in pairs]
+
+    def step(
+        self,
+        eqn: Equation,
+        operands: Sequence[Value],
+        here: Place,
+        wanted: Sequence[bool],
+    ) -> Sequence[Value]:
+        """The results of one equation; calls, branches and loops are entered."""
+        name = eqn.primitive.name
+        if name == "cond":
+            index, *others = operands
+            return self.run(reading.bodies_of(eqn)[int(index.array)], others, here, wanted)
+        if name in ("scan", "while") and not _is_empty(eqn):
+            return self.loop(eqn, operands, here)
+        body = reading.called_body(eqn)
+        if body is not None and not reading.mesh_sizes(eqn):
+            return self.run(body, operands, here, wanted)
+        arrays = self.whole(eqn, operands, here)
+        return list(map(Value, arrays, self.remark_results(eqn, operands, arrays, here)))
+
+    def whole(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Any]:
+        """The results of an equation without entering it, compiled if it holds functions."""
+        arrays = [value.array for value in operands]
+        with eqn.ctx.manager:
+            if is_opaque(eqn):
+                return compiled(eqn, here.path[-1][1])(*arrays)
+            return reading.bound(eqn, arrays)
+
+    def loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
+        """The results of a scan or a while loop, iteration by iteration."""
+        carry, rows = self.iterations(eqn, operands, here)
+        columns = zip(*rows, strict=True)
+        return [*carry, *(_joined(column, jnp.stack, self.remark_joined) for column in columns)]
+
+    def iteration(
+        self,
+        eqn: Equation,
+        body: Jaxpr,
+        operands: Sequence[Value],
+        here: Place,
+    ) -> Sequence[Value]:
+        """The results of the body of a loop, in the iteration that `here` tells."""
+        return self.run(body, operands, here)
+
+    def iterations(
+        self, eqn: Equation, operands: Sequence[Value], here: Place
+    ) -> tuple[Sequence[Value], list[Sequence[Value]]]:
+        """The last carry of a loop and, for each place in what is scanned, what it gives there."""
+        if eqn.primitive.name == "while":
+            return self._while(eqn, operands, here), []
+        constants, carried = reading.scan_sizes(eqn)
+        length, is_reversed = reading.scan_steps(eqn)
+        (body,) = reading.bodies_of(eqn)
+        consts, scanned = operands[:constants], operands[constants + carried :]
+        carry: Sequence[Value] = operands[constants : constants + carried]
+        rows: list[Sequence[Value]] = [()] * length
+        for place in reversed(range(length)) if is_reversed else range(length):
+            slices = _slices([value.array for value in scanned], np.int32(place))
+            xs = [Value(part, value.remark) for part, value in zip(slices, scanned, strict=True)]
+            results = self.iteration(eqn, body, [*consts, *carry, *xs], here.iteration(place))
+            carry, rows[place] = results[:carried], results[carried:]
+        return carry, rows
+
+    def _while(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
+        of_condition, of_body = reading.while_sizes(eqn)
+        condition, body = reading.bodies_of(eqn)
+        goes_on = jax.jit(functools.partial(reading.evaluate, reading.closed(condition)))
+        asked = [value.array for value in operands[:of_condition]]
+        consts = operands[of_condition : of_condition + of_body]
+        carry: Sequence[Value] = operands[of_condition + of_body :]
+        for number in itertools.count():
+            (going,) = goes_on(*asked, *(value.array for value in carry))
+            if not np.any(going):
+                break
+            results = self.iteration(eqn, body, [*consts, *carry], here.iteration(number))
+            # Under vmap there is an answer for each row, and rows that are done stay as they are.
+            carry = [self._where(going, *pair) for pair in zip(results, carry, strict=True)]
+        return carry
+
+    def _where(self, going: jax.Array, new: Value, old: Value) -> Value:
+        if np.all(going):
+            return new
+        mask = jnp.reshape(going, going.shape + (1,) * (jnp.ndim(new.array) - going.ndim))
+        return _joined((new, old), lambda pair: jnp.where(mask, *pair), self.remark_joined)
+
+
+def _joined(values: Sequence[Value], join: Any, remark: Any) -> Value:
+    return Value(join([v.array for v in values]), remark(values))
+
+
+@jax.jit
+def _slices(arrays: list[Any], place: Any) -> list[Any]:
+    return [lax.dynamic_index_in_dim(array, place, keepdims=False) for array in arrays]
+
+
+def _is_empty(eqn: Equation) -> bool:
+    return eqn.primitive.name == "scan" and not reading.scan_steps(eqn)[0]
+
+
+def _lifetimes(
+    eqns: Sequence[Equation], results: Sequence[Any]
+) -> list[tuple[Equation, list[bool], list[Any]]]:
+    """Each equation with which of its results are read, and what nothing reads after it."""
+    read = {atom for atom in results if not reading.is_literal(atom)}
+    found = []
+    for eqn in reversed(eqns):
+        is_read = [out in read for out in eqn.outvars]
+        operands = [atom for atom in eqn.invars if not reading.is_literal(atom)]
+        finished = [var for var in dict.fromkeys((*eqn.outvars, *operands)) if var not in read]
+        read.update(operands)
+        found.append((eqn, is_read, finished))
+    return found[::-1]

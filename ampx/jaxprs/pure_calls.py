@@ -1,0 +1,98 @@
+"""Any call as arrays and a pure function of them, nnx modules included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ampx.flax_modules import is_nnx_object, loaded
+
+
+class PureCall(NamedTuple):
+    """A call as a pure function of pytrees without nnx objects.
+
+    Attributes:
+      fun: from the operands to the result of the call and the state that it left in the objects.
+      operands: what to call it with.
+      write_back: gives the objects such a state.
+    """
+
+    fun: Callable[..., tuple[Any, Any]]
+    operands: tuple[Any, ...]
+    write_back: Callable[[Any], None]
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    """The arrays among the leaves of `tree`, and a function that puts others in their places."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def merge(arrays: Any) -> Any:
+        merged = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            merged[place] = array
+        return jax.tree.unflatten(structure, merged)
+
+    return [leaves[place] for place in places], merge
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array that JAX takes. Numbers of Python and NumPy stay themselves."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSU"
+    if isinstance(leaf, type | np.generic):
+        return False
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+
+
+def pure_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall:
+    """`fun(*args, **kwargs)`, where `fun` may be an nnx module and arguments may hold nnx objects.
+
+    References that the objects share stay shared.
+    """
+    nnx = loaded("flax.nnx")
+    owner = getattr(fun, "__self__", fun)
+    if is_nnx_object(owner):
+        unbound = type(owner).__call__ if owner is fun else fun.__func__  # type: ignore[attr-defined]
+        fun, args = unbound, (owner, *args)
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_nnx_object)
+    places = [i for i, leaf in enumerate(leaves) if is_nnx_object(leaf)]
+    if not places:
+        return PureCall(
+            lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda state: None
+        )
+    objects = tuple(leaves[place] for place in places)
+    graphdef, before = nnx.split(objects)
+
+    def pure(state: Any, *others: Any) -> tuple[Any, Any]:
+        filled, copies = list(others), nnx.merge(graphdef, state, copy=True)
+        for place, copy in zip(places, copies, strict=True):
+            filled[place] = copy
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        result = fun(*args, **kwargs)
+        after, state = nnx.split(copies)
+        if after != graphdef:
+            raise ValueError(
+                f"{getattr(fun, '__qualname__', fun)} changes the structure of an nnx module: its "
+                "submodules, or an attribute that is no array, such as a mode. Only arrays are "
+                "carried out of autocast: make the change outside, as in model.train()"
+            )
+        return result, state
+
+    others = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+    return PureCall(pure, (before, *others), lambda after: _write_changes(objects, before, after))
+
+
+def _write_changes(objects: tuple[Any, ...], before: Any, after: Any) -> None:
+    """Writes what differs; the rest may belong to an outer trace, where it can only be read."""
+    nnx = loaded("flax.nnx")
+    held = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
+    changed = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(after)
+        if path not in held or held[path] is not variable.get_raw_value()
+    ]
+    nnx.update(objects, nnx.from_flat_state(changed))

@@ -1,0 +1,224 @@
+"""The only place that knows how JAX's equations and their parameters look in each version.
+
+JAX offers jaxprs for reading and building under `jax.extend.core`, but the parameters of an
+equation are nobody's public interface: they are read and written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr: two classes in jax 0.10, one since 0.11
+Equation = core.JaxprEqn
+Atom = Any  # jax.extend.core.Var or Literal
+# Primitives whose bodies can be exchanged, and the parameters that hold them.
+_BODIES = {
+    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint", "scan", "shard_map"), ("jaxpr",)),
+    **dict.fromkeys(("closed_call", "call", "core_call", "eval_jaxpr"), ("call_jaxpr",)),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), ("call_jaxpr",)),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+}
+_REPEATED = ("scan", "while")
+CALLS = ("jit", "pjit", "remat2", "checkpoint", "closed_call", "call", "core_call")
+_AXES_OF_REDUCTIONS = {
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "axes"),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "all_to_all"), "axis_name"),
+}
+# These name mapped axes, too, but each device runs them alone.
+_LOCAL = (
+    *("axis_index", "pvary", "pcast", "preduced"),
+    *("reduced_vary_cast", "reduced_vary_cast_p", "vary_unreduced_cast", "vary_unreduced_cast_p"),
+)
+
+
+def is_literal(atom: Atom) -> bool:
+    """Whether an operand is a constant written into the equation."""
+    return isinstance(atom, core.Literal)
+
+
+def is_dropped(variable: Atom) -> bool:
+    """Whether nobody reads an output."""
+    return isinstance(variable, core.DropVar)
+
+
+def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    """The equations of a jaxpr, whether or not constants are attached to it."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
+    """The jaxpr of `fun(*args)`, with constants attached, and its output as shapes.
+
+    `args` may be arrays, abstract values, or pytrees of them.
+    """
+    return jax.make_jaxpr(fun, return_shape=True)(*args)
+
+
+def evaluate(jaxpr: Jaxpr, *operands: Any) -> list[Any]:
+    """Runs a jaxpr with constants attached, keeping name scopes and source lines."""
+    return core.jaxpr_as_fun(jaxpr)(*operands)
+
+
+def bound(eqn: Equation, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation for other operands, which may have other shapes."""
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def bodies_of(eqn: Equation) -> tuple[Jaxpr, ...]:
+    """The jaxprs that a call, a loop or a branch runs."""
+    if eqn.primitive.name == "cond":
+        return tuple(eqn.params["branches"])
+    return tuple(eqn.params[name] for name in _BODIES[eqn.primitive.name])
+
+
+def with_bodies(eqn: Equation, bodies: Sequence[Jaxpr]) -> dict[str, Any]:
+    """The parameters of a call, a loop or a branch with other bodies."""
+    if eqn.primitive.name == "cond":
+        return {**eqn.params, "branches": tuple(bodies)}
+    return {**eqn.params, **dict(zip(_BODIES[eqn.primitive.name], bodies, strict=True))}
+
+
+def call_name(eqn: Equation) -> str | None:
+    """The name of a jitted function, or None."""
+    return eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
+
+
+def constants_of(jaxpr: Jaxpr) -> Sequence[Any]:
+    """The arrays that are attached to a jaxpr, in the order of its `constvars`."""
+    return closed(jaxpr).consts
+
+
+def has_constants(jaxpr: Jaxpr) -> bool:
+    """Whether arrays are attached to a jaxpr that are no arguments of it."""
+    return bool(open_jaxpr(jaxpr).constvars)
+
+
+def is_inlined(fun: Any) -> bool:
+    """Whether JAX puts the equations of a jitted function among those of its callers."""
+    inline = getattr(getattr(fun, "_jit_info", None), "inline", None)
+    return inline is True or getattr(inline, "name", None) == "JAX_EARLY"
+
+
+def has_bodies(eqn: Equation) -> bool:
+    """Whether any parameter of an equation, known or not, holds a jaxpr."""
+    return next(iter(core.jaxprs_in_params(eqn.params)), None) is not None
+
+
+def inner_jaxprs(eqn: Equation) -> tuple[Jaxpr, ...]:
+    """The jaxprs among the parameters of any equation, known or not."""
+    return tuple(core.jaxprs_in_params(eqn.params))
+
+
+def called_body(eqn: Equation) -> Jaxpr | None:
+    """The body of an equation that runs it once, on its own operands in their order; or None."""
+    name = eqn.primitive.name
+    if name not in _BODIES or name in _REPEATED:
+        return None
+    (body,) = bodies_of(eqn)
+    fits = len(open_jaxpr(body).invars) == len(eqn.invars)
+    return body if fits else None
+
+
+def mesh_sizes(eqn: Equation) -> dict[Any, int]:
+    """The devices along each axis that a shard_map binds; empty for other equations."""
+    return dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else {}
+
+
+def reduced_axes(eqn: Equation) -> tuple[Any, ...] | None:
+    """The mapped axes that a sum, a maximum or an exchange of parts runs over; or None."""
+    name = _AXES_OF_REDUCTIONS.get(eqn.primitive.name)
+    if name is None:
+        return None
+    axes = eqn.params[name]
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def collective_axes(eqn: Equation) -> tuple[str, ...]:
+    """The mapped axes along which devices must run an equation together."""
+    if eqn.primitive.name in _LOCAL:
+        return ()
+    names = (eqn.params.get(name, ()) for name in ("axes", "axis_name"))
+    flat = [n if isinstance(n, tuple | list) else (n,) for n in names]
+    return tuple(axis for group in flat for axis in group if isinstance(axis, str))
+
+
+def collectives(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """All equations, also inside others, that devices must run together."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if collective_axes(eqn):
+            yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from collectives(inner)
+
+
+def scan_sizes(eqn: Equation) -> tuple[int, int]:
+    """How many operands of a scan are constants and how many are its carry."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def scan_steps(eqn: Equation) -> tuple[int, bool]:
+    """How many iterations a scan has, and whether it runs from the last one to the first."""
+    return eqn.params["length"], eqn.params["reverse"]
+
+
+def while_sizes(eqn: Equation) -> tuple[int, int]:
+    """How many operands of a while loop are constants of its condition and of its body."""
+    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+
+def is_differentiable(aval: Any) -> bool:
+    """Whether a value of this type has a cotangent of its own type."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def with_dtype(aval: Any, dtype: Any) -> Any:
+    """The same abstract value (shape, sharding, varying axes) in another, strong dtype."""
+    return aval.update(dtype=np.dtype(dtype), weak_type=False)
+
+
+def variable(aval: Any) -> Any:
+    """A new variable."""
+    return core.Var(aval)
+
+
+def dropped(aval: Any) -> Any:
+    """A new output that nobody reads."""
+    return core.DropVar(aval)
+
+
+def literal(value: Any, aval: Any) -> Any:
+    """A constant of a scalar type."""
+    return core.Literal(value, aval)
+
+
+def equations_for(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> list[int]:
+    """The equations, by number, that some of a jaxpr's values are computed by."""
+    needed = {atom for atom in outputs if not is_literal(atom)}
+    chosen = []
+    for number, eqn in reversed(list(enumerate(open_jaxpr(jaxpr).eqns))):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            chosen.append(number)
+            needed.update(atom for atom in eqn.invars if not is_literal(atom))
+    return chosen[::-1]
+
+
+def closed(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr that can be evaluated: without constants, where none were attached."""
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+def is_explicit(aval: Any) -> bool:
+    """Whether the sharding of a value is part of its type."""
+    return any(
+        kind == jax.sharding.AxisType.Explicit for kind in aval.sharding.mesh.axis_types or ()
+    )

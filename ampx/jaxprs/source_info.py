@@ -1,0 +1,65 @@
+"""Where in the user's program an equation comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+import jax
+from jax.extend import source_info_util
+
+from ampx.jaxprs.reading import Equation, Jaxpr, open_jaxpr
+
+_RECOMPUTED = "rematted_computation"  # a scope that remat puts around what it runs again
+_JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+
+
+class Frame(NamedTuple):
+    """A line of the traceback of an equation, innermost first."""
+
+    file_name: str
+    function_name: str
+    function_start_line: int
+    line: int
+
+
+def function_of(jaxpr: Jaxpr) -> tuple[str, int] | None:
+    """File and line of the function that a jaxpr was traced from, where JAX knows them."""
+    info = open_jaxpr(jaxpr).debug_info
+    match = re.fullmatch(r".* at (.*):(\d+)", getattr(info, "func_src_info", None) or "")
+    return (match[1], int(match[2])) if match else None
+
+
+def scope_of(eqn: Equation) -> tuple[str, ...]:
+    """The name scopes around an equation, without the marks that jvp, vmap and others leave."""
+    # remat names its place twice: as a part of the backward pass, and as what it recomputes.
+    stack = re.sub(r"transpose\(.*/(?=jvp\()", "", str(eqn.source_info.name_stack))
+    names = (re.sub(r"\w+\(|\)", "", part) for part in stack.split("/"))
+    return tuple(name for name in names if name)
+
+
+def is_transposed(eqn: Equation) -> bool | None:
+    """Whether an equation is of a backward pass; None where only the call around it can tell."""
+    stack = str(eqn.source_info.name_stack)
+    recomputed, transposed = stack.rfind(_RECOMPUTED), stack.rfind("transpose(")
+    return None if recomputed == transposed else transposed > recomputed
+
+
+def frames_of(eqn: Equation) -> list[Frame]:
+    """The traceback of an equation, innermost call first."""
+    traceback = eqn.source_info.traceback
+    return [
+        Frame(f.file_name, f.function_name, f.function_start_line, f.line_num)
+        for f in (traceback.frames if traceback else ())
+    ]
+
+
+def user_frames_of(eqn: Equation) -> list[Frame]:
+    """The frames of an equation that are not JAX's own, innermost call first."""
+    return [f for f in frames_of(eqn) if not f.file_name.startswith(_JAX_FOLDER)]
+
+
+def line_of(eqn: Equation) -> str:
+    """Where in the program an equation comes from: `"model.py:12:8 (forward)"`."""
+    return source_info_util.summarize(eqn.source_info)

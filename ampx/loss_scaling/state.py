@@ -1,0 +1,189 @@
+"""The state of a loss scale, and what a training loop reads out of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx import trees
+from ampx.trees import find_nodes
+
+
+class LossScaleState(NamedTuple):
+    """State of a loss-scaled transformation. With several losses the first six are vectors.
+
+    Attributes:
+      loss_scale: float32, the factor for the next loss.
+      growth_tracker: int32, finite steps since the scale last moved or overflowed.
+      hysteresis_tracker: int32, overflows that are still tolerated before the scale falls.
+      inf_total: int32, updates whose gradients held an infinity.
+      nan_total: int32, updates whose gradients held a NaN.
+      floor_hits: int32, overflows that found the scale at `min_scale` already.
+      overflow: bool, whether the last update was skipped.
+      skipped_total: int32, updates skipped so far.
+      bad_update_total: int32, updates that came out non-finite from finite gradients.
+      floor_flag: bool, whether `on_floor="raise-flag"` saw a floor hit.
+      inner_state: the wrapped transformation's state.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> state = ampx.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
+      >>> float(state.loss_scale), int(state.skipped_total)
+      (65536.0, 0)
+    """
+
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+    inf_total: jax.Array
+    nan_total: jax.Array
+    floor_hits: jax.Array
+    overflow: jax.Array
+    skipped_total: jax.Array
+    bad_update_total: jax.Array
+    floor_flag: jax.Array
+    inner_state: optax.OptState
+
+
+def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
+    """The loss-scale state inside any optimizer state, or None.
+
+    Args:
+      opt_state: an optimizer state, however nested; flax's `nnx.Optimizer.opt_state` too.
+
+    Returns:
+      The `LossScaleState` or None.
+
+    Raises:
+      ValueError: if there are several: pass the part of the state that is meant.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = optax.chain(ampx.static_loss_scale(optax.sgd(0.1), 8.0))
+      >>> float(ampx.find_loss_scale_state(tx.init(jnp.ones(2))).loss_scale)
+      8.0
+    """
+    states = find_nodes(opt_state, LossScaleState)
+    if len(states) > 1:
+        raise ValueError(f"found {len(states)} loss scales in the state: pass the one meant")
+    return _as_arrays(states[0]) if states else None
+
+
+def outermost_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
+    """The loss-scale state around all of an optimizer's state, or None."""
+    state: Any = opt_state
+    while getattr(state, "wraps_loss_scale", False):
+        state = state.inner_state
+    return state if isinstance(state, LossScaleState) else None
+
+
+def _as_arrays(state: LossScaleState) -> LossScaleState:
+    """The same state with plain arrays where flax nnx keeps variables."""
+    own = {name: value for name, value in state._asdict().items() if name != "inner_state"}
+    return state._replace(**{name: jax.tree.leaves(value)[0] for name, value in own.items()})
+
+
+def current_loss_scale(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array:
+    """The factor by which to multiply the next loss.
+
+    Args:
+      opt_state: an optimizer state, however nested.
+      loss_id: which loss, where there are several.
+
+    Returns:
+      float32 scalar; 1.0 where the state has no loss scale.
+
+    Raises:
+      IndexError: if `loss_id` is not one of the losses.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> state = ampx.dynamic_loss_scale(optax.adam(1e-3)).init(jnp.ones(2))
+      >>> ampx.current_loss_scale(state)
+      Array(65536., dtype=float32)
+    """
+    state = find_loss_scale_state(opt_state)
+    scales = jnp.ones(1, jnp.float32) if state is None else jnp.atleast_1d(state.loss_scale)
+    if not 0 <= loss_id < scales.shape[0]:
+        raise IndexError(f"loss_id must be in [0, {scales.shape[0]}), got {loss_id}")
+    return scales[loss_id]
+
+
+def is_skipped(opt_state: optax.OptState) -> jax.Array:
+    """Whether the last update was skipped.
+
+    Args:
+      opt_state: an optimizer state, however nested.
+
+    Returns:
+      bool scalar; False where the state has no loss scale.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.dynamic_loss_scale(optax.sgd(0.1))
+      >>> _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+      >>> bool(ampx.is_skipped(state))
+      True
+    """
+    state = find_loss_scale_state(opt_state)
+    return jnp.zeros((), bool) if state is None else state.overflow
+
+
+def select_if_finite(opt_state: optax.OptState, new_tree: Any, old_tree: Any) -> Any:
+    """`new_tree`, or `old_tree` if the last update was skipped.
+
+    For whatever must stand still on a skip and lives outside the optimizer state: batch
+    statistics, an exponential moving average, a step counter. Not for random keys or data.
+
+    Args:
+      opt_state: the state after the update.
+      new_tree: values to keep after a good step.
+      old_tree: values to keep after a skip; same structure and shapes, and its dtypes win.
+
+    Returns:
+      One of the two, chosen leaf by leaf on the device.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.dynamic_loss_scale(optax.sgd(0.1))
+      >>> _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+      >>> ampx.select_if_finite(state, {"step": jnp.array(8)}, {"step": jnp.array(7)})
+      {'step': Array(7, dtype=int32, weak_type=True)}
+    """
+    return trees.hold(is_skipped(opt_state), new_tree, old_tree)
+
+
+def raise_if_exhausted(opt_state: optax.OptState) -> None:
+    """Raises if `on_floor="raise-flag"` saw an overflow at the smallest scale. Not under `jit`.
+
+    Args:
+      opt_state: an optimizer state, however nested; read from the device.
+
+    Raises:
+      FloatingPointError: with the counts that tell a scale problem from a broken model.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.dynamic_loss_scale(optax.sgd(0.1), init_scale=1.0, on_floor="raise-flag")
+      >>> _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+      >>> ampx.raise_if_exhausted(state)
+      Traceback (most recent call last):
+      ...
+      FloatingPointError: ... the model itself produces them...
+    """
+    state = find_loss_scale_state(opt_state)
+    if state is None or not bool(state.floor_flag):
+        return
+    nans, infs = int(jnp.sum(state.nan_total)), int(jnp.sum(state.inf_total))
+    advice = (
+        "NaN gradients do not come from the scale: the model itself produces them"
+        if nans >= infs
+        else "gradients overflow even unscaled: lower the learning rate, clip, or use bfloat16"
+    )
+    raise FloatingPointError(
+        f"overflow at the smallest loss scale {state.loss_scale}: {int(jnp.sum(state.floor_hits))} "
+        f"floor hits, {infs} steps with inf, {nans} with NaN; {advice}"
+    )

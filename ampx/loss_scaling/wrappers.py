@@ -1,0 +1,424 @@
+"""Loss scaling: when a step counts, when it is undone, and how the scale moves.
+
+The scale lives inside the optimizer state, in an optax wrapper around any transformation. One
+update does, in this order: judge the scaled gradients, agree on the verdict over every device,
+unscale with the scale held so far, run the inner transformation, undo its whole transition if the
+verdict was bad, and only then move the scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from ampx import trees
+from ampx.checking import check_choice, check_positive_int, check_transformation
+from ampx.loss_scaling import nonfinite
+from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, check_scale, checked_choice
+from ampx.loss_scaling.nonfinite import Verdict
+from ampx.loss_scaling.state import LossScaleState
+from ampx.trees import find_nodes, has_mark
+from ampx.updates.applying import apply_updates
+from ampx.updates.gradient_norms import folded, judged_norm
+from ampx.updates.tails import Applied, Tail, takes_tail, unwrapped, wrappers_held
+
+NonfiniteUpdates = Literal["hold", "skip"]
+# --- the wrapper that all loss scales share ------------------------------------------------------
+
+Advance = Callable[[LossScaleState, jax.Array], LossScaleState]
+
+
+def _scaled(
+    inner: optax.GradientTransformation,
+    init_scale: float,
+    hysteresis: int,
+    advance: Advance,
+    *,
+    num_losses: int,
+    axis_names: Sequence[str],
+    saturation_dtype: DTypeLike | None,
+    nonfinite_updates: NonfiniteUpdates,
+) -> optax.GradientTransformationExtraArgs:
+    check_transformation("inner", inner)
+    check_positive_int("num_losses", num_losses)
+    check_choice("nonfinite_updates", nonfinite_updates, get_args(NonfiniteUpdates))
+    axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    inner = optax.with_extra_args_support(inner)
+    shape = () if num_losses == 1 else (num_losses,)
+    can_fold = num_losses == 1 and saturation_dtype is None and nonfinite_updates == "hold"
+
+    def init(params: optax.Params) -> LossScaleState:
+        inner_state = inner.init(params)
+        if find_nodes(inner_state, LossScaleState):
+            raise ValueError(
+                "inner already has a loss scale: gradients would be unscaled twice; wrap once"
+            )
+        # One buffer a field: a buffer that appears twice in a state cannot be donated.
+        return LossScaleState(
+            loss_scale=jnp.full(shape, init_scale, jnp.float32),
+            growth_tracker=jnp.zeros(shape, jnp.int32),
+            hysteresis_tracker=jnp.full(shape, hysteresis, jnp.int32),
+            inf_total=jnp.zeros(shape, jnp.int32),
+            nan_total=jnp.zeros(shape, jnp.int32),
+            floor_hits=jnp.zeros(shape, jnp.int32),
+            overflow=jnp.zeros((), bool),
+            skipped_total=jnp.zeros((), jnp.int32),
+            bad_update_total=jnp.zeros((), jnp.int32),
+            floor_flag=jnp.zeros((), bool),
+            inner_state=inner_state,
+        )
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        verdict: Verdict | None = None,
+        tail: Tail | None = None,
+        **extra_args: Any,
+    ) -> tuple[Any, LossScaleState]:
+        if can_fold and takes_tail(state.inner_state):
+            return folded_update(updates, state, params, verdict, tail or Tail(), extra_args)
+        per_loss = _gradients_per_loss(updates, num_losses)
+        reduces = has_mark(state.inner_state, "reduces_gradients")
+        axes = axis_names or (verdict.axes if reduces and verdict else ())
+        if reduces and not axes:
+            raise ValueError(
+                "the transformation inside reduces gradients over mapped axes, so all devices must "
+                "agree on what to skip: give this loss scale axis_names, as in axis_names='data'"
+            )
+        if verdict is not None and num_losses == 1 and saturation_dtype is None:
+            counts = [verdict.counts]
+        else:
+            counts = [
+                nonfinite.count_nonfinite(g, axis_names=axes, saturation_dtype=saturation_dtype)
+                for g in per_loss
+            ]
+        if reduces:
+            extra_args["overflow"] = sum(jnp.sum(c) for c in counts)
+        overflow = jnp.any(jnp.stack(counts) > 0)
+        seen = jnp.array([g is not None for g in per_loss]).reshape(shape)
+        grads = _unscaled_sum(per_loss, state.loss_scale.reshape(num_losses))
+        if tail is not None and tail.max_norm is not None:
+            grads, _ = optax.clip_by_global_norm(tail.max_norm).update(grads, optax.EmptyState())
+
+        with jax.named_scope("ampx.update"):
+            new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
+        new_updates = nonfinite.landing(new_updates, params)
+        no_updates = trees.null_updates(new_updates)
+        whole_step = nonfinite_updates == "skip"
+        # "hold" mends the state element by element, so only "skip" need judge it.
+        judged = trees.finite_before(new_inner, state.inner_state) if whole_step else ()
+        outcome = nonfinite.count_nonfinite((new_updates, judged), axis_names=axes)
+        bad_update = jnp.any(outcome > 0)
+        skip = overflow | bad_update if whole_step else overflow
+        if not whole_step:
+            new_updates = trees.finite_or(new_updates, no_updates)
+            new_inner = trees.finite_or(new_inner, state.inner_state)
+
+        counts_of_all = jnp.stack(counts).reshape(*shape, 2)
+        moved = _moved(advance, state, counts_of_all, seen, skip, bad_update & ~overflow)
+        moved = moved._replace(inner_state=trees.hold(skip, new_inner, state.inner_state))
+        new_updates = trees.hold(skip, new_updates, no_updates)
+        if tail is not None and tail.new_params:
+            return Applied(apply_updates(params, new_updates), None), moved
+        return new_updates, moved
+
+    def folded_update(
+        updates: Any,
+        state: LossScaleState,
+        params: Any,
+        verdict: Verdict | None,
+        tail: Tail,
+        extra_args: dict[str, Any],
+    ) -> tuple[Any, LossScaleState]:
+        """For a fused optimizer, which divides by the scale and holds its state by itself."""
+        factor, norm = 1 / state.loss_scale, None
+        counts = None if verdict is None else verdict.counts
+        if counts is None or tail.max_norm is not None:
+            norm, local_counts = judged_norm(updates, factor, tail.squares)
+            counts = nonfinite.agreed(local_counts, axis_names) if counts is None else counts
+        overflow = jnp.any(counts > 0)
+        tail = folded(dataclasses.replace(tail, factor=factor, skip=overflow, norm=norm), updates)
+        with jax.named_scope("ampx.update"):
+            new_updates, new_inner = inner.update(
+                updates, state.inner_state, params, tail=tail, **extra_args
+            )
+        new_updates, bad_update = unwrapped(new_updates)
+        if tail.new_params:
+            new_updates = Applied(new_updates, norm)
+        moved = _moved(
+            advance, state, counts, jnp.ones(shape, bool), overflow, bad_update & ~overflow
+        )
+        new_inner = wrappers_held(overflow, new_inner, state.inner_state)
+        return new_updates, moved._replace(inner_state=new_inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _moved(
+    advance: Advance,
+    state: LossScaleState,
+    counts: jax.Array,
+    seen: jax.Array,
+    skip: jax.Array,
+    is_bad_update: jax.Array,
+) -> LossScaleState:
+    """The scale and its counters after a step; `counts` ends in an axis of (inf, NaN)."""
+    found = counts > 0
+    moved = advance(state, jnp.any(found, axis=-1))
+    return moved._replace(
+        **{
+            name: jnp.where(seen, getattr(moved, name), getattr(state, name))
+            for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits")
+        },
+        inf_total=state.inf_total + found[..., 0].astype(jnp.int32),
+        nan_total=state.nan_total + found[..., 1].astype(jnp.int32),
+        overflow=skip,
+        skipped_total=state.skipped_total + skip.astype(jnp.int32),
+        bad_update_total=state.bad_update_total + is_bad_update.astype(jnp.int32),
+    )
+
+
+def _gradients_per_loss(updates: Any, num_losses: int) -> list[Any]:
+    if num_losses == 1:
+        return [updates]
+    if not isinstance(updates, tuple | list) or len(updates) != num_losses:
+        length = f" of length {len(updates)}" if isinstance(updates, tuple | list) else ""
+        raise ValueError(
+            f"num_losses={num_losses}: update() takes a tuple of {num_losses} gradient trees, one "
+            f"per loss (None for a loss left out), got {type(updates).__name__}{length}"
+        )
+    if all(grads is None for grads in updates):
+        raise ValueError("every loss was left out: at least one gradient tree is needed")
+    return list(updates)
+
+
+def _unscaled_sum(per_loss: list[Any], scales: jax.Array) -> Any:
+    """Each loss's gradients over its own scale, then their sum: never the other way round."""
+    unscaled = [
+        nonfinite.unscale(grads, scales[i]) for i, grads in enumerate(per_loss) if grads is not None
+    ]
+    return jax.tree.map(lambda first, *rest: sum(rest, first), *unscaled)
+
+
+# --- the public loss scales ----------------------------------------------------------------------
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+    refill: Refill = "growth",
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**24,
+    axis_names: Sequence[str] = (),
+    num_losses: int = 1,
+    on_floor: OnFloor = "hold",
+    saturation_dtype: DTypeLike | None = None,
+    nonfinite_updates: NonfiniteUpdates = "hold",
+    powers_of_two: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Wraps an optimizer so that it takes scaled gradients, skips bad steps and tunes the scale.
+
+    Multiply the loss by `ampx.current_loss_scale(opt_state)`; `ampx.value_and_grad` does so when
+    it is given `loss_scale=`. The wrapper takes the scaled gradients, half or float32, and hands
+    float32 ones, divided by that same scale, to `inner`.
+
+    A step whose gradients hold an infinity or a NaN is undone as a whole: updates are zero and the
+    inner state (moments, counts, schedules, master weights) stays bit for bit what it was. It is
+    the caller who keeps what lives elsewhere: see `ampx.select_if_finite`.
+
+    Args:
+      inner: any optax transformation: clipping, optimizer, schedules.
+      init_scale: first scale.
+      growth_factor: factor after `growth_interval` finite steps in a row.
+      backoff_factor: factor after an overflow.
+      growth_interval: N means N finite steps.
+      hysteresis: overflows needed before the scale falls; 1 falls at once. Every overflow is
+        skipped all the same.
+      refill: when the tolerance is full again: `"growth"` when the scale grows (Megatron-LM),
+        `"finite"` after any finite step (Apex), `"change"` when the scale moves either way, so
+        that overflows are counted between moves (Ascend's `decr_every_n_nan_or_inf`).
+      min_scale: the scale never falls below; at least 2**-126.
+      max_scale: the scale never grows beyond; at most 2**126.
+      axis_names: every mapped axis (data, stage, shard) over which devices must agree, inside
+        `shard_map`. Under plain `jit` leave it empty: arrays are global there.
+      num_losses: with n > 1 every loss has its own scale. `update` then takes a tuple of n
+        gradient trees, each still scaled by `current_loss_scale(opt_state, i)`, or None for a loss
+        that was left out; they are unscaled before they are summed. One bad tree skips the step
+        and lowers its own scale alone.
+      on_floor: what an overflow at `min_scale` does besides being counted in `floor_hits`:
+        nothing, or raise a flag that `ampx.raise_if_exhausted` turns into an exception.
+      saturation_dtype: also count ``|gradient|`` >= the largest number of this dtype as an
+        overflow, for hardware that saturates. Compared with the gradients as they arrive.
+      nonfinite_updates: what to do when finite gradients give a non-finite update (a second
+        moment that overflows, 0/0 in a half Adam). `"hold"` keeps the old value of exactly the
+        elements concerned, in params and state; `"skip"` undoes the whole step, for which every
+        parameter must wait for every update. Non-finite updates are counted in `bad_update_total`
+        either way; around an optimizer of `ampx.fused`, which writes in the same pass, only those
+        from a coefficient that is not finite or from the range of float16.
+      powers_of_two: refuse factors and scales that are not powers of two, because unscaling is
+        exact only for those. Turn it off to reproduce systems that use others (0.8, say).
+
+    Returns:
+      A transformation whose state is a `LossScaleState`. Extra arguments reach `inner`.
+
+    Raises:
+      TypeError: if `inner` is not a gradient transformation, or a setting is not a number.
+      ValueError: for a factor, interval or bound outside its range, or a loss scale inside `inner`.
+
+    References:
+      Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740;
+      `torch.amp.GradScaler`, whose parameter names these are.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.array([8.0, 4.0]), state, params)
+      >>> updates
+      Array([-1. , -0.5], dtype=float32)
+      >>> updates, state = tx.update(jnp.array([8.0, jnp.inf]), state, params)
+      >>> updates, float(state.loss_scale), bool(state.overflow)
+      (Array([-0., -0.], dtype=float32), 4.0, True)
+    """
+    dynamics = ScaleDynamics(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        refill=refill,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        on_floor=on_floor,
+        powers_of_two=powers_of_two,
+    )
+    return _scaled(
+        inner,
+        init_scale,
+        hysteresis,
+        dynamics.advance,
+        num_losses=num_losses,
+        axis_names=axis_names,
+        saturation_dtype=saturation_dtype,
+        nonfinite_updates=nonfinite_updates,
+    )
+
+
+def static_loss_scale(
+    inner: optax.GradientTransformation,
+    scale: float,
+    *,
+    axis_names: Sequence[str] = (),
+    num_losses: int = 1,
+    saturation_dtype: DTypeLike | None = None,
+    nonfinite_updates: NonfiniteUpdates = "hold",
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer with a fixed loss scale. It skips bad steps too, which Apex's does not.
+
+    Args:
+      inner: any optax transformation.
+      scale: the factor. Powers of two unscale exactly; others round each gradient once.
+      axis_names: see `dynamic_loss_scale`.
+      num_losses: see `dynamic_loss_scale`; every loss has this scale.
+      saturation_dtype: see `dynamic_loss_scale`.
+      nonfinite_updates: see `dynamic_loss_scale`.
+
+    Returns:
+      A transformation whose state is a `LossScaleState`.
+
+    Raises:
+      TypeError: if `inner` is not a gradient transformation or `scale` not a number.
+      ValueError: if `scale` is not finite and positive, or not representable in float32.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.static_loss_scale(optax.sgd(1.0), 128.0)
+      >>> updates, state = tx.update(jnp.array([128.0]), tx.init(jnp.ones(1)))
+      >>> updates
+      Array([-1.], dtype=float32)
+    """
+    check_scale("scale", scale, powers_of_two=False)
+    return _scaled(
+        inner,
+        scale,
+        1,
+        lambda state, bad: state,
+        num_losses=num_losses,
+        axis_names=axis_names,
+        saturation_dtype=saturation_dtype,
+        nonfinite_updates=nonfinite_updates,
+    )
+
+
+def no_loss_scale(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same optimizer, untouched: the off-switch, so that code need not branch.
+
+    Nothing is checked or skipped, and the state is the inner state: checkpoints equal optax's.
+
+    Args:
+      inner: any optax transformation.
+
+    Returns:
+      `inner`, taking extra arguments. `ampx.current_loss_scale` of its state is 1.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> state = ampx.no_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
+      >>> float(ampx.current_loss_scale(state))
+      1.0
+    """
+    return optax.with_extra_args_support(inner)
+
+
+def loss_scale(
+    choice: float | str | Callable[..., Any] | None,
+    inner: optax.GradientTransformation,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Picks a loss scale by one word or number, as a command line gives it.
+
+    Args:
+      choice: None, -1 or `"none"`: no scaling. 0 or `"dynamic"`: `dynamic_loss_scale`. A number
+        >= 1, also as a string: `static_loss_scale`. A function that wraps a transformation, such
+        as `functools.partial(dynamic_loss_scale, init_scale=2.0**10)`, is called.
+      inner: any optax transformation.
+      **options: passed to the chosen transformation.
+
+    Returns:
+      The wrapped transformation.
+
+    Raises:
+      TypeError: if `choice` is neither number, string nor None (True included), or an option does
+        not fit.
+      ValueError: for any other number or string, or an array that is not a scalar.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.loss_scale("128", optax.sgd(0.1))
+      >>> float(ampx.current_loss_scale(tx.init(jnp.ones(2))))
+      128.0
+    """
+    if callable(choice):
+        return choice(inner, **options)
+    number = checked_choice(choice)
+    if number == -1:
+        if options:
+            raise TypeError(f"no loss scale was chosen, so {sorted(options)} have no meaning")
+        return no_loss_scale(inner)
+    if number == 0:
+        return dynamic_loss_scale(inner, **options)
+    return static_loss_scale(inner, number, **options)

@@ -1,0 +1,1 @@
+"""Half-precision parameters that train well: masters, split floats, stochastic rounding."""

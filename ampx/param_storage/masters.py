@@ -1,0 +1,125 @@
+"""Float32 master weights for models whose parameters are stored in half."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx.checking import check_transformation
+from ampx.param_storage.wide_updates import answer, updated
+from ampx.trees import cast_floating, cast_like, find_nodes
+from ampx.updates.tails import Tail
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `ampx.master_weights`.
+
+    Attributes:
+      master_params: like the parameters, in float32.
+      inner_state: the wrapped transformation's state, made for float32 parameters.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> state = ampx.master_weights(optax.sgd(0.1)).init(jnp.ones(2, jnp.float16))
+      >>> state.master_params.dtype.name
+      'float32'
+    """
+
+    master_params: Any
+    inner_state: optax.OptState
+
+    hands_on_tail = True
+
+
+def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Lets `inner` update float32 copies, and the model's parameters follow them.
+
+    The other way, float32 parameters that are cast in each step, needs no such copy: it is what
+    `ampx.value_and_grad(policy=...)` does, and both give the same numbers.
+
+    Put the loss scale outside: `dynamic_loss_scale(master_weights(adamw(3e-4)))`.
+
+    Args:
+      inner: any optax transformation. It sees float32 gradients and parameters.
+
+    Returns:
+      A transformation whose updates are float32, `half(master) - params`: added by
+      `optax.apply_updates` they give `half(master)` exactly, unless a parameter shrinks by more
+      than 2**12 in one step, and then the next step makes up for the rounding. To start from
+      float32 weights call `init` with them before casting the model: what is lost in half then
+      lives on here. Checkpoint this state: it holds the float32 weights.
+
+    Raises:
+      ValueError: if `update` is called without parameters.
+
+    References:
+      Micikevicius et al., Mixed Precision Training, section 3.1.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.master_weights(optax.sgd(2.0**-12))
+      >>> params = jnp.ones(1, jnp.float16)
+      >>> state = tx.init(params)
+      >>> for _ in range(4):  # each step is too small for float16; four are not
+      ...     updates, state = tx.update(jnp.ones(1, jnp.float16), state, params)
+      ...     params = ampx.apply_updates(params, updates)
+      >>> params, state.master_params
+      (Array([0.999], dtype=float16), Array([0.99902344], dtype=float32))
+    """
+    check_transformation("inner", inner)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> MasterWeightsState:
+        # A copy even of float32 leaves: state and parameters may both be donated.
+        master = jax.tree.map(jnp.array, cast_floating(params, jnp.float32))
+        return MasterWeightsState(master, inner.init(master))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
+    ) -> tuple[Any, MasterWeightsState]:
+        if params is None:
+            raise ValueError("master_weights needs params: call update(grads, state, params)")
+        master, bad, inner_state = updated(
+            inner, updates, state.inner_state, state.master_params, tail, extra_args
+        )
+        steps = answer(cast_like(master, params), params, bad, tail)
+        return steps, MasterWeightsState(master, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+    """The float32 parameters: the masters, or `params` where the state has none.
+
+    Args:
+      opt_state: an optimizer state, however nested.
+      params: the model's parameters.
+
+    Returns:
+      Parameters for evaluation in float32 and for checkpoints; where the masters are those of a
+      part (`optax.partition`, `optax.masked`), the other parameters as they are.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> params = jnp.ones(2, jnp.bfloat16)
+      >>> tx = ampx.dynamic_loss_scale(ampx.master_weights(optax.adam(1e-3)))
+      >>> ampx.master_params(tx.init(params), params).dtype.name
+      'float32'
+    """
+    found = find_nodes(opt_state, MasterWeightsState)
+    if len(found) > 1:
+        raise ValueError(f"found {len(found)} master copies in the state: pass the one meant")
+    if not found:
+        return params
+
+    def choose(master: Any, param: Any) -> Any:
+        return param if _is_masked(master) else master
+
+    return jax.tree.map(choose, found[0].master_params, params, is_leaf=_is_masked)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)

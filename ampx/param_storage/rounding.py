@@ -1,0 +1,176 @@
+"""Stochastic rounding to bfloat16, and the random bits for it as a function of the position.
+
+Parameters that are kept in bfloat16 alone (2 bytes each, no master) still follow steps far below
+their resolution, on average. The bits are a hash of the element's place and of the step, not the
+output of a generator with state: they are the same however an array is cut into blocks or shards,
+they cost no memory, and a kernel makes them where it needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+_INF = 0x7F800000
+_LARGEST = 0x7F7F  # of the finite bfloat16 patterns
+
+
+def stochastic_round(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """Rounds float32 to one of the two bfloat16 around it, the nearer the likelier.
+
+    Args:
+      x: float32 of any shape.
+      bits: uint16, or uint32 whose upper half is used; uniform, of the shape of `x`.
+
+    Returns:
+      bfloat16 whose mean over `bits` is exactly `x`; off by less than a step, 2**-7 relative.
+      What bfloat16 holds comes back as it is, infinities, NaN, signed zeros and subnormals too.
+      No finite value becomes infinite: above the largest bfloat16 (3.39e38) it is that.
+
+    Raises:
+      TypeError: if the dtypes are others.
+
+    References:
+      Zamirai et al., Revisiting BFloat16 Training, 2020, section 4.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from ampx.param_storage.rounding import stochastic_round
+      >>> x = jnp.full(4, 1 + 2.0**-9)  # a quarter of a step above 1
+      >>> stochastic_round(x, jnp.array([0, 0x4000, 0x8000, 0xC000], jnp.uint16))
+      Array([1, 1, 1, 1.00781], dtype=bfloat16)
+    """
+    if x.dtype != jnp.float32:
+        raise TypeError(f"stochastic_round takes float32, got {x.dtype}")
+    if bits.dtype not in (jnp.uint16, jnp.uint32):
+        raise TypeError(f"stochastic_round takes uint16 or uint32 bits, got {bits.dtype}")
+    if bits.dtype == jnp.uint32:
+        bits = bits >> 16
+    pattern = jax.lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = pattern & 0x7FFFFFFF
+    rounded = jnp.minimum((magnitude + bits.astype(jnp.int32)) >> 16, _LARGEST)
+    quiet = (magnitude > _INF).astype(jnp.int32) << 6
+    half = jnp.where(magnitude < _INF, rounded, (magnitude >> 16) | quiet)
+    half = half | ((pattern >> 16) & 0x8000)
+    return jax.lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.bfloat16)
+
+
+def element_index(
+    shape: Sequence[int],
+    *,
+    start: Sequence[int | jax.Array] | None = None,
+    full_shape: Sequence[int] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Where each element of an array, or of a block of one, lies in the whole array.
+
+    Args:
+      shape: of the block.
+      start: position of the block's first element in the whole array; zeros by default. Not needed
+        under `jax.jit` with sharded arrays: there a shape is that of the whole array already.
+      full_shape: of the whole array; `shape` by default.
+
+    Returns:
+      uint32 `(row, column)` of shapes that broadcast to `shape`: the place along the last axis,
+      and the rank in row-major order of the axes before it. So arrays of more than 2**32 elements
+      need no 64-bit integers; only with more than 2**32 rows do rows come to share their bits.
+
+    Examples:
+      >>> from ampx.param_storage.rounding import element_index
+      >>> row, column = element_index((2, 3), start=(4, 0), full_shape=(8, 3))
+      >>> row.tolist(), column.tolist()
+      ([[4], [5]], [[0, 1, 2]])
+    """
+    shape = tuple(shape)
+    start = (0,) * len(shape) if start is None else tuple(start)
+    full_shape = shape if full_shape is None else tuple(full_shape)
+    if not shape:
+        return jnp.uint32(0), jnp.uint32(0)
+
+    def along(axis: int) -> jax.Array:
+        size = tuple(n if i == axis else 1 for i, n in enumerate(shape))
+        return jax.lax.broadcasted_iota(jnp.uint32, size, axis) + _word(start[axis])
+
+    row = jnp.zeros((1,) * len(shape), jnp.uint32)
+    for axis in range(len(shape) - 1):
+        row = row + along(axis) * _word(math.prod(full_shape[axis + 1 : -1]))
+    return row, along(len(shape) - 1)
+
+
+def counter_bits(
+    row: jax.Array,
+    column: jax.Array,
+    *,
+    seed: int | jax.Array,
+    step: int | jax.Array,
+    leaf: int | jax.Array,
+) -> jax.Array:
+    """Random bits for the element at a place, in a step, of a leaf.
+
+    Args:
+      row: uint32, see `element_index`.
+      column: uint32 that broadcasts with `row`.
+      seed: any integer, as are the next two; only the lower 32 bits count.
+      step: of the training; every step has bits of its own.
+      leaf: number of the parameter. Draws for two purposes at one parameter need two numbers.
+
+    Returns:
+      uint32 of the broadcast shape, from two rounds of an integer hash an element and four a row.
+      Good for rounding; not for cryptography, nor a replacement for `jax.random`.
+
+    References:
+      Wellons, Prospecting for Hash Functions, 2018: "lowbias32".
+
+    Examples:
+      >>> from ampx.param_storage.rounding import counter_bits, element_index
+      >>> row, column = element_index((4, 8))
+      >>> bits = counter_bits(row, column, seed=0, step=7, leaf=2)
+      >>> part = element_index((2, 8), start=(2, 0), full_shape=(4, 8))
+      >>> bool((bits[2:] == counter_bits(*part, seed=0, step=7, leaf=2)).all())
+      True
+    """
+    return element_bits(row, column, draw_words(seed=seed, step=step, leaf=leaf))
+
+
+def draw_words(
+    *, seed: int | jax.Array, step: int | jax.Array, leaf: int | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """All of `counter_bits` that is the same for every element: two uint32, for a kernel to take.
+
+    Examples:
+      >>> from ampx.param_storage.rounding import (
+      ...     counter_bits,
+      ...     draw_words,
+      ...     element_bits,
+      ...     element_index,
+      ... )
+      >>> words = draw_words(seed=0, step=7, leaf=2)
+      >>> bits = element_bits(*element_index((4, 8)), words)
+      >>> bool((bits == counter_bits(*element_index((4, 8)), seed=0, step=7, leaf=2)).all())
+      True
+    """
+    first = _mix(_mix(_mix(_word(seed)) ^ _word(step)) ^ _word(leaf))
+    second = _mix(_mix(_mix(_word(leaf) + _word(0x9E3779B9)) ^ _word(step)) ^ _word(seed))
+    return first, second
+
+
+def element_bits(
+    row: jax.Array, column: jax.Array, words: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """The rest of `counter_bits`, from what `draw_words` returns."""
+    before, between = (_mix(row ^ word) for word in words)
+    return _mix(_mix(column ^ before) + between)
+
+
+def _mix(word: jax.Array) -> jax.Array:
+    word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
+    word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
+    return word ^ (word >> 16)
+
+
+def _word(value: int | jax.Array) -> jax.Array:
+    if isinstance(value, int):
+        return jnp.uint32(value & 0xFFFFFFFF)
+    return jnp.asarray(value).astype(jnp.uint32)

@@ -1,0 +1,144 @@
+"""Bfloat16 parameters with the rest of a float32 master beside them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx.checking import check_transformation
+from ampx.param_storage.narrow_params import NarrowParam, SplitParam, runs_kernels
+from ampx.param_storage.split_floats import join, split
+from ampx.param_storage.wide_updates import Settled, answer, updated, widened
+from ampx.updates.tails import Tail
+
+
+class SplitMastersState(NamedTuple):
+    """State of `ampx.fused.split_masters`.
+
+    Attributes:
+      error_bits: like the parameters, int8 or int16; a zero for those that are not bfloat16.
+      inner_state: the wrapped transformation's state, made for float32 parameters.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> state = ampx.fused.split_masters(ampx.fused.sgd(0.1)).init(jnp.ones(2, jnp.bfloat16))
+      >>> state.error_bits.dtype.name
+      'int16'
+    """
+
+    error_bits: Any
+    inner_state: optax.OptState
+
+    hands_on_tail = True
+
+
+def split_masters(
+    inner: optax.GradientTransformation, error_bits: Literal[8, 16] = 16
+) -> optax.GradientTransformationExtraArgs:
+    """Master weights for bfloat16 parameters that store only what bfloat16 leaves out.
+
+    A bfloat16 is the upper half of a float32. With 16 bits the state holds the lower half, so the
+    master is exact: the numbers are those of `ampx.master_weights`, in 4 bytes a parameter where
+    that takes 6. With 8 bits it is 3 bytes and each step rounds the master to 16 significant bits,
+    a relative error of at most 2**-16: a step smaller than that is lost.
+
+    A skipped step keeps parameters and error bits. Whoever writes to a parameter from outside moves
+    its master along; what the error bits say then is at most half a bfloat16 step. Parameters of
+    other dtypes (norms kept in float32) are updated as they are.
+
+    Args:
+      inner: any optax transformation; it sees float32 parameters, and its moments are float32
+        unless it is told otherwise. With a fused one parameters are joined, updated and split in
+        the same pass.
+      error_bits: 16 or 8.
+
+    Returns:
+      An optax transformation for use with `ampx.fused.apply` or `ampx.train_step`. `update` returns
+      float32 differences that give the same bfloat16 when `ampx.apply_updates` adds them.
+
+    Raises:
+      TypeError: if `inner` is not a gradient transformation.
+      ValueError: for other `error_bits`, or in `update` without parameters.
+
+    References:
+      Zamirai et al., https://arxiv.org/abs/2010.06192; the split is as in FlashOptim, the error
+      bits are steps of the bit pattern here.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tx = ampx.fused.split_masters(ampx.fused.sgd(2.0**-12))
+      >>> params = jnp.ones(1, jnp.bfloat16)
+      >>> state = tx.init(params)
+      >>> for _ in range(16):  # each step is too small for bfloat16; sixteen are not
+      ...     params, state, _ = ampx.fused.apply(tx, jnp.ones(1), state, params)
+      >>> params
+      Array([0.996094], dtype=bfloat16)
+    """
+    check_transformation("inner", inner)
+    if error_bits not in (8, 16):
+        raise ValueError(f"error_bits must be 8 or 16, got {error_bits!r}")
+    inner = optax.with_extra_args_support(inner)
+    dtype = jnp.int8 if error_bits == 8 else jnp.int16
+
+    def init(params: optax.Params) -> SplitMastersState:
+        errors = jax.tree.map(
+            lambda p: jnp.zeros(jnp.shape(p) if _is_split(p) else (), dtype), params
+        )
+        return SplitMastersState(errors, inner.init(jax.tree.map(widened, params)))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
+    ) -> tuple[Any, SplitMastersState]:
+        if params is None:
+            raise ValueError("split_masters needs params: call update(grads, state, params)")
+        wide = functools.partial(_widened, narrow=runs_kernels(tail, state.inner_state))
+        masters, bad, inner_state = updated(
+            inner,
+            updates,
+            state.inner_state,
+            jax.tree.map(wide, params, state.error_bits),
+            tail,
+            extra_args,
+        )
+        leaves, structure = jax.tree.flatten(params)
+        columns = map(structure.flatten_up_to, (masters, state.error_bits))
+        pairs = [
+            _narrowed(master, p, error, error_bits, tail)
+            for p, master, error in zip(leaves, *columns, strict=True)
+        ]
+        new_params, errors = (structure.unflatten(own) for own in zip(*pairs, strict=True))
+        return answer(new_params, params, bad, tail), SplitMastersState(errors, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widened(param: jax.Array, error: jax.Array, *, narrow: bool) -> Any:
+    """A float32 parameter, or what a kernel makes one of."""
+    if not _is_split(param):
+        return param
+    return NarrowParam(SplitParam(param, error)) if narrow else join(param, error)
+
+
+def _narrowed(
+    master: Any, param: Any, error: jax.Array, error_bits: int, tail: Tail | None
+) -> tuple[Any, jax.Array]:
+    """The parameter and its error bits; the old bits where the old parameter stays."""
+    if isinstance(param, NarrowParam):  # of a wrapper around this one
+        return Settled(master), error
+    if isinstance(master, NarrowParam):
+        half, new_error = master.parts
+        return Settled(half), new_error
+    if not _is_split(param):
+        return master.astype(param.dtype), error
+    half, new_error = split(master, error_bits)
+    if tail is not None and tail.skip is not None:  # as `answer` holds the half
+        new_error = jnp.where(jnp.isfinite(half) & ~tail.skip, new_error, error)
+    return half, new_error
+
+
+def _is_split(param: Any) -> bool:
+    return jnp.result_type(param) == jnp.bfloat16

@@ -1,0 +1,132 @@
+"""Bfloat16 parameters without masters, rounded stochastically after each step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx.checking import check_transformation
+from ampx.param_storage.narrow_params import NarrowParam, RoundedParam, runs_kernels
+from ampx.param_storage.rounding import draw_words, element_bits, element_index, stochastic_round
+from ampx.param_storage.wide_updates import Settled, answer, updated, widened
+from ampx.trees import hold
+from ampx.updates.tails import Tail
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `ampx.fused.stochastic_rounding`.
+
+    Attributes:
+      rounding_count: int32, steps that were rounded, which the random bits depend on.
+      inner_state: the wrapped transformation's state, made for float32 parameters.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tx = ampx.fused.stochastic_rounding(ampx.fused.adam(0.1))
+      >>> state = tx.init(jnp.ones(2, jnp.bfloat16))
+      >>> state.inner_state[0].mu.dtype.name
+      'float32'
+    """
+
+    rounding_count: jax.Array
+    inner_state: optax.OptState
+
+    hands_on_tail = True
+
+
+def stochastic_rounding(
+    inner: optax.GradientTransformation, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Updates bfloat16 parameters in float32 and rounds them up or down at random.
+
+    Rounded to the nearest, a bfloat16 parameter loses every step below 1/512 of itself. Rounded
+    stochastically it keeps it on average: 2 bytes a parameter, no master. What it costs is noise of
+    up to 1/128 of a parameter in each step, so it is for long runs with small rates; where that
+    shows, take `split_masters`.
+
+    The random bits are a hash of seed, step, parameter and element: the same on any mesh, and
+    repeatable. A skipped step keeps parameters and count. Other dtypes are updated as they are.
+
+    Args:
+      inner: any optax transformation; it sees float32 parameters, and its moments are float32
+        unless it is told otherwise. With a fused one all is one pass.
+      seed: of the random bits; runs with different seeds round differently.
+
+    Returns:
+      An optax transformation for use with `ampx.fused.apply` or `ampx.train_step`. `update` returns
+      float32 differences that give the same bfloat16 when `ampx.apply_updates` adds them.
+
+    Raises:
+      TypeError: if `inner` is not a gradient transformation, or `seed` not an int.
+      ValueError: in `update` without parameters.
+
+    References:
+      Zamirai et al., https://arxiv.org/abs/2010.06192.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tx = ampx.fused.stochastic_rounding(ampx.fused.sgd(2.0**-12))
+      >>> params = jnp.ones(4096, jnp.bfloat16)
+      >>> state = tx.init(params)
+      >>> for _ in range(16):  # each step is too small for bfloat16
+      ...     params, state, _ = ampx.fused.apply(tx, jnp.ones(4096), state, params)
+      >>> print(f"{params.astype(jnp.float32).mean():.3f}")  # 1 - 16 / 4096
+      0.996
+    """
+    check_transformation("inner", inner)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, got {seed!r}")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> StochasticRoundingState:
+        inner_state = inner.init(jax.tree.map(widened, params))
+        return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
+    ) -> tuple[Any, StochasticRoundingState]:
+        if params is None:
+            raise ValueError("stochastic_rounding needs params: call update(grads, state, params)")
+        leaves, structure = jax.tree.flatten(params)
+        words = [
+            draw_words(seed=seed, step=state.rounding_count, leaf=place)
+            for place in range(len(leaves))
+        ]
+        narrow = runs_kernels(tail, state.inner_state)
+        wide = [_widened(p, own, narrow) for p, own in zip(leaves, words, strict=True)]
+        new, bad, inner_state = updated(
+            inner, updates, state.inner_state, structure.unflatten(wide), tail, extra_args
+        )
+        rounded = [
+            _rounded(own, p, own_words)
+            for own, p, own_words in zip(structure.flatten_up_to(new), leaves, words, strict=True)
+        ]
+        steps = answer(structure.unflatten(rounded), params, bad, tail)
+        count: Any = optax.safe_increment(state.rounding_count)
+        if tail is not None and tail.skip is not None:
+            count = hold(tail.skip, count, state.rounding_count)
+        return steps, StochasticRoundingState(count, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widened(param: Any, words: Any, narrow: bool) -> Any:
+    """A float32 parameter, or what a kernel makes one of."""
+    if isinstance(param, NarrowParam):  # of a wrapper around this one
+        return param
+    if narrow and param.dtype == jnp.bfloat16:
+        return NarrowParam(RoundedParam(param), words)
+    return widened(param)
+
+
+def _rounded(new: Any, param: Any, words: Any) -> Any:
+    if isinstance(param, NarrowParam):
+        return Settled(new)
+    if isinstance(new, NarrowParam):
+        return Settled(new.parts.half)
+    if param.dtype != jnp.bfloat16:
+        return new.astype(param.dtype)
+    return stochastic_round(new, element_bits(*element_index(new.shape), words))

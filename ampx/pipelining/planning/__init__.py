@@ -1,0 +1,1 @@
+"""What a pipeline costs before it runs: balance of stages, memory, time."""

@@ -1,0 +1,255 @@
+"""How to divide consecutive layers over stages, and what each layer costs.
+
+A pipeline is as fast as its slowest stage, so the largest sum of costs is made as small as it can
+be. Costs are compared exactly, as integers: stages of equal layers are equal, however sums round.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ampx.checking import check_choice, check_positive_int
+from ampx.trees import is_floating
+
+CostKind = Literal["flops", "bytes", "time"]
+
+
+def balance(
+    costs: ArrayLike, num_stages: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Divides layers over stages so that the costliest stage costs as little as possible.
+
+    Of several ways to do so, that with the least sum of squared costs is chosen, then of squared
+    numbers of layers, then the one with fewer layers in the first stages, which hold the most
+    activations.
+
+    Args:
+      costs: the cost of each layer, in any unit: numbers of at least 0, shape (layers,).
+      num_stages: how many stages there are; each gets at least one layer.
+      first: cost of what rides on the first stage, such as an embedding, in the same unit.
+      last: cost of what rides on the last stage, such as a head and its loss.
+
+    Returns:
+      How many layers each stage has, `layers_per_stage` of `ampx.pipelining.value_and_grad`.
+
+    Raises:
+      TypeError: if `num_stages` is not an int.
+      ValueError: if there are fewer layers than stages, or a cost is negative or not finite.
+
+    References:
+      `torchgpipe.balance` does the same with block partition, https://arxiv.org/abs/1308.2452.
+
+    Examples:
+      >>> import ampx
+      >>> ampx.pipelining.balance([1, 2, 3, 4, 5, 6], 2)
+      (4, 2)
+      >>> ampx.pipelining.balance([1] * 7, 2), ampx.pipelining.balance([1] * 8, 2, last=3)
+      ((3, 4), (5, 3))
+    """
+    check_positive_int("num_stages", num_stages)
+    numbers = np.asarray(costs, float)
+    if numbers.ndim != 1:
+        raise ValueError(f"costs must be one number for each layer, got shape {numbers.shape}")
+    if len(numbers) < num_stages:
+        raise ValueError(
+            f"{len(numbers)} layers cannot fill {num_stages} stages: each needs at least one. Use "
+            "fewer stages"
+        )
+    named = [(f"costs[{i}]", cost) for i, cost in enumerate(numbers.tolist())]
+    for name, cost in (*named, ("first", first), ("last", last)):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ValueError(f"{name} must be finite and at least 0, got {cost}")
+    exact = [Fraction(cost) for _, cost in named]
+    exact[0] += Fraction(first)
+    exact[-1] += Fraction(last)
+    unit = math.lcm(*(cost.denominator for cost in exact))
+    whole = [int(cost * unit) for cost in exact]
+    return _most_even(whole, num_stages, _least_bound(whole, num_stages))
+
+
+def _least_bound(costs: Sequence[int], num_stages: int) -> int:
+    """The least possible cost of the costliest stage."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if _stages_needed(costs, middle) <= num_stages:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _stages_needed(costs: Sequence[int], bound: int) -> int:
+    """How many stages there are if each takes all that it can."""
+    number, total = 1, 0
+    for cost in costs:
+        total += cost
+        if total > bound:
+            number, total = number + 1, cost
+    return number
+
+
+def _most_even(costs: Sequence[int], num_stages: int, bound: int) -> tuple[int, ...]:
+    """Of the divisions in which no stage costs more than `bound` the most even one.
+
+    Goes from the last stage to the first. `best[start]` is about the layers from `start` on: the
+    sums of squares, and how many of them the next stage takes.
+    """
+    size = len(costs)
+    best: list[tuple[int, int, int] | None] = [None] * size + [(0, 0, 0)]
+    taken: list[list[tuple[int, int, int] | None]] = []
+    for _ in range(num_stages):
+        before = best
+        best = [None] * (size + 1)
+        for start in range(size):
+            total = 0
+            for count in range(1, size - start + 1):
+                total += costs[start + count - 1]
+                if total > bound:
+                    break
+                rest = before[start + count]
+                if rest is not None:
+                    candidate = total**2 + rest[0], count**2 + rest[1], count
+                    best[start] = min(filter(None, (best[start], candidate)))
+        taken.append(best)
+    counts: list[int] = []
+    for row in reversed(taken):
+        found = row[sum(counts)]
+        assert found is not None
+        counts.append(found[2])
+    return tuple(counts)
+
+
+def layer_costs(
+    layer: Callable[..., Any] | Sequence[Callable[..., Any]],
+    params: Any,
+    x: Any,
+    *,
+    by: CostKind = "flops",
+    key: jax.Array | None = None,
+    repeats: int = 10,
+) -> np.ndarray:
+    """What the forward and the backward of each layer cost, for `ampx.pipelining.balance`.
+
+    Layers that compute the same with arrays of the same shapes are compiled and measured once.
+
+    Args:
+      layer: `layer(layer_params, x, key) -> x`, as `stage` of `ampx.pipelining.value_and_grad`. Or
+        a sequence of functions, one for each layer, that take what the one before gives.
+      params: a tree with a leading axis of layers; for a sequence of functions a list of trees.
+      x: what the first layer takes, of one micro-batch: arrays, or `jax.ShapeDtypeStruct`.
+      by: `"flops"`: operations; `"bytes"`: bytes that are read and written; both as the compiler
+        counts them, which knows nothing of the inside of a Pallas kernel, and counts the body of a
+        loop once. `"time"`: seconds, measured on this machine.
+      key: a random key that each layer is given.
+      repeats: how often each time is measured; the median counts.
+
+    Returns:
+      float64 of shape (layers,).
+
+    Raises:
+      TypeError: if times are to be measured and there are no arrays.
+      ValueError: for another `by`, or lists that do not fit each other.
+
+    References:
+      `torchgpipe.balance.balance_by_time` and `balance_by_size`.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp
+      >>> layers = [lambda p, x, key: x @ p, lambda p, x, key: jnp.tanh(x) @ p]
+      >>> params = [jnp.ones((8, 64)), jnp.ones((64, 64))]
+      >>> costs = ampx.pipelining.layer_costs(layers, params, jnp.ones((4, 8)))
+      >>> bool(costs[1] > 4 * costs[0])
+      True
+    """
+    check_choice("by", by, get_args(CostKind))
+    check_positive_int("repeats", repeats)
+    found: dict[Hashable, float] = {}
+    costs = []
+    for call, own in _layers(layer, params):
+        leaves, structure = jax.tree.flatten((own, x))
+        if by == "time" and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise TypeError("by='time' runs the layers: give arrays in place of ShapeDtypeStructs")
+        kind = call, structure, tuple((jnp.shape(a), jnp.result_type(a)) for a in leaves)
+        if kind not in found:
+            found[kind] = _cost(_both_passes(call, key), own, x, by, repeats)
+        costs.append(found[kind])
+        x = _output(call, own, x, key, by == "time")
+    return np.array(costs)
+
+
+def _layers(layer: Any, params: Any) -> Iterator[tuple[Callable[..., Any], Any]]:
+    if callable(layer):
+        leaves = jax.tree.leaves(params)
+        numbers = {tuple(leaf.shape[:1]) for leaf in leaves}
+        if len(numbers) != 1 or () in numbers:
+            raise ValueError(
+                "all leaves of params need the same leading axis of layers, got sizes "
+                f"{sorted(numbers)}: for layers that differ, give a list of functions"
+            )
+        ((number,),) = numbers
+        for i in range(number):
+            yield layer, jax.tree.map(lambda leaf, i=i: _slice(leaf, i), params)
+        return
+    if not isinstance(params, list | tuple) or len(params) != len(layer):
+        raise ValueError(
+            f"layer is a sequence of {len(layer)} functions, so params must be a list of "
+            f"{len(layer)} trees"
+        )
+    yield from zip(layer, params, strict=True)
+
+
+def _slice(leaf: Any, number: int) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return leaf[number]
+
+
+def _both_passes(call: Callable[..., Any], key: Any) -> Callable[..., Any]:
+    def run(params: Any, x: Any) -> Any:
+        leaves, structure = jax.tree.flatten((params, x))
+        places = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+
+        def of_floating(floating: list[Any]) -> Any:
+            filled = list(leaves)
+            for place, leaf in zip(places, floating, strict=True):
+                filled[place] = leaf
+            params, x = jax.tree.unflatten(structure, filled)
+            out = call(params, x, key)
+            return [leaf for leaf in jax.tree.leaves(out) if is_floating(leaf)], out
+
+        values, pull, out = jax.vjp(of_floating, [leaves[i] for i in places], has_aux=True)
+        return out, pull(values)  # any cotangent will do, but for one that is known in advance
+
+    return run
+
+
+def _cost(run: Callable[..., Any], params: Any, x: Any, by: CostKind, repeats: int) -> float:
+    compiled = jax.jit(run).lower(params, x).compile()
+    if by != "time":
+        found = compiled.cost_analysis() or {}
+        return float(found.get({"flops": "flops", "bytes": "bytes accessed"}[by], 0.0))
+    jax.block_until_ready(compiled(params, x))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(params, x))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _output(call: Callable[..., Any], params: Any, x: Any, key: Any, is_real: bool) -> Any:
+    """What a layer gives to the next one."""
+    if is_real:
+        return jax.jit(lambda params, x: call(params, x, key))(params, x)
+    return jax.eval_shape(lambda params, x: call(params, x, key), params, x)

@@ -1,0 +1,309 @@
+"""What a step stores and sends, read from its trace for a mesh that need not be there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from ampx.jaxprs import reading
+from ampx.pipelining.pipeline_gradients import PipelineGradients
+from ampx.pipelining.planning.device_programs import device_program, size_in_bytes, traffic
+from ampx.pipelining.runtime.buffers import ArrayType
+from ampx.pipelining.runtime.executor import Executor
+from ampx.pipelining.runtime.lowering import Route, Storage
+
+WIRES = "activations", "cotangents"
+
+
+class DevicePlan(NamedTuple):
+    """What is different on each device along the stage axis.
+
+    Attributes:
+      device: its number along the axis.
+      stages: the stages that it runs.
+      layers: how many layers they have; for stages that differ, how many stages.
+      parameters: bytes of the parameters that they read.
+      microbatches: how many are between forward and backward at most, counted for each stage.
+      stash: bytes of what is kept for them, of that the buffers have.
+      idle: the share of the step that it waits, if all devices move in step.
+      sent: bytes that it sends in a step, by purpose.
+    """
+
+    device: int
+    stages: tuple[int, ...]
+    layers: int
+    parameters: int
+    microbatches: int
+    stash: int
+    idle: float
+    sent: dict[str, int]
+
+
+class _Stored(NamedTuple):
+    """What the executor stores, as far as it is known outside of the trace."""
+
+    tables: Any
+    programs: Sequence[Any]
+    program_of: Sequence[int]
+    activations: list[int]
+    cotangents: list[int]
+    kept: int
+    deferred: int
+    accumulators: int
+
+
+class Footprint:
+    """A step, traced for a mesh.
+
+    Args:
+      grads_of: the pipeline.
+      mesh: with Auto axes.
+      params: shapes of its parameters.
+      batch: shapes of the global batch.
+      key: the shape of a random key, or None.
+    """
+
+    def __init__(
+        self, grads_of: PipelineGradients, mesh: AbstractMesh, params: Any, batch: Any, key: Any
+    ) -> None:
+        other: dict[str, Any] = {"mesh": mesh}
+        grads_of = dataclasses.replace(grads_of, **other)
+        self.grads_of, self.params, self.batch = grads_of, params, batch
+        self.schedule = grads_of.schedule
+        seen: list[_Stored] = []
+
+        def step(params: Any, batch: Any, key: Any) -> Any:
+            return grads_of.observed(params, batch, lambda e: seen.append(_stored(e)), key=key)
+
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced, self.result = reading.trace(step, params, batch, key)
+        (self.stored,) = seen
+        self.outer = reading.open_jaxpr(traced)
+        constants = getattr(traced, "consts", ())
+        (self.mapped,) = (e for e in self.outer.eqns if e.primitive.name == "shard_map")
+        values = dict(zip(self.outer.constvars, constants, strict=True))
+        self.constants = {
+            i: values[atom]
+            for i, atom in enumerate(self.mapped.invars)
+            if not reading.is_literal(atom) and atom in values
+        }
+        (self.body,) = reading.bodies_of(self.mapped)
+        self.sizes = reading.mesh_sizes(self.mapped)
+
+    @property
+    def num_ticks(self) -> int:
+        """Of the loop over the schedule."""
+        return self.stored.tables.num_ticks
+
+    @property
+    def layers_of_stages(self) -> list[int]:
+        """How many layers each stage has; a stage of its own kind counts as one."""
+        if self.grads_of.model.is_separate:
+            return [1] * self.schedule.num_stages
+        layers = jax.tree.leaves(self.params["stages"])[0].shape[0]
+        counts = self.grads_of.layers_per_stage
+        return list(counts or [layers // self.schedule.num_stages] * self.schedule.num_stages)
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def memory(self, tx: Any) -> dict[str, int]:
+        """Bytes by purpose."""
+        stored, tables = self.stored, self.stored.tables
+        local = self._shards(self.params)
+        known = {
+            "parameters": _bytes(local),
+            "optimizer state": 0 if tx is None else _bytes(jax.eval_shape(tx.init, local)),
+            "batch": self._local_batch(),
+            "gradients": _bytes(self._shards(self.result.grads)),
+        }
+        inner = reading.open_jaxpr(self.body).invars
+        temporary = {
+            "copies of parameters": sum(size_in_bytes(inner[i].aval) for i in self._made()),
+            "sums of gradients": stored.accumulators,
+            "stash of activations": _slots(tables.activations, stored.activations),
+            "stash of cotangents": _slots(tables.cotangents, stored.cotangents),
+            "stash of residuals": (tables.residuals.num_slots + 1) * stored.kept,
+            "stash of weight gradients": (tables.deferred.num_slots + 1) * stored.deferred,
+        }
+        work = self._temporary() - sum(temporary.values())
+        return known | temporary | {"one stage's work": work}
+
+    def _temporary(self) -> int:
+        """Bytes of all that is neither an argument nor a result of the step."""
+        made = self._made()
+        program = device_program(self.body, self.constants, made, self._used())
+        types = [
+            variable.aval
+            for i, variable in enumerate(reading.open_jaxpr(self.body).invars)
+            if i not in made and i not in self.constants
+        ]
+        operands = [
+            jax.ShapeDtypeStruct(t.shape, t.dtype)
+            for t in (jax.ShapeDtypeStruct((), jnp.int32), *types)
+        ]
+        # Even where a mesh of many devices is set.
+        here = Mesh(np.array(jax.local_devices()[:1]), ("device",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(here), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            compiled = jax.jit(program).lower(*operands).compile()
+        found: Any = compiled.memory_analysis()
+        return found.temp_size_in_bytes
+
+    def _shards(self, tree: Any) -> Any:
+        """What one device has of parameters, or of gradients."""
+        shardings = self.grads_of.shardings(self.params)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                sharding.shard_shape(leaf.shape), leaf.dtype
+            ),
+            dict(tree),
+            shardings,
+        )
+
+    def _local_batch(self) -> int:
+        parts = int(np.prod([self.sizes[axis] for axis in self.grads_of.data_axes], dtype=int))
+        return _bytes(self.batch) // parts
+
+    def _made(self) -> list[int]:
+        """What the mapped program takes that is no argument of the step, such as casts."""
+        given = set(self.outer.invars)
+        return [
+            i
+            for i, atom in enumerate(self.mapped.invars)
+            if i not in self.constants and (reading.is_literal(atom) or atom not in given)
+        ]
+
+    def _used(self) -> dict[int, Any]:
+        """What the mapped program gives that is no result of the step, and what it becomes.
+
+        Of stages that differ, the compiler gathers all before it takes out those of each.
+        """
+        returned = {atom for atom in self.outer.outvars if not reading.is_literal(atom)}
+        local = reading.open_jaxpr(self.body).outvars
+        whole = self.mapped.outvars if self.grads_of.model.is_separate else local
+        return {
+            i: whole[i].aval for i, out in enumerate(self.mapped.outvars) if out not in returned
+        }
+
+    # --- devices ---------------------------------------------------------------------------------
+
+    def devices(self) -> list[DevicePlan]:
+        """All devices along the stage axis, without their idle time."""
+        layers = self.layers_of_stages
+        found = []
+        for device in range(self.schedule.num_devices):
+            stages = self.schedule.stages_on(device)
+            used = {
+                part: self.params[part]
+                for part, on in (
+                    ("first", 0 in stages),
+                    ("last", self.schedule.num_stages - 1 in stages),
+                    ("shared", {0, self.schedule.num_stages - 1} & set(stages)),
+                )
+                if on and part in self.params
+            }
+            found.append(
+                DevicePlan(
+                    device,
+                    stages,
+                    sum(layers[stage] for stage in stages),
+                    _bytes(used) + sum(map(self._stage_bytes, stages)),
+                    _used(self.stored.tables.residuals, device),
+                    self._stash(device),
+                    0.0,
+                    {name: round(size) for name, size in self._sent(device).items()},
+                )
+            )
+        return found
+
+    def _stage_bytes(self, stage: int) -> int:
+        stages, layers = self.params["stages"], self.layers_of_stages
+        if self.grads_of.model.is_separate:
+            return _bytes(stages[stage])
+        return _bytes(stages) * layers[stage] // sum(layers)
+
+    def _stash(self, device: int) -> int:
+        stored, tables = self.stored, self.stored.tables
+        return (
+            sum(
+                size * _used(route.storage, device)
+                for routes, sizes in (
+                    (tables.activations, stored.activations),
+                    (tables.cotangents, stored.cotangents),
+                )
+                for route, size in zip(routes, sizes, strict=True)
+            )
+            + stored.kept * _used(tables.residuals, device)
+            + stored.deferred * _used(tables.deferred, device)
+        )
+
+    def _sent(self, device: int) -> dict[str, float]:
+        """Bytes that a device sends in a step."""
+        sent: dict[str, float] = dict.fromkeys(WIRES, 0.0)
+        tables = self.stored.tables
+
+        def add(purpose: str, size: float) -> None:
+            sent[purpose] = sent.get(purpose, 0.0) + size
+
+        for name in WIRES:
+            for route, size in zip(getattr(tables, name), getattr(self.stored, name), strict=True):
+                exchanges = sum(device == s for pairs in route.links for s, _ in pairs)
+                add(name, exchanges * size * self.num_ticks)
+        for found in traffic(self.body, self.sizes, loops=False):
+            if found.pairs is not None:
+                number = sum(source == device != target for source, target in found.pairs)
+                add("layers to their stages and back", number * found.bytes)
+            else:
+                add(f"sums over {', '.join(found.axes)}", found.bytes)
+        for action in self.schedule.rows[device]:
+            if action is not None:
+                add("inside of stages", self._sent_by(action.stage, action.kind))
+        return {name: size for name, size in sent.items() if size or name in WIRES}
+
+    def _sent_by(self, stage: int, kind: str) -> float:
+        program = self.stored.programs[self.stored.program_of[stage]]
+        halves = program.halves
+        jaxpr = {
+            "F": program.forward,
+            "B": program.backward,
+            "I": halves and halves.inputs,
+            "W": halves and halves.weights,
+        }[kind]
+        return sum(found.bytes for found in traffic(jaxpr, self.sizes))
+
+
+def _stored(executor: Executor) -> _Stored:
+    sums = jax.eval_shape(executor.parameters.zeros)
+    return _Stored(
+        executor.tables,
+        executor.programs,
+        executor.program_of,
+        [_bytes(carrier.types) for carrier in executor.activations],
+        [_bytes(carrier.types) for carrier in executor.cotangents],
+        _bytes(executor.kept.types),
+        _bytes(executor.deferred.types),
+        _bytes(sums),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ArrayType))
+    return sum(map(size_in_bytes, leaves))
+
+
+def _slots(routes: Sequence[Route], sizes: Sequence[int]) -> int:
+    """Bytes of the buffers of some wires, with the slot that is nobody's."""
+    pairs = zip(routes, sizes, strict=True)
+    return sum((route.storage.num_slots + 1) * size for route, size in pairs)
+
+
+def _used(storage: Storage, device: int) -> int:
+    """How many slots a device uses."""
+    readers = (storage.forward, storage.backward, storage.weight)
+    slots = {int(slot) for table in readers for slot in np.unique(table[:, device])}
+    return len(slots - {storage.num_slots})

@@ -1,0 +1,255 @@
+"""What a pipeline will need, on meshes that nobody here has: memory, bubbles, bytes on the wire.
+
+The step is traced for the mesh, which needs shapes and no devices. Tables of the schedule and types
+of what stages pass on say what is stored and sent. The program of one device is compiled, with
+stand-ins for what devices do together, and the compiler says how much memory it takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from ampx.pipelining.pipeline_gradients import PipelineGradients
+from ampx.pipelining.planning.footprints import WIRES, DevicePlan, Footprint
+from ampx.pipelining.schedules.schedule import Schedule
+from ampx.pipelining.schedules.simulation import Cost, Simulation
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `ampx.pipelining.plan` found; print it for tables.
+
+    Attributes:
+      schedule: of the pipeline.
+      mesh_shape: devices along each axis of the mesh.
+      num_parameters: of the whole model.
+      num_ticks: how long the compiled loop over the schedule is.
+      lockstep: the simulation with all devices in step, as the compiled program runs.
+      asynchronous: the simulation in which a device goes on as soon as it can.
+      devices: what is different on each device along the stage axis.
+      memory: bytes by purpose, the same on every device: one program runs on all.
+      seconds: time on the wire in a step by purpose, for the device that sends most; empty if no
+        bandwidth is given.
+      backend: whose compiler was asked.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp
+      >>> grads_of = ampx.pipelining.value_and_grad(
+      ...     first=lambda p, shared, batch, key: batch,
+      ...     stage=lambda p, x, key: jnp.tanh(x @ p),
+      ...     last=lambda p, shared, x, batch, key: (jnp.sum(x), jnp.float32(len(x))),
+      ...     schedule=ampx.pipelining.one_f_one_b(4, 8),
+      ...     axis_name="stage",
+      ... )
+      >>> params = {"stages": jax.ShapeDtypeStruct((8, 64, 64), "float32")}
+      >>> batch = jax.ShapeDtypeStruct((64, 64), "float32")
+      >>> found = ampx.pipelining.plan(grads_of, params, batch, mesh={"stage": 4})
+      >>> found.memory["parameters"], found.memory["stash of activations"]
+      (32768, 12288)
+      >>> round(found.lockstep.bubble_fraction, 3), found.devices[3].sent["cotangents"]
+      (0.273, 28672)
+    """
+
+    schedule: Schedule
+    mesh_shape: dict[str, int]
+    num_parameters: int
+    num_ticks: int
+    lockstep: Simulation
+    asynchronous: Simulation
+    devices: tuple[DevicePlan, ...]
+    memory: dict[str, int]
+    seconds: dict[str, float]
+    backend: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of a device at its fullest: arguments, results and all in between."""
+        return sum(self.memory.values())
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that a device sends in a step, by purpose, for the device that sends most."""
+        purposes = dict.fromkeys(name for device in self.devices for name in device.sent)
+        return {name: max(d.sent.get(name, 0) for d in self.devices) for name in purposes}
+
+    def __str__(self) -> str:
+        shape = " x ".join(f"{size} {axis}" for axis, size in self.mesh_shape.items())
+        lines = [
+            f"{self.schedule.name}: {_count(self.num_parameters)} parameters on {shape} devices, "
+            f"{self.schedule.num_stages} stages, {self.schedule.num_microbatches} micro-batches",
+            f"{self.num_ticks} ticks; idle: {self.lockstep.bubble_fraction:.1%} in lockstep, "
+            f"{self.asynchronous.bubble_fraction:.1%} if devices could go on by themselves",
+        ]
+        head = ["device", "stages", "layers", "parameters", "alive", "stash", "idle"]
+        rows = [[*head, *(f"{name} sent" for name in WIRES)]]
+        for d in self.devices:
+            row = [str(d.device), ",".join(map(str, d.stages)), str(d.layers), _size(d.parameters)]
+            row += [str(d.microbatches), _size(d.stash), f"{d.idle:.1%}"]
+            rows.append(row + [_size(d.sent[name]) for name in WIRES])
+        memory = [["memory of every device", ""]]
+        memory += [[name, _size(size)] for name, size in self.memory.items() if size]
+        memory.append([f"peak, by the compiler for {self.backend}", _size(self.peak_bytes)])
+        wire = [["on the wire in a step, at most", ""]]
+        for name, size in self.sent.items():
+            time = [f"{self.seconds[name]:.3g} s"] if self.seconds else []
+            wire.append([name, _size(size), *time])
+        wire[0] += [""] * (len(wire[-1]) - 2)
+        return "\n\n".join(("\n".join(lines), _table(rows), _table(memory), _table(wire)))
+
+    __repr__ = __str__
+
+
+def plan(
+    grads_of: PipelineGradients,
+    params: Any,
+    batch: Any,
+    tx: optax.GradientTransformation | None = None,
+    *,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+    key: Any = None,
+    forward: Cost | None = None,
+    backward: Cost | None = None,
+    bandwidth: float | None = None,
+) -> Plan:
+    """Memory, bubbles and bytes on the wire of a step, without the machine that it is for.
+
+    Nothing is run, and no array is made. Memory is what the compiler of this machine's default
+    backend counts: arguments, results and temporary arrays of one device, with parameters and
+    optimizer state donated, or gradients returned. Other backends may choose otherwise: that of
+    CPUs, for one, multiplies bfloat16 matrices in float32. Constants and the optimizer's own
+    temporary arrays are left out.
+
+    Args:
+      grads_of: from `ampx.pipelining.value_and_grad`.
+      params: parameters as they are stored, or their shapes (`jax.ShapeDtypeStruct`).
+      batch: the global batch, or its shapes. It is divided over the data axes, and the same for all
+        stages.
+      tx: the optimizer, whose state is divided like the parameters. None: there is none.
+      mesh: a mesh, with or without devices, or sizes such as `{"data": 16, "stage": 32}`. By
+        default the one that `grads_of` has. Memory that the compiler would divide over axes that
+        `grads_of` does not name counts in full.
+      key: a random key or its shape, if the model needs one.
+      forward: time of each stage's forward, as in `Schedule.simulate`. By default as long as it has
+        layers, with 1 for the average stage.
+      backward: time of its backward; by default twice that of the forward.
+      bandwidth: what a device can send, in bytes for each unit of time of `forward`. With both,
+        simulations count the exchanges of neighbours; and the report says what each purpose takes.
+
+    Returns:
+      A `Plan`; print it.
+
+    Raises:
+      TypeError: if `grads_of` is something else.
+      ValueError: for a mesh, a batch or costs that do not fit the schedule.
+
+    References:
+      Huang et al., GPipe, https://arxiv.org/abs/1811.06965. Bytes of an all-reduce are those of a
+      ring: Patarasuk and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp, optax
+      >>> grads_of = ampx.pipelining.value_and_grad(
+      ...     first=lambda p, shared, batch, key: batch,
+      ...     stage=lambda p, x, key: jnp.tanh(x @ p),
+      ...     last=lambda p, shared, x, batch, key: (jnp.sum(x), jnp.float32(len(x))),
+      ...     schedule=ampx.pipelining.one_f_one_b(32, 64),
+      ...     axis_name="stage",
+      ...     data_axes="data",
+      ... )
+      >>> params = {"stages": jax.ShapeDtypeStruct((32, 512, 512), "float32")}
+      >>> batch = jax.ShapeDtypeStruct((4096, 512), "float32")
+      >>> mesh = {"data": 16, "stage": 32}
+      >>> found = ampx.pipelining.plan(grads_of, params, batch, optax.adam(1e-3), mesh=mesh)
+      >>> found.memory["optimizer state"] - 2 * found.memory["parameters"]  # its step count
+      4
+      >>> found.devices[0].microbatches, round(found.sent["sums over data"] / 2**20, 3)
+      (63, 1.875)
+    """
+    if not isinstance(grads_of, PipelineGradients):
+        raise TypeError(
+            "grads_of must come from ampx.pipelining.value_and_grad, got "
+            f"{type(grads_of).__name__}: of a train_step give step.grads_of and step.tx"
+        )
+    if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
+        raise ValueError(f"bandwidth must be finite and positive, got {bandwidth}")
+    abstract = _abstract_mesh(grads_of.mesh if mesh is None else mesh)
+    params, batch, key = jax.tree.map(_type, (params, batch, key))
+    found = Footprint(grads_of, abstract, params, batch, key)
+    devices = found.devices()
+    sent = max(sum(device.sent[name] for name in WIRES) for device in devices)
+    costs: dict[str, Any] = _costs(found.layers_of_stages, forward, backward)
+    if forward is not None and bandwidth is not None:
+        costs["communication"] = sent / found.num_ticks / bandwidth
+    lockstep = grads_of.schedule.simulate(mode="lockstep", **costs)
+    idle = [waits / lockstep.makespan for waits in lockstep.idle]
+    result = Plan(
+        schedule=grads_of.schedule,
+        mesh_shape=dict(abstract.shape),
+        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
+        num_ticks=found.num_ticks,
+        lockstep=lockstep,
+        asynchronous=grads_of.schedule.simulate(mode="async", **costs),
+        devices=tuple(d._replace(idle=i) for d, i in zip(devices, idle, strict=True)),
+        memory=found.memory(tx),
+        seconds={},
+        backend=jax.default_backend(),
+    )
+    if bandwidth is None:
+        return result
+    seconds = {name: size / bandwidth for name, size in result.sent.items()}
+    return dataclasses.replace(result, seconds=seconds)
+
+
+def _costs(layers: Sequence[int], forward: Cost | None, backward: Cost | None) -> dict[str, Any]:
+    """Times of each stage, as long as it has layers where nothing else is known."""
+    if forward is None:
+        forward = [number * len(layers) / sum(layers) for number in layers]
+    if backward is None:
+        backward = (2 * np.asarray(forward, float)).tolist()
+    return {"forward": forward, "backward": backward}
+
+
+def _abstract_mesh(mesh: Any) -> AbstractMesh:
+    if mesh is None:
+        raise ValueError('no mesh: give plan a mesh or sizes, such as {"data": 16, "stage": 32}')
+    shape = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    return AbstractMesh(
+        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
+    )
+
+
+def _type(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+
+
+def _count(number: int) -> str:
+    for unit, size in (("billion", 1e9), ("million", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _size(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,1 @@
+"""The one compiled program that runs a schedule."""

@@ -1,0 +1,238 @@
+"""Puts a schedule and the functions of a model together: traces each kind of stage once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ampx.jaxprs import reading, source_info
+from ampx.pipelining.runtime.buffers import ArrayType, carrier, pool, type_of
+from ampx.pipelining.runtime.executor import Executor, Parameters
+from ampx.pipelining.runtime.layouts import Layout, chunk_numbers
+from ampx.pipelining.runtime.lowering import Edge, lower
+from ampx.pipelining.runtime.stage_programs import (
+    Compute,
+    StageInputs,
+    StageProgram,
+    floating_leaves,
+    trace_stage,
+)
+from ampx.pipelining.schedules.schedule import Schedule
+from ampx.trees import wider_dtype
+
+
+class StageKind(NamedTuple):
+    """Stages that compute alike.
+
+    Attributes:
+      stages: their numbers.
+      uses: the parts of the parameters that they read.
+      compute: what they compute.
+    """
+
+    stages: tuple[int, ...]
+    uses: tuple[str, ...]
+    compute: Compute
+
+
+def assemble(
+    schedule: Schedule,
+    kinds: Sequence[StageKind],
+    wires: Sequence[Sequence[Edge]],
+    parameters: Parameters,
+    microbatches: Any,
+    key: jax.Array | None,
+    scale: jax.Array,
+    axis_name: str,
+) -> Executor:
+    """An executor, inside `shard_map`; its arguments vary over all mapped axes.
+
+    Args:
+      schedule: a valid one.
+      kinds: together all stages.
+      wires: for each wire its edges; the first wire joins each stage to the next.
+      parameters: the device's.
+      microbatches: a pytree of arrays of shape (rows, num_microbatches, ...).
+      key: a random key or None.
+      scale: the cotangent of the loss.
+      axis_name: the axis of the stages.
+
+    Raises:
+      TypeError: if a stage does not take what the one before it gives.
+      ValueError: if a stage uses a collective over the axis of the stages.
+    """
+    program_of = [0] * schedule.num_stages
+    for number, kind in enumerate(kinds):
+        for stage in kind.stages:
+            program_of[stage] = number
+
+    def trace(number: int, received: Sequence[Any]) -> StageProgram:
+        inputs = StageInputs(
+            parameters.select(number, jnp.zeros((), jnp.int32)),
+            tuple(jax.tree.map(lambda t: t.zeros(), tree) for tree in received),
+            jax.tree.map(lambda leaf: leaf[:, 0], microbatches),
+            key,
+            jnp.int32(kinds[number].stages[0]) + jnp.zeros_like(scale, dtype=jnp.int32),
+        )
+        program = trace_stage(
+            kinds[number].compute,
+            inputs,
+            differentiate=schedule.has_backward,
+            split=schedule.splits_backward,
+        )
+        _refuse_stage_collectives(program, axis_name)
+        return program
+
+    base = type_of(scale).axes
+    programs = _traced(trace, len(kinds), program_of, wires, base)
+    activations = [
+        carrier({n: [_of(t, base) for t in jax.tree.leaves(tree)] for n, tree in taken})
+        for taken in _by_wire(p.inputs.received for p in programs)
+    ]
+    cotangents = [
+        carrier({n: [_of(t, base) for t in floating_leaves(tree)] for n, tree in given})
+        for given in _by_wire(p.outputs.sent for p in programs)
+    ]
+    outputs = [(p.outputs.loss, p.outputs.weight, p.outputs.aux) for p in programs]
+    results = tuple(
+        jax.tree.map(
+            lambda leaf: _of(leaf, base), next((v for v in values[::-1] if v is not None), None)
+        )
+        for values in zip(*outputs, strict=True)
+    )
+    return Executor(
+        tables=lower(schedule, wires, keeps_inputs=any(p.reads_received for p in programs)),
+        programs=programs,
+        program_of=program_of,
+        chunk_of=chunk_numbers(schedule),
+        activations=activations,
+        cotangents=cotangents,
+        kept=pool([[_of(t, base) for t in p.kept] for p in programs]),
+        deferred=pool([[_of(t, base) for t in p.deferred] for p in programs]),
+        results=results,
+        parameters=parameters,
+        microbatches=microbatches,
+        key=key,
+        scale=scale,
+        axis_name=axis_name,
+    )
+
+
+def _of(leaf: Any, base: frozenset[str]) -> ArrayType:
+    found = type_of(leaf)
+    return dataclasses.replace(found, axes=found.axes | base)
+
+
+def _by_wire(trees: Iterable[Sequence[Any]]) -> list[list[tuple[int, Any]]]:
+    """What programs have on each wire, with the numbers of those that have something."""
+    return [
+        [(number, tree) for number, tree in enumerate(wire) if tree is not None]
+        for wire in zip(*trees, strict=True)
+    ]
+
+
+def _traced(
+    trace: Callable[[int, Sequence[Any]], StageProgram],
+    number_of_kinds: int,
+    program_of: Sequence[int],
+    wires: Sequence[Sequence[Edge]],
+    base: frozenset[str],
+) -> list[StageProgram]:
+    """All programs, each for what the stages before it send."""
+    received: list[list[Any]] = [[None] * len(wires) for _ in range(number_of_kinds)]
+    programs: list[Any] = [None] * number_of_kinds
+    edges = sorted(
+        (target, source, wire) for wire, pairs in enumerate(wires) for source, target in pairs
+    )
+    programs[program_of[0]] = trace(program_of[0], received[program_of[0]])
+    # A program that several stages run may be sent more kinds of values than it was traced for.
+    stale = True
+    while stale:
+        stale = False
+        for stage, arriving in itertools.groupby(edges, key=lambda edge: edge[0]):
+            number = program_of[stage]
+            taken = list(received[number])
+            for _, source, wire in arriving:
+                sent = programs[program_of[source]].outputs.sent[wire]
+                sent = jax.tree.map(lambda leaf: _of(leaf, base), sent)
+                taken[wire] = _joined(taken[wire], sent, source, stage)
+            if taken != received[number]:
+                received[number] = taken
+                programs[number] = trace(number, taken)
+                stale = True
+    return programs
+
+
+def _joined(before: Any, sent: Any, source: int, target: int) -> Any:
+    """A type for both; the same but for the axes over which it may differ."""
+    if before is None:
+        return sent
+
+    def signature(tree: Any) -> Any:
+        return jax.tree.structure(tree), [(t.shape, str(t.dtype)) for t in jax.tree.leaves(tree)]
+
+    if signature(before) != signature(sent):
+        raise TypeError(
+            f"stage {source} gives {_described(sent)}, but stages such as stage {target} take "
+            f"{_described(before)}: layers of one kind must return what they take"
+        )
+    return jax.tree.map(lambda a, b: dataclasses.replace(a, axes=a.axes | b.axes), before, sent)
+
+
+def _described(tree: Any) -> str:
+    return str(jax.tree.map(lambda t: f"{t.dtype}{list(t.shape)}", tree))
+
+
+def _refuse_stage_collectives(program: StageProgram, axis_name: str) -> None:
+    traced: Iterable[Any] = (program.forward, program.backward)
+    for name, jaxpr in zip(("forward", "backward"), traced, strict=True):
+        for eqn in reading.collectives(jaxpr) if jaxpr is not None else ():
+            if axis_name in reading.collective_axes(eqn):
+                collective = eqn.primitive.name.removesuffix("_invariant")
+                raise ValueError(
+                    f"{collective} over the axis {axis_name!r} of the stages, at "
+                    f"{source_info.line_of(eqn)}, in the {name} pass of a stage: devices run "
+                    "different stages at a time, so some would wait for ever. Use other axes, or "
+                    "move it out of the stages"
+                )
+
+
+def stage_parameters(
+    view: Any, layout: Layout, kinds: Sequence[StageKind], accumulator_dtype: DTypeLike
+) -> Parameters:
+    """The parameters of a device.
+
+    Args:
+      view: a dict of parts; `"stages"` as `layout` shows them.
+      layout: of the stages.
+      kinds: which parts the programs read.
+      accumulator_dtype: of the sums, at least.
+    """
+
+    def select(program: int, chunk: Any) -> Any:
+        kind = kinds[program]
+        own = layout.select(view["stages"], kind.stages[0], chunk)
+        return {part: own if part == "stages" else view[part] for part in kind.uses}
+
+    def zeros() -> Any:
+        return jax.tree.map(
+            lambda leaf: jnp.zeros_like(leaf, dtype=wider_dtype(leaf.dtype, accumulator_dtype)),
+            view,
+        )
+
+    def add(total: Any, program: int, chunk: Any, gradients: Sequence[Any]) -> Any:
+        own = jax.tree.unflatten(jax.tree.structure(select(program, chunk)), gradients)
+        stages = layout.add(total["stages"], kinds[program].stages[0], chunk, own.pop("stages"))
+        rest = {
+            part: jax.tree.map(lambda sums, g: sums + g.astype(sums.dtype), total[part], gradient)
+            for part, gradient in own.items()
+        }
+        return total | rest | {"stages": stages}
+
+    return Parameters(select, zeros, add)

@@ -1,0 +1,190 @@
+"""Values of different stages in the same buffers: on the wires between devices, and in memory.
+
+In one program for all devices every stage sends and keeps arrays of the same shapes. Where stages
+differ, what they send is packed into flat arrays as long as the longest, and what they keep goes to
+the first buffer of its shape that is free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ampx.mesh_axes import varying
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType:
+    """Shape and dtype of an array, and the mapped axes over which it may differ."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: frozenset[str]
+
+    def zeros(self, *leading: int) -> jax.Array:
+        """Zeros of this type, with more axes in front."""
+        return varying(jnp.zeros((*leading, *self.shape), self.dtype), tuple(self.axes))
+
+    def of(self, value: jax.Array) -> jax.Array:
+        """The value, marked as possibly different wherever this type may be."""
+        return varying(value, tuple(self.axes))
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return int(np.prod(self.shape, dtype=int))
+
+
+def type_of(leaf: Any) -> ArrayType:
+    """The type of an array, or of an abstract value; of a random key that of its numbers."""
+    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
+    axes = aval.manual_axis_type.varying
+    if _is_key(aval):
+        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return ArrayType(tuple(aval.shape), np.dtype(aval.dtype), axes)
+
+
+def as_varying_as(value: jax.Array, aval: Any) -> jax.Array:
+    """The value, marked as possibly different wherever an abstract value may be."""
+    return varying(value, tuple(aval.manual_axis_type.varying))
+
+
+def as_numbers(leaf: Any) -> Any:
+    """A random key as numbers; anything else as it is."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def as_before(numbers: Any, aval: Any) -> Any:
+    """What `as_numbers` made numbers of."""
+    if not _is_key(aval):
+        return numbers
+    names: list[Any] = []
+    jax.eval_shape(
+        lambda key: names.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), aval.dtype)
+    )
+    return jax.random.wrap_key_data(numbers, impl=names[0])
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def read(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
+    """What lies in a slot."""
+    return [lax.dynamic_index_in_dim(buffer, slot, keepdims=False) for buffer in buffers]
+
+
+def write(
+    buffers: Sequence[jax.Array], slot: jax.Array, values: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """The buffers with values in a slot."""
+    return [
+        lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
+        for buffer, value in zip(buffers, values, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Carrier:
+    """How the values on a wire travel.
+
+    Attributes:
+      types: what travels.
+      own: for each receiver what it gets.
+      is_packed: whether values travel in flat arrays, one for each dtype.
+    """
+
+    types: tuple[ArrayType, ...]
+    own: Mapping[int, tuple[ArrayType, ...]]
+    is_packed: bool
+
+    def pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """What a sender puts on the wire."""
+        if not self.is_packed:
+            return [t.of(leaf) for t, leaf in zip(self.types, leaves, strict=True)]
+        return [self._flat(t, [x for x in leaves if x.dtype == t.dtype]) for t in self.types]
+
+    def _flat(self, wire: ArrayType, leaves: Sequence[jax.Array]) -> jax.Array:
+        parts = [jnp.ravel(leaf) for leaf in leaves]
+        padding = wire.size - sum(part.size for part in parts)
+        return wire.of(jnp.concatenate([*parts, jnp.zeros(padding, wire.dtype)]))
+
+    def nothing(self) -> list[jax.Array]:
+        """What a sender without anything to say puts on the wire."""
+        return [t.zeros() for t in self.types]
+
+    def unpack(self, receiver: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """What a receiver finds on it."""
+        if not self.is_packed:
+            return list(arrays)
+        flat = {t.dtype: array for t, array in zip(self.types, arrays, strict=True)}
+        offsets: Counter[Any] = Counter()
+        leaves = []
+        for t in self.own[receiver]:
+            start = offsets[t.dtype]
+            offsets[t.dtype] += t.size
+            leaves.append(flat[t.dtype][start : start + t.size].reshape(t.shape))
+        return leaves
+
+
+def carrier(own: Mapping[int, Sequence[ArrayType]]) -> Carrier:
+    """A carrier for what each receiver gets."""
+    kinds = {tuple((t.shape, t.dtype) for t in types) for types in own.values()}
+    if len(kinds) <= 1:
+        joined = [
+            dataclasses.replace(t[0], axes=frozenset().union(*(x.axes for x in t)))
+            for t in zip(*own.values(), strict=True)
+        ]
+        return Carrier(tuple(joined), {}, False)
+    everything = [t for types in own.values() for t in types]
+    axes = frozenset().union(*(t.axes for t in everything))
+    flat = []
+    for dtype in sorted({t.dtype for t in everything}, key=str):
+        longest = max(sum(t.size for t in ts if t.dtype == dtype) for ts in own.values())
+        flat.append(ArrayType((longest,), dtype, axes))
+    return Carrier(tuple(flat), {key: tuple(types) for key, types in own.items()}, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """Buffers that several owners use, not all of them all.
+
+    Attributes:
+      types: of the buffers.
+      places: for each owner, the buffers of its values.
+    """
+
+    types: tuple[ArrayType, ...]
+    places: tuple[tuple[int, ...], ...]
+
+    def fill(self, owner: int, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """A value for every buffer: the owner's, and zeros."""
+        placed = dict(zip(self.places[owner], values, strict=True))
+        return [t.of(placed[i]) if i in placed else t.zeros() for i, t in enumerate(self.types)]
+
+    def pick(self, owner: int, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """The owner's values, of those of all buffers."""
+        return [values[place] for place in self.places[owner]]
+
+
+def pool(owned: Sequence[Sequence[ArrayType]]) -> Pool:
+    """Buffers for the values of each owner."""
+    types: dict[tuple[Any, ...], ArrayType] = {}
+    places = []
+    for values in owned:
+        seen: Counter[ArrayType] = Counter()
+        own = []
+        for t in values:
+            own.append((t, seen[t]))
+            types[own[-1]] = t
+            seen[t] += 1
+        places.append(own)
+    number_of = {name: i for i, name in enumerate(types)}
+    return Pool(tuple(types.values()), tuple(tuple(number_of[n] for n in own) for own in places))

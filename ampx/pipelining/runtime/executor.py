@@ -1,0 +1,353 @@
+"""Runs a schedule: one loop over ticks, the same program on every device.
+
+A tick has three slots (forward, backward, weight gradient). In each, a device branches to what its
+table says: a real branch, so that nothing is computed in a bubble. Then neighbours exchange what
+they have made; that happens outside of the branches, because all devices must take part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ampx.pipelining.runtime.buffers import (
+    Carrier,
+    Pool,
+    as_before,
+    as_numbers,
+    as_varying_as,
+    read,
+    write,
+)
+from ampx.pipelining.runtime.lowering import IDLE, Route, Tables, Work
+from ampx.pipelining.runtime.stage_programs import (
+    StageInputs,
+    StageOutputs,
+    StageProgram,
+    floating_leaves,
+)
+
+Wires = tuple[list[jax.Array], ...]
+
+
+class Parameters(NamedTuple):
+    """A device's parameters, as its stages see them.
+
+    Attributes:
+      select: `select(program, chunk)`, the parameters of one stage.
+      zeros: `zeros()`, gradients of all parameters of the device.
+      add: `add(total, program, chunk, gradients)`, with the gradients of one stage added.
+    """
+
+    select: Callable[[int, jax.Array], Any]
+    zeros: Callable[[], Any]
+    add: Callable[[Any, int, jax.Array, Any], Any]
+
+
+class Totals(NamedTuple):
+    """What a device has summed up.
+
+    Attributes:
+      grads: gradients of its parameters; None without a backward.
+      results: loss, weight and auxiliary output, each with a leading axis of micro-batches; zero
+        where another device has them.
+    """
+
+    grads: Any
+    results: Any
+
+
+class _Carry(NamedTuple):
+    activations: Wires
+    cotangents: Wires
+    kept: list[jax.Array]
+    deferred: list[jax.Array]
+    grads: Any
+    results: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Executor:
+    """A pipeline, ready to run inside `shard_map`.
+
+    Attributes:
+      tables: the schedule, lowered.
+      programs: the different programs of its stages.
+      program_of: for each stage, which of them it runs.
+      chunk_of: for each stage, which of its device's chunks it is.
+      activations, cotangents: how the values of each wire travel; receivers are programs.
+      kept, deferred: where programs keep what the backward, and its second half, needs.
+      results: the types of loss, weight and auxiliary output of a micro-batch.
+      parameters: the device's.
+      microbatches: a pytree of arrays of shape (rows, num_microbatches, ...).
+      key: a random key, of which each micro-batch gets its own; or None.
+      scale: float32, the cotangent of the loss.
+      axis_name: the mapped axis of the stages.
+    """
+
+    tables: Tables
+    programs: Sequence[StageProgram]
+    program_of: Sequence[int]
+    chunk_of: Sequence[int]
+    activations: Sequence[Carrier]
+    cotangents: Sequence[Carrier]
+    kept: Pool
+    deferred: Pool
+    results: tuple[Any, Any, Any]
+    parameters: Parameters
+    microbatches: Any
+    key: jax.Array | None
+    scale: jax.Array
+    axis_name: str
+
+    def run(self) -> Totals:
+        """All ticks."""
+        device = lax.axis_index(self.axis_name)
+
+        def own(table: Any) -> jax.Array | None:
+            if not isinstance(table, np.ndarray):
+                return None
+            return jnp.moveaxis(jnp.asarray(table)[..., device], -1, 0)
+
+        carry, _ = lax.scan(self._tick, self._start(), jax.tree.map(own, self.tables))
+        return Totals(carry.grads, carry.results)
+
+    def _start(self) -> _Carry:
+        def on(carriers: Sequence[Carrier], routes: Sequence[Route]) -> Wires:
+            return tuple(
+                [t.zeros(route.storage.num_slots + 1) for t in carrier.types]
+                for carrier, route in zip(carriers, routes, strict=True)
+            )
+
+        tables = self.tables
+        number = jax.tree.leaves(self.microbatches)[0].shape[1]
+        return _Carry(
+            on(self.activations, tables.activations),
+            on(self.cotangents, tables.cotangents),
+            [t.zeros(tables.residuals.num_slots + 1) for t in self.kept.types],
+            [t.zeros(tables.deferred.num_slots + 1) for t in self.deferred.types],
+            self.parameters.zeros() if any(p.backward for p in self.programs) else None,
+            jax.tree.map(lambda t: t.zeros(number), self.results),
+        )
+
+    def _tick(self, carry: _Carry, row: Tables) -> tuple[_Carry, None]:
+        carry, sent = self._forward(carry, row)
+        carry, returned = self._backward(carry, row)
+        carry = self._weight_gradient(carry, row)
+        carry = carry._replace(
+            activations=self._exchanged(
+                self.tables.activations, row.activations, carry.activations, sent
+            ),
+            cotangents=self._exchanged(
+                self.tables.cotangents, row.cotangents, carry.cotangents, returned
+            ),
+        )
+        return carry, None
+
+    # --- the slots of a tick ---------------------------------------------------------------------
+
+    def _forward(self, carry: _Carry, row: Tables) -> tuple[_Carry, Wires]:
+        slots = [route.storage.forward for route in row.activations]
+
+        def idle() -> Any:
+            results = jax.tree.map(lambda t: t.zeros(), self.results)
+            return _nothing(self.activations), [t.zeros() for t in self.kept.types], results
+
+        def run(number: int) -> Callable[[], Any]:
+            def branch() -> Any:
+                inputs = self._inputs(number, carry, row.forward, slots)
+                outputs, kept = self.programs[number].run(inputs)
+                sent = tuple(
+                    c.pack([as_numbers(x) for x in jax.tree.leaves(tree)])
+                    if tree is not None
+                    else c.nothing()
+                    for c, tree in zip(self.activations, outputs.sent, strict=True)
+                )
+                kept = self.kept.fill(number, [as_numbers(leaf) for leaf in kept])
+                return sent, kept, self._results(outputs)
+
+            return branch
+
+        index, branches = self._branches((self.tables.forward, row.forward, run))
+        sent, kept, results = lax.switch(index, [idle, *branches])
+        return carry._replace(
+            kept=write(carry.kept, row.residuals.forward, kept),
+            results=jax.tree.map(
+                lambda total, x: total.at[row.forward.microbatch].add(x), carry.results, results
+            ),
+        ), sent
+
+    def _backward(self, carry: _Carry, row: Tables) -> tuple[_Carry, Wires]:
+        slots = [route.storage.backward for route in row.activations]
+
+        def idle(grads: Any) -> Any:
+            return _nothing(self.cotangents), [t.zeros() for t in self.deferred.types], grads
+
+        def taken(number: int, now: Work) -> tuple[StageInputs, list[Any], list[Any]]:
+            inputs = self._inputs(number, carry, now, slots)
+            kept = self._kept(number, carry, row.residuals.backward)
+            return inputs, kept, self._cotangents(number, carry, row)
+
+        def whole(number: int) -> Callable[[Any], Any]:
+            def branch(grads: Any) -> Any:
+                program = self.programs[number]
+                ours, theirs = program.pull(*taken(number, row.backward))
+                grads = self._added(grads, number, row.backward.stage, ours)
+                returned = self._returned(program, theirs)
+                return returned, [t.zeros() for t in self.deferred.types], grads
+
+            return branch
+
+        def half(number: int) -> Callable[[Any], Any]:
+            def branch(grads: Any) -> Any:
+                program = self.programs[number]
+                theirs, late = program.pull_inputs(*taken(number, row.halved))
+                late = self.deferred.fill(number, [as_numbers(leaf) for leaf in late])
+                return self._returned(program, theirs), late, grads
+
+            return branch
+
+        index, branches = self._branches(
+            (self.tables.backward, row.backward, whole), (self.tables.halved, row.halved, half)
+        )
+        if not branches:
+            return carry, _nothing(self.cotangents)
+        returned, late, grads = lax.switch(index, [idle, *branches], carry.grads)
+        deferred = write(carry.deferred, row.deferred.backward, late)
+        return carry._replace(deferred=deferred, grads=grads), returned
+
+    def _weight_gradient(self, carry: _Carry, row: Tables) -> _Carry:
+        slots = [route.storage.weight for route in row.activations]
+
+        def run(number: int) -> Callable[[Any], Any]:
+            def branch(grads: Any) -> Any:
+                program = self.programs[number]
+                inputs = self._inputs(number, carry, row.weight, slots)
+                kept = self._kept(number, carry, row.residuals.weight)
+                late = self.deferred.pick(number, read(carry.deferred, row.deferred.weight))
+                late = [as_before(x, aval) for x, aval in zip(late, program.deferred, strict=True)]
+                ours = program.pull_weights(inputs, kept, late)
+                return self._added(grads, number, row.weight.stage, ours)
+
+            return branch
+
+        index, branches = self._branches((self.tables.weight, row.weight, run))
+        if not branches:
+            return carry
+        idle = [lambda grads: grads]
+        return carry._replace(grads=lax.switch(index, [*idle, *branches], carry.grads))
+
+    def _branches(self, *kinds: Any) -> tuple[jax.Array, list[Callable[..., Any]]]:
+        """One branch for each program that occurs, and the number of the one due, 0 for none."""
+        index, branches = jnp.zeros((), jnp.int32), []
+        for table, now, branch_of in kinds:
+            stages = sorted({int(stage) for stage in np.unique(table.stage)} - {IDLE})
+            programs = sorted({self.program_of[stage] for stage in stages})
+            code_of = np.zeros(len(self.program_of) + 1, np.int32)  # the last one for IDLE, -1
+            for stage in stages:
+                code_of[stage] = 1 + len(branches) + programs.index(self.program_of[stage])
+            branches += map(branch_of, programs)
+            index += jnp.asarray(code_of)[now.stage]
+        return index, branches
+
+    # --- what a stage takes and gives ------------------------------------------------------------
+
+    def _inputs(
+        self, number: int, carry: _Carry, now: Work, slots: Sequence[jax.Array]
+    ) -> StageInputs:
+        stage, microbatch = now
+        received = tuple(
+            None if tree is None else self._arrived(tree, c.unpack(number, read(buffers, slot)))
+            for tree, c, buffers, slot in zip(
+                self.programs[number].inputs.received,
+                self.activations,
+                carry.activations,
+                slots,
+                strict=True,
+            )
+        )
+        inputs = StageInputs(
+            self.parameters.select(number, self._chunk(stage)),
+            received,
+            jax.tree.map(
+                lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, axis=1, keepdims=False),
+                self.microbatches,
+            ),
+            None if self.key is None else jax.random.fold_in(self.key, microbatch),
+            stage,
+        )
+        return jax.tree.map(as_varying_as, inputs, self.programs[number].inputs)
+
+    def _arrived(self, types: Any, values: Sequence[jax.Array]) -> Any:
+        avals, structure = jax.tree.flatten(types)
+        return jax.tree.unflatten(structure, map(as_before, values, avals))
+
+    def _chunk(self, stage: jax.Array) -> jax.Array:
+        return jnp.asarray(self.chunk_of, jnp.int32)[stage]
+
+    def _kept(self, number: int, carry: _Carry, slot: jax.Array) -> list[jax.Array]:
+        values = self.kept.pick(number, read(carry.kept, slot))
+        types = self.programs[number].kept
+        return [as_before(value, aval) for value, aval in zip(values, types, strict=True)]
+
+    def _cotangents(self, number: int, carry: _Carry, row: Tables) -> list[jax.Array]:
+        """Of all that the stage has sent, and of its loss."""
+        outputs = self.programs[number].outputs
+        found: list[jax.Array] = []
+        for tree, c, buffers, route in zip(
+            outputs.sent, self.cotangents, carry.cotangents, row.cotangents, strict=True
+        ):
+            if floating_leaves(tree):
+                found += c.unpack(number, read(buffers, route.storage.backward))
+        if outputs.loss is not None:
+            found.append(self.results[0].of(self.scale.astype(outputs.loss.dtype)))
+        return found
+
+    def _returned(self, program: StageProgram, gradients: Sequence[jax.Array]) -> Wires:
+        """The gradients of what was received, on their wires."""
+        left = list(gradients)
+        returned = []
+        for c, tree in zip(self.cotangents, program.inputs.received, strict=True):
+            count = len(floating_leaves(tree))
+            returned.append(c.pack(left[:count]) if count else c.nothing())
+            left = left[count:]
+        return tuple(returned)
+
+    def _added(self, grads: Any, number: int, stage: jax.Array, ours: Sequence[jax.Array]) -> Any:
+        return self.parameters.add(grads, number, self._chunk(stage), ours)
+
+    def _results(self, outputs: StageOutputs) -> Any:
+        found = outputs.loss, outputs.weight, outputs.aux
+        return tuple(
+            jax.tree.map(lambda t: t.zeros(), types)
+            if value is None
+            else jax.tree.map(lambda t, x: t.of(jnp.asarray(x, t.dtype)), types, value)
+            for types, value in zip(self.results, found, strict=True)
+        )
+
+    # --- between devices -------------------------------------------------------------------------
+
+    def _exchanged(
+        self, routes: Sequence[Route], rows: Sequence[Route], buffers: Wires, sent: Wires
+    ) -> Wires:
+        return tuple(map(self._received, routes, rows, buffers, sent))
+
+    def _received(
+        self, route: Route, row: Route, buffers: list[jax.Array], sent: list[jax.Array]
+    ) -> list[jax.Array]:
+        for exchange, pairs in enumerate(route.links):
+            arrived = [lax.ppermute(value, self.axis_name, pairs) for value in sent]
+            buffers = write(buffers, row.arrivals[exchange], arrived)
+        if np.any(route.arrivals[-1] < route.storage.num_slots):
+            buffers = write(buffers, row.arrivals[-1], sent)
+        return buffers
+
+
+def _nothing(carriers: Sequence[Carrier]) -> Wires:
+    return tuple(c.nothing() for c in carriers)

@@ -1,0 +1,287 @@
+"""Parameters as they are stored, and as the stages of a schedule see them.
+
+They are stored as a model has them: with a leading axis of layers, or one tree for each stage. What
+a schedule needs is a view, made anew in every step, so that a checkpoint knows nothing of stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ampx.pipelining.runtime.buffers import ArrayType, Carrier, carrier, read
+from ampx.pipelining.runtime.layer_exchange import Place, Round, exchange_rounds, exchanged
+from ampx.pipelining.schedules.schedule import Schedule
+from ampx.trees import path_name
+
+
+class Layout(Protocol):
+    """How the parameters of the stages are stored and seen."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether what is stored can be divided over the devices as it is."""
+        ...
+
+    def local(self, stored: Any, axis_name: str) -> Any:
+        """What the stages of a device read, with a leading axis of chunks."""
+        ...
+
+    def select(self, view: Any, stage: int, chunk: Any) -> Any:
+        """The parameters of one stage, which is one of those that compute as `stage` does."""
+        ...
+
+    def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
+        """`total`, in the shape of the view, with the gradients of one stage added."""
+        ...
+
+    def returned(self, total: Any, axis_name: str) -> Any:
+        """What `local` did undone, for gradients."""
+        ...
+
+
+def chunk_numbers(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage, which of its device's chunks it is."""
+    return tuple(
+        schedule.stages_on(device).index(stage) for stage, device in enumerate(schedule.device_of)
+    )
+
+
+def _chunks(schedule: Schedule) -> int:
+    """How many stages a device has at most."""
+    return max(chunk_numbers(schedule)) + 1
+
+
+def _of_all_devices(leaf: jax.Array, axis_name: str) -> jax.Array:
+    """The chunks of all devices in turn, the same everywhere."""
+    return lax.all_gather(leaf, axis_name, tiled=True, to="invarying")
+
+
+def stacked_layout(
+    schedule: Schedule, stages: Any, layers_per_stage: tuple[int, ...] | None
+) -> StackedLayers:
+    """The layout of layers that are stacked.
+
+    Raises:
+      ValueError: if leaves have different numbers of layers, or the stages cannot share them so.
+    """
+    if isinstance(stages, list | tuple):
+        raise TypeError(
+            "stage is one function, and params['stages'] a list: stack the layers, as in "
+            "jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)"
+        )
+    shapes = {
+        path_name(path): np.shape(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
+    }
+    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
+        raise ValueError(
+            "all leaves of params['stages'] need the same leading axis of layers, got "
+            + ", ".join(f"{name or 'the root'} {shape}" for name, shape in shapes.items())
+        )
+    number, count = next(iter(shapes.values()))[0], schedule.num_stages
+    if number < count:
+        raise ValueError(
+            f"{number} layers cannot fill the {count} stages of {schedule.name!r} on "
+            f"{schedule.num_devices} devices: use fewer devices or chunks"
+        )
+    if layers_per_stage is None:
+        if number % count:
+            raise ValueError(
+                f"{number} layers have no {count} equal parts: use a multiple of {count}, or give "
+                f"layers_per_stage, such as balance([1] * {number}, {count})"
+            )
+        layers_per_stage = (number // count,) * count
+    if len(layers_per_stage) != count or sum(layers_per_stage) != number:
+        raise ValueError(
+            f"layers_per_stage must be {count} numbers that add up to {number}, got "
+            f"{layers_per_stage}"
+        )
+    if min(layers_per_stage) < 1:
+        raise ValueError(f"every stage needs a layer, got layers_per_stage={layers_per_stage}")
+    unrolled = schedule.splits_backward or max(layers_per_stage) == 1
+    return StackedLayers(schedule, layers_per_stage, unrolled)
+
+
+def separate_layout(schedule: Schedule, stages: Any) -> SeparateStages:
+    """The layout of stages that differ.
+
+    Raises:
+      TypeError: if there is not one tree for each stage.
+    """
+    if not isinstance(stages, list | tuple) or len(stages) != schedule.num_stages:
+        raise TypeError(
+            "stage is a sequence, so params['stages'] must be a list of trees, one for each of "
+            f"{schedule.num_stages} stages, got {type(stages).__name__}"
+        )
+    own = {
+        stage: [ArrayType(np.shape(a), np.dtype(a.dtype), frozenset()) for a in jax.tree.leaves(t)]
+        for stage, t in enumerate(stages)
+    }
+    return SeparateStages(schedule, tuple(map(jax.tree.structure, stages)), carrier(own))
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedLayers:
+    """Parameters of layers of one kind, with a leading axis of layers.
+
+    Attributes:
+      schedule: gives stages and devices.
+      counts: how many layers each stage has.
+      unrolled: whether a stage gets a list of layers instead of stacked ones.
+    """
+
+    schedule: Schedule
+    counts: tuple[int, ...]
+    unrolled: bool
+
+    @property
+    def is_divided(self) -> bool:
+        """See `Layout`."""
+        return sum(self.counts) % self.schedule.num_devices == 0
+
+    @property
+    def first_layer(self) -> np.ndarray:
+        """The number of each stage's first layer."""
+        return np.cumsum([0, *self.counts[:-1]]).astype(np.int32)
+
+    def local(self, stored: Any, axis_name: str) -> Any:
+        """Layers with a leading axis of chunks, from wherever they are stored."""
+        shape = _chunks(self.schedule), max(self.counts)
+        if self.is_divided:
+            size, rounds = self._exchange()
+            blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), stored)
+            if rounds:
+                blocks = exchanged(blocks, rounds, math.prod(shape) // size, axis_name)
+            return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]), blocks)
+        order = np.zeros((self.schedule.num_devices, math.prod(shape)), np.int32)
+        order[*zip(*self._places(), strict=True)] = np.arange(sum(self.counts))
+        own = jnp.asarray(order.reshape(-1, *shape))[lax.axis_index(axis_name)]
+        return jax.tree.map(lambda leaf: leaf[own], stored)
+
+    def returned(self, total: Any, axis_name: str) -> Any:
+        """Sent back to where they are stored."""
+        if self.is_divided:
+            size, rounds = self._exchange()
+            blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[2:]), total)
+            if rounds:
+                stored = sum(self.counts) // self.schedule.num_devices // size
+                blocks = exchanged(blocks, [r.reversed() for r in rounds], stored, axis_name)
+            return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), blocks)
+
+        def gather(leaf: jax.Array) -> jax.Array:
+            rows = _of_all_devices(leaf, axis_name)
+            rows = rows.reshape(self.schedule.num_devices, -1, *rows.shape[2:])
+            return rows[*map(np.array, zip(*self._places(), strict=True))]
+
+        return jax.tree.map(gather, total)
+
+    def _exchange(self) -> tuple[int, list[Round]]:
+        """How many layers stay together, and how they get to their devices; no rounds in place."""
+        stored = sum(self.counts) // self.schedule.num_devices
+        size = math.gcd(stored, *self.counts)
+        sources = [divmod(block, stored // size) for block in range(sum(self.counts) // size)]
+        targets = self._places(size)
+        if sources == targets and len(set(self.counts)) == 1:
+            return size, []
+        return size, exchange_rounds(sources, targets, self.schedule.num_devices)
+
+    def _places(self, size: int = 1) -> list[Place]:
+        """Where blocks of so many layers are run when all stages are padded to the longest."""
+        chunks = chunk_numbers(self.schedule)
+        return [
+            (self.schedule.device_of[stage], chunks[stage] * max(self.counts) // size + block)
+            for stage, count in enumerate(self.counts)
+            for block in range(count // size)
+        ]
+
+    def select(self, view: Any, stage: int, chunk: Any) -> Any:
+        """The layers of a stage, stacked or as a list."""
+        count = self.counts[stage]
+
+        def own(leaf: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(leaf, chunk, keepdims=False)[:count]
+
+        layers = jax.tree.map(own, view)
+        if not self.unrolled:
+            return layers
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count)]
+
+    def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
+        """Adds to the layers of one chunk."""
+        if self.unrolled:
+            gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
+
+        def add(sums: jax.Array, gradient: jax.Array) -> jax.Array:
+            start = (chunk, *[jnp.zeros_like(chunk)] * gradient.ndim)
+            old = lax.dynamic_slice(sums, start, (1, *gradient.shape))
+            return lax.dynamic_update_slice(sums, old + gradient.astype(sums.dtype), start)
+
+        return jax.tree.map(add, total, gradients)
+
+
+@dataclasses.dataclass(frozen=True)
+class SeparateStages:
+    """Parameters of stages that differ, one tree for each.
+
+    Attributes:
+      schedule: gives stages and devices.
+      structures: for each stage that of its parameters.
+      carrier: packs them into arrays that are alike for all stages.
+    """
+
+    schedule: Schedule
+    structures: tuple[Any, ...]
+    carrier: Carrier
+
+    @property
+    def is_divided(self) -> bool:
+        """See `Layout`."""
+        return False
+
+    def local(self, stored: Any, axis_name: str) -> Any:
+        """Packed arrays with a row for each stage of the device."""
+
+        def pack(device: int) -> list[jax.Array]:
+            stages = self.schedule.stages_on(device)
+            padding = [0] * (_chunks(self.schedule) - len(stages))  # any stage will do
+            rows = [self.carrier.pack(jax.tree.leaves(stored[s])) for s in (*stages, *padding)]
+            return [jnp.stack(arrays) for arrays in zip(*rows, strict=True)]
+
+        packs = [functools.partial(pack, device) for device in range(self.schedule.num_devices)]
+        return lax.switch(lax.axis_index(axis_name), packs)
+
+    def returned(self, total: Any, axis_name: str) -> Any:
+        """One tree for each stage, on all devices."""
+        everywhere = [_of_all_devices(sums, axis_name) for sums in total]
+        chunks = chunk_numbers(self.schedule)
+        return [
+            self._tree(
+                stage,
+                [rows[device * _chunks(self.schedule) + chunks[stage]] for rows in everywhere],
+            )
+            for stage, device in enumerate(self.schedule.device_of)
+        ]
+
+    def select(self, view: Any, stage: int, chunk: Any) -> Any:
+        """The tree of a stage, from its row."""
+        return self._tree(stage, read(view, chunk))
+
+    def _tree(self, stage: int, arrays: Sequence[jax.Array]) -> Any:
+        return jax.tree.unflatten(self.structures[stage], self.carrier.unpack(stage, arrays))
+
+    def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
+        """Adds to a row."""
+        packed = self.carrier.pack(jax.tree.leaves(gradients))
+        return [
+            sums.at[chunk].add(gradient.astype(sums.dtype))
+            for sums, gradient in zip(total, packed, strict=True)
+        ]

@@ -1,0 +1,262 @@
+"""The functions of a model as what its stages compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ampx.accumulation.normalization import Normalize, loss_and_weight, unpacked
+from ampx.checking import check_choice
+from ampx.mesh_axes import varying, varying_over
+from ampx.pipelining.runtime.assembly import StageKind
+from ampx.pipelining.runtime.buffers import as_varying_as
+from ampx.pipelining.runtime.layouts import StackedLayers
+from ampx.pipelining.runtime.lowering import Edge
+from ampx.pipelining.runtime.stage_programs import Compute, StageInputs, StageOutputs
+from ampx.pipelining.schedules.schedule import Schedule
+from ampx.precision.opt_levels import Recipe
+from ampx.trees import path_name
+
+Stash = Literal["inputs", "residuals"]
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The functions that `ampx.pipelining.value_and_grad` is given, and how they are to be run."""
+
+    first: Callable[..., Any]
+    stage: Callable[..., Any] | Sequence[Callable[..., Any]]
+    last: Callable[..., Any]
+    schedule: Schedule
+    recipe: Recipe | None
+    normalize: Normalize
+    has_aux: bool
+    has_aux_loss: bool
+    stash: Stash | Callable[..., Any]
+    skips: Mapping[str, Edge]
+
+    def __post_init__(self) -> None:
+        own = self.stage if isinstance(self.stage, Sequence) else [self.stage]
+        for function in (self.first, self.last, *own):
+            if not callable(function):
+                raise TypeError(
+                    f"first, stage and last must be functions, got {type(function).__name__}"
+                )
+        for name in _ARGUMENTS:
+            _check_signature(name, getattr(self, name))
+        if not callable(self.stash):
+            check_choice("stash", self.stash, get_args(Stash))
+        count = self.schedule.num_stages
+        if not callable(self.stage) and len(self.stage) != count:
+            raise ValueError(
+                f"the schedule has {count} stages, and stage is a sequence of {len(self.stage)}"
+            )
+        if self.skips and not self.is_separate:
+            raise ValueError("skips are between stages that differ: give stage as a sequence")
+        for name, (source, target) in self.skips.items():
+            if not 0 <= source < target < count:
+                raise ValueError(
+                    f"the skip {name!r} goes from stage {source} to {target}: it must go forward, "
+                    f"between stages 0 and {count - 1}"
+                )
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether each stage has a function and a tree of parameters of its own."""
+        return not callable(self.stage)
+
+    @property
+    def wires(self) -> list[list[Edge]]:
+        """The edges between stages: to the next one, and those that skip some."""
+        count = self.schedule.num_stages
+        return [[(s, s + 1) for s in range(count - 1)], *([edge] for edge in self.skips.values())]
+
+    def kinds(self, layout: Any) -> list[StageKind]:
+        """Stages that compute alike, and what they compute."""
+        stages: dict[Any, list[int]] = {}
+        for stage in range(self.schedule.num_stages):
+            stages.setdefault(self._alike(stage, layout), []).append(stage)
+        return [
+            StageKind(tuple(group), self._uses(group[0]), self._compute(group[0], layout))
+            for group in stages.values()
+        ]
+
+    def _alike(self, stage: int, layout: Any) -> Any:
+        if self.is_separate:
+            return stage
+        return stage == 0, stage == self.schedule.num_stages - 1, layout.counts[stage]
+
+    def _uses(self, stage: int) -> tuple[str, ...]:
+        """The parts of the parameters that a stage reads."""
+        is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
+        used = {"first": is_first, "stages": True, "last": is_last, "shared": is_first or is_last}
+        return tuple(part for part, is_used in used.items() if is_used)
+
+    def _compute(self, stage: int, layout: Any) -> Compute:
+        is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
+        own = self._separate(stage) if self.is_separate else self._layers(layout)
+        number_of_layers = self.schedule.num_stages if self.is_separate else sum(layout.counts)
+        first, last = self._at_precision(self.first), self.last
+        if self.recipe is not None:
+            last = functools.partial(self.recipe.call, last)
+        if self.stash != "inputs":
+            first, last = _recomputed(first), _recomputed(last)
+
+        def compute(inputs: StageInputs) -> StageOutputs:
+            params, key = inputs.params, inputs.key
+            x = inputs.received[0]
+            if is_first:
+                x = first(params["first"], params["shared"], inputs.microbatch, _folded(key, 0))
+                # Constants, too: layers mix them with what differs between devices.
+                x = varying(x, tuple(varying_over(inputs.stage)))
+            x, skipped, extra_loss = own(params["stages"], x, inputs)
+            if not is_last:
+                return StageOutputs((x, *skipped), extra_loss)
+            key = _folded(key, number_of_layers + 1)
+            out = last(params["last"], params["shared"], x, inputs.microbatch, key)
+            value, aux, _ = unpacked(out, self.has_aux, False, "last")
+            _check_aux(aux)
+            loss, weight = loss_and_weight(value, self.normalize, "last")
+            loss = loss if extra_loss is None else loss + extra_loss.astype(loss.dtype)
+            return StageOutputs((None, *skipped), loss, weight, aux)
+
+        return _recomputed(compute) if self.stash == "inputs" else compute
+
+    def _at_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return fun if self.recipe is None else functools.partial(self.recipe.call_part, fun)
+
+    def _with_stash(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return _recomputed(fun, policy=self.stash) if callable(self.stash) else fun
+
+    def _layers(self, layout: StackedLayers) -> Callable[..., Any]:
+        """All layers of a stage, one after the other."""
+        assert callable(self.stage)
+        call = self._at_precision(self.stage)
+
+        def layer(params: Any, x: Any, key: Any, number: jax.Array) -> Any:
+            out = call(params, x, _folded(key, number + 1))
+            new, loss = _with_loss(out) if self.has_aux_loss else (out, None)
+            _check_same_type(x, new)
+            # A sum over devices is the same on all of them: no carry of a loop, but for a mark.
+            return varying(new, tuple(varying_over(number))), loss
+
+        layer = self._with_stash(layer)
+
+        def own(params: Any, x: Any, inputs: StageInputs) -> Any:
+            start = jnp.asarray(layout.first_layer)[inputs.stage]
+
+            def body(x: Any, layer_and_number: Any) -> Any:
+                return layer(layer_and_number[0], x, inputs.key, layer_and_number[1])
+
+            if layout.unrolled:
+                losses = []
+                for place, params_of_layer in enumerate(params):
+                    x, loss = body(x, (params_of_layer, start + place))
+                    losses.append(loss)
+            else:
+                number = jax.tree.leaves(params)[0].shape[0]
+                x = _as_layers_leave_it(body, x, params, start)
+                x, losses = lax.scan(
+                    body, x, (params, start + jnp.arange(number, dtype=start.dtype))
+                )
+            return x, [None] * len(self.skips), _sum(losses) if self.has_aux_loss else None
+
+        return own
+
+    def _separate(self, stage: int) -> Callable[..., Any]:
+        """The function of one stage, with what it takes from skips and gives to them."""
+        assert not callable(self.stage)
+        gives = [name for name, (source, _) in self.skips.items() if source == stage]
+        takes = [name for name, (_, target) in self.skips.items() if target == stage]
+        call = self._with_stash(self._at_precision(self.stage[stage]))
+
+        def own(params: Any, x: Any, inputs: StageInputs) -> Any:
+            arrived = dict(zip(self.skips, inputs.received[1:], strict=True))
+            args = [{name: arrived[name] for name in takes}] if takes else []
+            out = call(params, x, _folded(inputs.key, stage + 1), *args)
+            x, *rest = out if gives or self.has_aux_loss else (out,)
+            given = rest.pop(0) if gives else {}
+            skipped = [given[name] if name in gives else None for name in self.skips]
+            return x, skipped, _sum(rest) if self.has_aux_loss else None
+
+        return own
+
+
+_ARGUMENTS = {
+    "first": ("params", "shared", "microbatch", "key"),
+    "stage": ("layer_params", "x", "key"),
+    "last": ("params", "shared", "x", "microbatch", "key"),
+}
+
+
+def _check_signature(name: str, function: Any) -> None:
+    if not callable(function):
+        return  # stages that differ: those at the end of a skip take one argument more
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return
+    try:
+        signature.bind(*_ARGUMENTS[name])
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called as {name}({', '.join(_ARGUMENTS[name])}), and takes {signature}"
+        ) from error
+
+
+def _as_layers_leave_it(body: Callable[..., Any], x: Any, params: Any, start: jax.Array) -> Any:
+    """What the first layer takes, marked as different between devices wherever its result is."""
+    manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+    if set(manual) <= varying_over(start):
+        return x
+    first = jax.tree.map(lambda leaf: leaf[0], params)
+    given = jax.make_jaxpr(lambda *args: body(args[0], args[1:])[0])(x, first, start).out_avals
+    leaves, structure = jax.tree.flatten(x)
+    return jax.tree.unflatten(structure, map(as_varying_as, leaves, given))
+
+
+def _with_loss(out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            f"has_aux_loss=True: stage must return a tuple (x, loss), got {type(out).__name__}"
+        )
+    return out
+
+
+def _check_same_type(taken: Any, given: Any) -> None:
+    def described(tree: Any) -> Any:
+        return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+
+    if described(given) != described(taken):
+        raise TypeError(
+            f"stage must return what it takes, of the same shapes and dtypes: it takes "
+            f"{described(taken)} and returns {described(given)}. What first returns is what the "
+            "first layer takes. If stage returns a loss besides x, give has_aux_loss=True"
+        )
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.bool_):
+            raise TypeError(
+                f"the auxiliary output {path_name(path) or 'of last'} is bool and has no mean or "
+                "sum: convert it with .astype(jnp.float32)"
+            )
+
+
+def _folded(key: jax.Array | None, number: Any) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _sum(losses: Any) -> jax.Array:
+    return jnp.sum(jnp.stack(list(losses)) if isinstance(losses, list) else losses).astype(
+        jnp.float32
+    )

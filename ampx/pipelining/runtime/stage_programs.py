@@ -1,0 +1,288 @@
+"""What one stage computes, traced once: forward, backward, and the two halves of the backward.
+
+A backward pass reads what its forward pass has left. Of that, what came into the stage (parameters,
+activations, the micro-batch, the key) is at hand anyway and is fetched again; only the rest is
+kept. Where everything is recomputed, nothing is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ampx.jaxprs import building, reading
+from ampx.jaxprs.reading import Jaxpr
+
+
+class StageInputs(NamedTuple):
+    """What a stage computes from.
+
+    Attributes:
+      params: its parameters.
+      received: for each wire what arrives, a pytree; None where nothing does.
+      microbatch: the micro-batch.
+      key: the micro-batch's random key, or None.
+      stage: int32, the number of the stage.
+    """
+
+    params: Any
+    received: tuple[Any, ...]
+    microbatch: Any
+    key: Any
+    stage: jax.Array
+
+
+class StageOutputs(NamedTuple):
+    """What a stage computes.
+
+    Attributes:
+      sent: for each wire what leaves, a pytree; None where nothing does.
+      loss: its part of the loss; None if it has none.
+      weight: its part of the weight; None if it has none.
+      aux: auxiliary output, or None.
+    """
+
+    sent: tuple[Any, ...]
+    loss: jax.Array | None = None
+    weight: jax.Array | None = None
+    aux: Any = None
+
+
+Compute = Callable[[StageInputs], StageOutputs]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageProgram:
+    """The jaxprs of a stage, from `trace_stage`.
+
+    Attributes:
+      forward: from all inputs to the outputs, followed by what is kept.
+      inputs: the inputs, as types.
+      outputs: the outputs, as types.
+      num_params: how many of the inputs are parameters.
+      pulled: which inputs have a gradient, by number.
+      kept: the types of what is kept.
+      residuals: what the backward reads, in its order: the number of an input, the number of what
+        is kept plus the number of inputs, or a constant.
+      backward: from residuals and cotangents to gradients.
+      halves: the same in two parts, if asked for.
+      deferred: the types of what the first half keeps for the second.
+    """
+
+    forward: Jaxpr
+    inputs: StageInputs
+    outputs: StageOutputs
+    num_params: int
+    pulled: tuple[int, ...] = ()
+    kept: tuple[Any, ...] = ()
+    residuals: tuple[Any, ...] = ()
+    backward: Jaxpr | None = None
+    halves: Halves | None = None
+    deferred: tuple[Any, ...] = ()
+
+    def run(self, inputs: StageInputs) -> tuple[StageOutputs, list[Any]]:
+        """The outputs, and what is to be kept."""
+        structure = jax.tree.structure(self.outputs)
+        values = reading.evaluate(reading.closed(self.forward), *jax.tree.leaves(inputs))
+        outputs = values[: structure.num_leaves]
+        return jax.tree.unflatten(structure, outputs), values[structure.num_leaves :]
+
+    def pull(
+        self, inputs: StageInputs, kept: Sequence[Any], cotangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the parameters, and of what was received: of all floating leaves."""
+        operands = [*self._residuals(inputs, kept), *cotangents]
+        gradients = reading.evaluate(reading.closed(self.backward), *operands)
+        return gradients[: self.num_params], gradients[self.num_params :]
+
+    def pull_inputs(
+        self, inputs: StageInputs, kept: Sequence[Any], cotangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of what was received, and what is to be kept for those of the parameters."""
+        assert self.halves is not None
+        residuals = self._residuals(inputs, kept)
+        values = reading.evaluate(reading.closed(self.halves.inputs), *residuals, *cotangents)
+        count = len(self.pulled) - self.num_params
+        late = [i - len(residuals) for i in self.halves.reads if i >= len(residuals)]
+        return values[:count], [*(cotangents[i] for i in late), *values[count:]]
+
+    def pull_weights(
+        self, inputs: StageInputs, kept: Sequence[Any], deferred: Sequence[Any]
+    ) -> list[Any]:
+        """Gradients of the parameters."""
+        assert self.halves is not None
+        residuals = self._residuals(inputs, kept)
+        early = [residuals[i] for i in self.halves.reads if i < len(residuals)]
+        return reading.evaluate(reading.closed(self.halves.weights), *early, *deferred)
+
+    def _residuals(self, inputs: StageInputs, kept: Sequence[Any]) -> list[Any]:
+        at_hand = [*jax.tree.leaves(inputs), *kept]
+        return [at_hand[r] if isinstance(r, int) else r.value for r in self.residuals]
+
+    @property
+    def reads_received(self) -> bool:
+        """Whether the backward reads again what was received."""
+        received = len(jax.tree.leaves(self.inputs.received))
+        numbers = range(self.num_params, self.num_params + received)
+        return any(r in numbers for r in self.residuals if isinstance(r, int))
+
+
+class _Constant(NamedTuple):
+    value: Any
+
+
+class Halves(NamedTuple):
+    """Two jaxprs that do the work of one.
+
+    Attributes:
+      inputs: from all operands to the gradients of inputs, followed by what is kept.
+      weights: from some operands and what was kept to the gradients of weights.
+      reads: which operands `weights` takes, by number.
+    """
+
+    inputs: Jaxpr
+    weights: Jaxpr
+    reads: tuple[int, ...]
+
+
+def trace_stage(
+    compute: Compute, inputs: StageInputs, *, differentiate: bool = True, split: bool = False
+) -> StageProgram:
+    """Traces a stage for inputs of these types.
+
+    Args:
+      compute: the stage; parameters in `inputs` must all be floating.
+      inputs: arrays or types.
+      differentiate: whether there will be a backward.
+      split: whether the backward comes in two halves.
+    """
+    leaves, structure = jax.tree.flatten(inputs)
+    num_params = len(jax.tree.leaves(inputs.params))
+    num_received = len(jax.tree.leaves(inputs.received))
+    pulled = tuple(
+        i for i in range(num_params + num_received) if reading.is_differentiable(leaves[i])
+    )
+
+    def from_floating(floating: Sequence[Any], *leaves: Any) -> Any:
+        filled = list(leaves)
+        for number, leaf in zip(pulled, floating, strict=True):
+            filled[number] = leaf
+        outputs = compute(jax.tree.unflatten(structure, filled))
+        return (floating_leaves(outputs.sent), outputs.loss), outputs
+
+    def forward(*leaves: Any) -> Any:
+        floating = [leaves[i] for i in pulled]
+        if not differentiate:
+            return from_floating(floating, *leaves)[1], ()
+        _, pullback, outputs = jax.vjp(
+            lambda floating: from_floating(floating, *leaves), floating, has_aux=True
+        )
+        return outputs, pullback
+
+    traced, (outputs, pullback) = reading.trace(forward, *leaves)
+    body = reading.open_jaxpr(traced)
+    made = [v.aval for v in body.outvars][: len(jax.tree.leaves(outputs))]
+    program = StageProgram(
+        traced,
+        jax.tree.unflatten(structure, [v.aval for v in body.invars]),
+        jax.tree.unflatten(jax.tree.structure(outputs), made),
+        num_params,
+    )
+    if not differentiate:
+        return program
+    return _with_backward(program, pulled, pullback, split)
+
+
+def _with_backward(
+    program: StageProgram, pulled: tuple[int, ...], pullback: Any, split: bool
+) -> StageProgram:
+    body = reading.open_jaxpr(program.forward)
+    num_outputs = len(jax.tree.leaves(program.outputs))
+    number_of = {variable: i for i, variable in enumerate(body.invars)}
+    constants = dict(zip(body.constvars, reading.closed(program.forward).consts, strict=True))
+    kept: list[Any] = []
+    residuals: list[Any] = []
+    for atom in body.outvars[num_outputs:]:
+        if reading.is_literal(atom):
+            residuals.append(_Constant(atom.val))
+        elif atom in constants:
+            residuals.append(_Constant(constants[atom]))
+        else:
+            if atom not in number_of:
+                number_of[atom] = len(body.invars) + len(kept)
+                kept.append(atom)
+            residuals.append(number_of[atom])
+    types = [atom.aval for atom in body.outvars]
+    structure = jax.tree.structure(pullback)
+    sent, loss = _types_of_cotangents(program.outputs, types)
+
+    def backward(residuals: Any, cotangents: Any, seed: Any) -> Any:
+        (gradients,) = jax.tree.unflatten(structure, residuals)((cotangents, seed))
+        return gradients
+
+    traced, _ = reading.trace(backward, types[num_outputs:], sent, loss)
+    halves = split_backward(traced, program.num_params) if split else None
+    deferred: list[Any] = []
+    if halves is not None:
+        first = reading.open_jaxpr(halves.inputs)
+        late = [i for i in halves.reads if i >= len(residuals)]
+        num_received = len(pulled) - program.num_params
+        deferred = [
+            *(first.invars[i].aval for i in late),
+            *(a.aval for a in first.outvars[num_received:]),
+        ]
+    forward = building.rebuilt(
+        program.forward, body.invars, [*body.outvars[:num_outputs], *kept], body.eqns
+    )
+    return dataclasses.replace(
+        program,
+        forward=forward,
+        pulled=pulled,
+        kept=tuple(atom.aval for atom in kept),
+        residuals=tuple(residuals),
+        backward=traced,
+        halves=halves,
+        deferred=tuple(deferred),
+    )
+
+
+def _types_of_cotangents(outputs: StageOutputs, types: Sequence[Any]) -> tuple[list[Any], Any]:
+    numbered = jax.tree.unflatten(jax.tree.structure(outputs), range(len(jax.tree.leaves(outputs))))
+    sent = [types[i] for i in jax.tree.leaves(numbered.sent) if reading.is_differentiable(types[i])]
+    return sent, None if outputs.loss is None else types[numbered.loss]
+
+
+def floating_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree that have gradients."""
+    return [leaf for leaf in jax.tree.leaves(tree) if reading.is_differentiable(leaf)]
+
+
+def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
+    """Divides a jaxpr whose first outputs are gradients of weights, the others of inputs.
+
+    An equation that both need is in the first half. Loops are not divided: unroll them before.
+    """
+    whole = building.inlined(jaxpr)
+    body = reading.open_jaxpr(whole)
+    of_weights, of_inputs = body.outvars[:num_weights], body.outvars[num_weights:]
+    first = reading.equations_for(body, of_inputs)
+    second = [i for i in reading.equations_for(body, body.outvars) if i not in set(first)]
+    made_first = {out for i in first for out in body.eqns[i].outvars}
+    made_second = {out for i in second for out in body.eqns[i].outvars}
+    wanted = [atom for i in second for atom in body.eqns[i].invars] + list(of_weights)
+    wanted = [v for v in dict.fromkeys(a for a in wanted if not reading.is_literal(a))]
+    kept = [v for v in wanted if v in made_first]
+    reads = [i for i, v in enumerate(body.invars) if v in set(wanted) - made_second]
+    return Halves(
+        building.rebuilt(whole, body.invars, [*of_inputs, *kept], [body.eqns[i] for i in first]),
+        building.rebuilt(
+            whole,
+            [*(body.invars[i] for i in reads), *kept],
+            of_weights,
+            [body.eqns[i] for i in second],
+        ),
+        tuple(reads),
+    )

@@ -1,0 +1,55 @@
+"""The bare rows of a pipeline schedule: all that a look at it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ampx.pipelining.schedules.actions import Action
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The rows of a schedule, without what can be done with them.
+
+    Attributes:
+      name: what it is called.
+      rows: for each device its actions; column t is tick t, and None an idle tick.
+      device_of: for each stage of the model, counted along the model, the device that runs it.
+      num_microbatches: into how many parts the batch of a step is divided.
+      has_backward: whether there are gradients; False for inference.
+    """
+
+    name: str
+    rows: tuple[tuple[Action | None, ...], ...]
+    device_of: tuple[int, ...]
+    num_microbatches: int
+    has_backward: bool = True
+
+    def __post_init__(self) -> None:
+        # Lists are welcome, but a schedule is hashed when it is an argument of a compiled function.
+        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
+        object.__setattr__(self, "device_of", tuple(self.device_of))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices along the stage axis."""
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model; with chunks, several on each device."""
+        return len(self.device_of)
+
+    @property
+    def num_ticks(self) -> int:
+        """Columns of the grid."""
+        return max(map(len, self.rows), default=0)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backwards come in two halves."""
+        return any(action is not None and action.kind == "I" for row in self.rows for action in row)
+
+    def stages_on(self, device: int) -> tuple[int, ...]:
+        """The stages of a device, in the order of the model."""
+        return tuple(s for s, d in enumerate(self.device_of) if d == device)

@@ -1,0 +1,54 @@
+"""A schedule as text: a row for each device, a column for each tick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ampx.pipelining.schedules.grid import Grid
+
+_IDLE = "."
+
+
+def render_grid(schedule: Grid, start: int = 0, stop: int | None = None) -> str:
+    """The grid of a schedule; see `Schedule.render`.
+
+    A schedule with faults is drawn too, as far as that goes: it is part of the message about them.
+    """
+    num_ticks = max(map(len, schedule.rows), default=0)
+    ticks = range(*slice(start, stop).indices(num_ticks))
+    chunked = schedule.num_stages > schedule.num_devices
+    columns = [[str(tick) for tick in ticks]]
+    for row in schedule.rows:
+        columns.append([_cell(row, tick, chunked) for tick in ticks])
+    width = max((len(cell) for row in columns for cell in row), default=1)
+    labels = ["tick", *(_label(schedule, device, chunked) for device in range(len(schedule.rows)))]
+    margin = max(map(len, labels))
+    lines = (
+        f"{label:<{margin}}  {' '.join(f'{cell:<{width}}' for cell in row)}".rstrip()
+        for label, row in zip(labels, columns, strict=True)
+    )
+    return "\n".join([_headline(schedule, num_ticks), *lines])
+
+
+def _headline(schedule: Grid, num_ticks: int) -> str:
+    used = sum(action is not None for row in schedule.rows for action in row)
+    idle = 1 - used / max(1, num_ticks * len(schedule.rows))
+    return (
+        f"{schedule.name}: {schedule.num_stages} stages on {schedule.num_devices} devices, "
+        f"{schedule.num_microbatches} micro-batches, {num_ticks} ticks, {idle:.1%} idle"
+    )
+
+
+def _label(schedule: Grid, device: int, chunked: bool) -> str:
+    stages = ", ".join(map(str, schedule.stages_on(device)))
+    return f"device {device} (stages {stages})" if chunked else f"device {device}"
+
+
+def _cell(row: Sequence[Any], tick: int, chunked: bool) -> str:
+    """Without chunks the row says which stage it is, so the cell need not."""
+    action = row[tick] if tick < len(row) else None
+    if action is None:
+        return _IDLE
+    text = str(action)
+    return text if chunked or not hasattr(action, "kind") else f"{action.kind}{action.microbatch}"

@@ -1,0 +1,196 @@
+"""How long a schedule takes, and who waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ampx.checking import check_choice
+from ampx.pipelining.schedules.actions import Action, needs_of, result_of
+from ampx.pipelining.schedules.grid import Grid
+from ampx.pipelining.schedules.ticks import lockstep
+
+Cost = float | Sequence[float]
+_Costs = dict[str, list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What `Schedule.simulate` found. Times are in the unit of the costs.
+
+    Attributes:
+      mode: `"async"` or `"lockstep"`.
+      makespan: from the first action to the end of the last.
+      busy: for each device, how long it computes.
+      times: for each action, when it begins and ends.
+
+    Examples:
+      >>> from ampx.pipelining.schedules.generators import gpipe
+      >>> result = gpipe(num_stages=2, num_microbatches=3).simulate(forward=1, backward=2)
+      >>> result.makespan, result.busy, result.idle
+      (12.0, (9.0, 9.0), (3.0, 3.0))
+      >>> result.efficiency, result.bubble_fraction
+      (0.75, 0.25)
+    """
+
+    mode: str
+    makespan: float
+    busy: tuple[float, ...]
+    times: dict[Action, tuple[float, float]] = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mode}: {self.makespan:g} units of time, {self.bubble_fraction:.1%} idle "
+            f"({', '.join(f'{idle:g}' for idle in self.idle)} by device)"
+        )
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """For each device, how long it waits between the begin and the end of the step."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the devices' time in which they compute."""
+        return sum(self.busy) / (len(self.busy) * self.makespan)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of the devices' time in which they wait."""
+        return 1 - self.efficiency
+
+
+def run_schedule(
+    schedule: Grid,
+    *,
+    mode: str = "async",
+    forward: Cost = 1.0,
+    backward: Cost | None = None,
+    input_grad: Cost | None = None,
+    weight_grad: Cost | None = None,
+    communication: float = 0.0,
+) -> Simulation:
+    """Plays a schedule; see `Schedule.simulate`."""
+    check_choice("mode", mode, ("async", "lockstep"))
+    costs = _costs(schedule.num_stages, forward, backward, input_grad, weight_grad)
+    if not (math.isfinite(communication) and communication >= 0):
+        raise ValueError(f"communication must be a finite time of at least 0, got {communication}")
+    play = _play_async if mode == "async" else _play_lockstep
+    times = play(schedule, costs, communication)
+    busy = tuple(
+        math.fsum(costs[action.kind][action.stage] for action in row if action is not None)
+        for row in schedule.rows
+    )
+    makespan = max((end for _, end in times.values()), default=0.0)
+    if not makespan:
+        raise ValueError("the step takes no time: give positive costs")
+    return Simulation(mode, makespan, busy, times)
+
+
+def _costs(
+    num_stages: int,
+    forward: Cost,
+    backward: Cost | None = None,
+    input_grad: Cost | None = None,
+    weight_grad: Cost | None = None,
+) -> _Costs:
+    """The time of each kind of action, for each stage."""
+    whole = None if backward is None else _per_stage("backward", backward, num_stages)
+    inputs = None if input_grad is None else _per_stage("input_grad", input_grad, num_stages)
+    weights = None if weight_grad is None else _per_stage("weight_grad", weight_grad, num_stages)
+    if inputs is not None and weights is not None:
+        sums = [i + w for i, w in zip(inputs, weights, strict=True)]
+        if whole is not None and not all(map(math.isclose, whole, sums)):
+            raise ValueError(
+                f"backward must be input_grad + weight_grad, got {backward} but {input_grad} + "
+                f"{weight_grad}: leave one of the three out"
+            )
+    else:
+        sums = whole or [2.0] * num_stages
+        if weights is not None:
+            inputs = _rest(sums, weights, "weight_grad")
+        else:
+            inputs = inputs or [b / 2 for b in sums]
+            weights = _rest(sums, inputs, "input_grad")
+    return {"F": _per_stage("forward", forward, num_stages), "B": sums, "I": inputs, "W": weights}
+
+
+def _per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
+    costs = np.asarray(cost, float)
+    if costs.shape not in ((), (num_stages,)):
+        raise ValueError(
+            f"{name} must be one number, or one for each of the {num_stages} stages of the model, "
+            f"got an array of shape {costs.shape}"
+        )
+    if not np.all(np.isfinite(costs) & (costs >= 0)):
+        raise ValueError(f"{name} must be finite and at least 0, got {cost}")
+    return np.broadcast_to(costs, num_stages).tolist()
+
+
+def _rest(whole: list[float], part: list[float], name: str) -> list[float]:
+    rest = [w - p for w, p in zip(whole, part, strict=True)]
+    if min(rest) < 0:
+        raise ValueError(f"{name} must be at most backward, got {max(part)} of {whole[0]}")
+    return rest
+
+
+def _play_async(
+    schedule: Grid, costs: _Costs, communication: float
+) -> dict[Action, tuple[float, float]]:
+    """Each device runs its row in order, an action as soon as its inputs are there."""
+    orders = [[action for action in row if action is not None] for row in schedule.rows]
+    places, clocks = [0] * len(orders), [0.0] * len(orders)
+    times: dict[Action, tuple[float, float]] = {}
+    done: dict[Action, float] = {}
+    progress = True
+    while progress:
+        progress = False
+        for device, order in enumerate(orders):
+            while places[device] < len(order):
+                action = order[places[device]]
+                needs = needs_of(action, schedule.num_stages)
+                if not all(need in done for need in needs):
+                    break
+                start = clocks[device]
+                for need in needs:
+                    away = schedule.device_of[need.stage] != device
+                    start = max(start, done[need] + communication * away)
+                clocks[device] = start + costs[action.kind][action.stage]
+                times[action] = start, clocks[device]
+                done[result_of(action)] = clocks[device]
+                places[device] += 1
+                progress = True
+    waiting = [str(o[p]) for o, p in zip(orders, places, strict=True) if p < len(o)]
+    if waiting:
+        raise ValueError(
+            f"schedule {schedule.name!r}: the devices wait for each other at {', '.join(waiting)}: "
+            "call validate()"
+        )
+    return times
+
+
+def _play_lockstep(
+    schedule: Grid, costs: _Costs, communication: float
+) -> dict[Action, tuple[float, float]]:
+    """All devices begin a tick together; in it, a forward goes before a backward before a `W`."""
+    placement = lockstep(schedule.rows, schedule.num_stages)
+    slots: list[list[list[Action]]] = [
+        [[] for _ in schedule.rows] for _ in range(placement.num_ticks)
+    ]
+    for action in sorted(placement.tick_of, key=lambda action: "FBIW".index(action.kind)):
+        slots[placement.tick_of[action]][schedule.device_of[action.stage]].append(action)
+    times: dict[Action, tuple[float, float]] = {}
+    begin = 0.0
+    for tick in slots:
+        longest = begin
+        for actions in tick:
+            clock = begin
+            for action in actions:
+                times[action] = clock, clock + costs[action.kind][action.stage]
+                clock = times[action][1]
+            longest = max(longest, clock)
+        begin = longest + communication
+    return times

@@ -1,0 +1,161 @@
+"""Whether a schedule does all of the work, once, and nothing before what it needs."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from ampx.pipelining.schedules.actions import Action, Kind, needs_of, result_of
+from ampx.pipelining.schedules.grid import Grid
+from ampx.pipelining.schedules.rendering import render_grid
+
+# Ticks that the message shows on either side of the fault: a grid of thousands helps nobody.
+_SHOWN = 10
+_EXCLUDES: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",), "W": ("B",)}
+
+
+def check_schedule(schedule: Grid) -> None:
+    """Raises a ValueError about the first fault; see `Schedule.validate`."""
+    fault = _fault_of_shape(schedule)
+    if fault is not None:
+        raise ValueError(f"schedule {schedule.name!r}: {fault}")
+    found = _fault_of_order(schedule) or _missing(schedule)
+    if found is not None:
+        tick, fault = found
+        grid = render_grid(schedule, max(0, tick - _SHOWN), tick + _SHOWN + 1)
+        raise ValueError(f"schedule {schedule.name!r}: {fault}\n{grid}")
+
+
+def _fault_of_shape(schedule: Grid) -> str | None:
+    """What keeps the rows from being a grid."""
+    devices, microbatches = schedule.num_devices, schedule.num_microbatches
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        return f"num_microbatches must be a positive int, got {microbatches!r}"
+    if not devices or not schedule.num_stages:
+        return f"it needs devices and stages, got {devices} rows and {schedule.num_stages} stages"
+    for stage, device in enumerate(schedule.device_of):
+        if device not in range(devices):
+            return f"stage {stage} is on device {device!r}, but there are rows for {devices}"
+    for device, row in enumerate(schedule.rows):
+        if not schedule.stages_on(device):
+            return f"device {device} has no stage: device_of is {schedule.device_of}"
+        if len(row) != len(schedule.rows[0]):
+            return (
+                f"rows must be of one length, got {len(row)} ticks for device {device} and "
+                f"{len(schedule.rows[0])} for device 0: fill up with None, or call aligned()"
+            )
+        for tick, action in enumerate(row):
+            if action is not None and not isinstance(action, Action):
+                return (
+                    f"device {device} has {action!r} at tick {tick}: a place holds an Action or "
+                    "None; parse_action reads text"
+                )
+    return None
+
+
+def _fault_of_order(schedule: Grid) -> tuple[int, str] | None:
+    """The first fault of something that is there, tick by tick and device by device."""
+    tick_of = _ticks(schedule)
+    seen: set[Action] = set()
+    last: dict[tuple[int, str], int] = {}
+    for tick, column in enumerate(zip(*schedule.rows, strict=True)):
+        for device, action in enumerate(column):
+            if action is None:
+                continue
+            fault = _unknown(schedule, action, device)
+            if fault is None and action in seen:
+                fault = "is there for the second time: do each action once"
+            if fault is None:
+                fault = _twofold(action, seen) or _too_early(schedule, action, tick, tick_of)
+            stream = (action.stage, result_of(action).kind)
+            if fault is None and last.get(stream, -1) > action.microbatch:
+                fault = (
+                    f"comes after micro-batch {last[stream]}: the micro-batches of a stage go in "
+                    "ascending order"
+                )
+            if fault is not None:
+                return tick, f"{_named(action)} at tick {tick} on device {device} {fault}"
+            seen.add(action)
+            last[stream] = action.microbatch
+    return None
+
+
+def _ticks(schedule: Grid) -> dict[Action, int]:
+    """The first tick of every result."""
+    ticks: dict[Action, int] = {}
+    for row in schedule.rows:
+        for tick, action in enumerate(row):
+            if action is not None:
+                result = result_of(action)
+                ticks[result] = min(tick, ticks.get(result, tick))
+    return ticks
+
+
+def _named(action: Action) -> str:
+    words = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    what = words.get(action.kind, "unknown action")
+    return f"{action} ({what} of stage {action.stage}, micro-batch {action.microbatch})"
+
+
+def _unknown(schedule: Grid, action: Action, device: int) -> str | None:
+    if action.kind not in get_args(Kind):
+        return f"is of kind {action.kind!r}: use one of {', '.join(get_args(Kind))}"
+    if not _is_index(action.stage, schedule.num_stages):
+        return f"is of an unknown stage: the stages are 0 to {schedule.num_stages - 1}"
+    if not _is_index(action.microbatch, schedule.num_microbatches):
+        return (
+            "is of an unknown micro-batch: the micro-batches are 0 to "
+            f"{schedule.num_microbatches - 1}"
+        )
+    if not schedule.has_backward and action.kind != "F":
+        return "is in a schedule without backward: has_backward is False"
+    if schedule.device_of[action.stage] != device:
+        return (
+            f"is on the wrong device: stage {action.stage} is on device "
+            f"{schedule.device_of[action.stage]}"
+        )
+    return None
+
+
+def _is_index(value: Any, size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
+
+
+def _twofold(action: Action, seen: set[Action]) -> str | None:
+    """A backward is done whole or in two halves, not both."""
+    for kind in _EXCLUDES[action.kind]:
+        other = action._replace(kind=kind)
+        if other in seen:
+            return f"is there besides {other}: a backward is either B, or I and W"
+    return None
+
+
+def _too_early(schedule: Grid, action: Action, tick: int, tick_of: dict[Action, int]) -> str | None:
+    for need in needs_of(action, schedule.num_stages):
+        done = tick_of.get(need)
+        if done is None or done >= tick:
+            where = "which is missing" if done is None else f"which is at tick {done}"
+            what = {"F": "the forward", "I": "the backward"}[need.kind]
+            return (
+                f"comes before its input, {what} of stage {need.stage}, micro-batch "
+                f"{need.microbatch}, {where}"
+            )
+    return None
+
+
+def _missing(schedule: Grid) -> tuple[int, str] | None:
+    """The first action that is nowhere; what is there is known to be right."""
+    there = {action for row in schedule.rows for action in row if action is not None}
+    tick = len(schedule.rows[0])
+    for microbatch in range(schedule.num_microbatches):
+        for stage in range(schedule.num_stages):
+            whole = Action(stage, "B", microbatch)
+            wanted: tuple[Kind, ...] = ("F",)
+            if schedule.has_backward and whole not in there:
+                wanted = ("F", "I", "W")
+            for kind in wanted:
+                action = whole._replace(kind=kind)
+                if action not in there:
+                    halved = kind == "I" and whole._replace(kind="W") not in there
+                    action = whole if halved else action
+                    return tick, f"{_named(action)} is missing from all {tick} ticks"
+    return None

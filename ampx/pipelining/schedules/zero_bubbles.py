@@ -1,0 +1,113 @@
+"""Schedules that fill the bubble with gradients of weights, which keep nobody waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampx.checking import check_positive_int
+from ampx.pipelining.schedules.actions import Action, parse_action
+from ampx.pipelining.schedules.schedule import Schedule
+
+
+def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B whose backward is done in halves: gradients of weights fill the waiting at the end.
+
+    ZB-H1: no more memory than `one_f_one_b` has on its first device, a third of its idle time where
+    the three kinds of action take equally long. Device d does the gradients of weights d
+    micro-batches after those of inputs, so every device keeps min(num_microbatches, num_stages).
+
+    Args:
+      num_stages: devices along the stage axis, and stages of the model.
+      num_microbatches: parts of a batch.
+
+    Returns:
+      A `Schedule` of `F`, `I` and `W`.
+
+    Raises:
+      TypeError: if an argument is not an int.
+      ValueError: if an argument is not positive.
+
+    References:
+      Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241.
+
+    Examples:
+      >>> from ampx.pipelining.schedules.zero_bubbles import zero_bubble
+      >>> print(zero_bubble(num_stages=3, num_microbatches=3))
+      zero-bubble: 3 stages on 3 devices, 3 micro-batches, 11 ticks, 18.2% idle
+      tick      0  1  2  3  4  5  6  7  8  9  10
+      device 0  F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2
+      device 1  .  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
+      device 2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
+    """
+    check_positive_int("num_stages", num_stages)
+    check_positive_int("num_microbatches", num_microbatches)
+
+    def order(device: int) -> Iterator[Action]:
+        ahead = min(num_microbatches, num_stages - device)
+        yield from (Action(device, "F", m) for m in range(ahead))
+        for m in range(num_microbatches):
+            yield Action(device, "I", m)
+            if m >= device:
+                yield Action(device, "W", m - device)
+            if m + ahead < num_microbatches:
+                yield Action(device, "F", m + ahead)
+        late = range(max(0, num_microbatches - device), num_microbatches)
+        yield from (Action(device, "W", m) for m in late)
+
+    rows = tuple(tuple(order(device)) for device in range(num_stages))
+    return Schedule("zero-bubble", rows, tuple(range(num_stages)), num_microbatches).aligned()
+
+
+def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
+    """ZB-V: two stages a device, so placed that none waits from its first action to its last.
+
+    Device d has the stages d and 2 * num_stages - 1 - d, so that the model goes down the devices
+    and up again. With at least 2 * num_stages - 1 micro-batches, and actions of equal length, there
+    is no bubble. Every device keeps up to 2 * num_stages activations of its half as large stages.
+
+    Args:
+      num_stages: devices along the stage axis.
+      num_microbatches: parts of a batch.
+
+    Returns:
+      A `Schedule` of `F`, `I` and `W` with 2 * num_stages stages.
+
+    Raises:
+      TypeError: if an argument is not an int.
+      ValueError: if an argument is not positive.
+
+    References:
+      Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241, section 6.
+
+    Examples:
+      >>> from ampx.pipelining.schedules.zero_bubbles import zero_bubble_v
+      >>> print(zero_bubble_v(num_stages=2, num_microbatches=2))
+      zero-bubble-v: 4 stages on 2 devices, 2 micro-batches, 14 ticks, 14.3% idle
+      tick                    0   1   2   3   4   5   6   7   8   9   10  11  12  13
+      device 0 (stages 0, 3)  0F0 0F1 .   3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 .   0I1 0W1
+      device 1 (stages 1, 2)  .   1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1 .
+    """
+    check_positive_int("num_stages", num_stages)
+    check_positive_int("num_microbatches", num_microbatches)
+    # The order is that of a full pipeline; micro-batches that there are not are left out.
+    full = max(num_microbatches, 2 * num_stages - 1)
+
+    def order(device: int) -> Iterator[Action]:
+        behind = num_stages - device
+        down, up = device, 2 * num_stages - 1 - device
+        # Each word is a few actions; "d" is the stage on the way down, "u" that on the way up.
+        words = ["dF"] * (2 * behind - 1) + ["uF dF"] * device + ["uF uI uW"] * behind
+        words += ["dF dI dW uF uI uW"] * (full - num_stages - behind + 1)
+        words += ["dI dW uF uI uW"] * (behind - 1)
+        words += ["dI uI"] * device + ["dI dW"] * behind + ["uW"] * device + ["dW"] * device
+        next_of: dict[Action, int] = {}
+        for place, kind in " ".join(words).split():
+            stream = parse_action(f"{down if place == 'd' else up}{kind}0")
+            microbatch = next_of.get(stream, 0)
+            next_of[stream] = microbatch + 1
+            if microbatch < num_microbatches:
+                yield stream._replace(microbatch=microbatch)
+
+    device_of = (*range(num_stages), *reversed(range(num_stages)))
+    rows = tuple(tuple(order(device)) for device in range(num_stages))
+    return Schedule("zero-bubble-v", rows, device_of, num_microbatches).aligned()

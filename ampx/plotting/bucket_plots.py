@@ -1,0 +1,124 @@
+"""A picture of which reductions of gradients hide behind computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ampx.diagnostics.bucket_timelines import BucketTimeline
+from ampx.drawing import mixed, new_axes, width_in_points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Name, and a light and a dark colour, of each lane; they are those of `plot_schedule`.
+_LANES = (
+    ("backward", "#F6CFA8", "#B8560B"),
+    ("all-reduce", "#BBD9F0", "#1F5F99"),
+    ("update", "#BFE3C8", "#1E7A3E"),
+)
+_FONT_SIZE = 9.0
+
+
+def plot_buckets(
+    timeline: BucketTimeline | Sequence[ArrayLike], *, unit: str = "s", axes: Axes | None = None
+) -> Axes:
+    """Draws when each bucket of gradients is computed, reduced and used, in three lanes.
+
+    A box is a bucket with its number, where that fits; later buckets are darker. What lies below
+    another box overlaps with it. Grey stripes are times in which a device computes nothing because
+    it waits for a reduction.
+
+    Args:
+      timeline: from `ampx.diagnostics.bucket_timelines.bucket_timeline`; or bytes of shape
+        (buckets,) and the starts and ends of backward passes, reductions and updates, each of shape
+        (buckets, 2), as a profile gives them.
+      unit: of time; `"s"` is written as ms or µs where that reads better, `""` is no unit.
+      axes: where to draw; a new figure by default.
+
+    Returns:
+      The axes. Their `figure` has `savefig`.
+
+    Raises:
+      ImportError: if matplotlib is missing.
+      ValueError: for arrays that do not fit together, or that hold an end before its start.
+
+    Examples:
+      >>> import ampx.plotting
+      >>> from ampx.diagnostics.bucket_timelines import bucket_timeline
+      >>> times = bucket_timeline(
+      ...     [8e6] * 4, bandwidth=2e9, backward_seconds=8e-3, update_seconds=4e-3
+      ... )
+      >>> axes = ampx.plotting.plot_buckets(times)
+      >>> axes.get_title(loc="left"), axes.get_title(loc="right")
+      ('4 buckets, 32 MB', '19 ms, 36.8% idle')
+    """
+    bucket_bytes, *spans = _checked(timeline)
+    timeline = BucketTimeline(bucket_bytes, *spans)
+    axes = new_axes(9, 2.4) if axes is None else axes
+    start = min(lane.min() for lane in spans)
+    axes.set_xlim(start, start + timeline.total_time)
+    axes.set_ylim(len(_LANES) - 0.5, -0.5)
+    for low, high in timeline.idle_spans():
+        axes.axvspan(low, high, facecolor="none", edgecolor="0.8", hatch="///", linewidth=0)
+    points = width_in_points(axes) / timeline.total_time
+    for row, ((_, light, dark), lane) in enumerate(zip(_LANES, spans, strict=True)):
+        for number, (low, high) in enumerate(lane):
+            shade = number / max(1, len(lane) - 1)
+            axes.broken_barh(
+                [(low, high - low)],
+                (row - 0.4, 0.8),
+                facecolor=mixed(light, dark, shade),
+                edgecolor="white",
+                linewidth=min(0.6, (high - low) * points / 8),
+            )
+            if (high - low) * points > 0.65 * _FONT_SIZE * (len(str(number)) + 0.8):
+                axes.text(
+                    (low + high) / 2,
+                    row,
+                    str(number),
+                    ha="center",
+                    va="center_baseline",
+                    fontsize=_FONT_SIZE,
+                    color="white" if shade > 0.5 else "black",
+                    clip_on=True,
+                )
+    axes.set_yticks(range(len(_LANES)), [name for name, *_ in _LANES])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    _describe(axes, timeline, unit)
+    return axes
+
+
+def _describe(axes: Axes, timeline: BucketTimeline, unit: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    size = EngFormatter("B", places=0)(float(np.sum(timeline.bucket_bytes)))
+    count = len(np.atleast_1d(timeline.bucket_bytes))
+    axes.set_title(f"{count} bucket{'s' if count > 1 else ''}, {size}", loc="left")
+    times = EngFormatter(unit) if unit == "s" else lambda time, _=None: f"{time:g} {unit}".strip()
+    axes.xaxis.set_major_formatter(times)
+    total = timeline.total_time
+    idle = timeline.idle_time / total if total else 0.0
+    axes.set_title(f"{times(float(f'{total:.3g}'))}, {idle:.1%} idle", loc="right")
+    axes.set_xlabel("time")
+
+
+def _checked(timeline: BucketTimeline | Sequence[ArrayLike]) -> list[np.ndarray]:
+    arrays = [np.asarray(part, float) for part in timeline]
+    count = arrays[0].size
+    shapes = [array.shape for array in arrays]
+    if not count or shapes != [(count,), (count, 2), (count, 2), (count, 2)]:
+        raise ValueError(
+            "timeline must be bytes of shape (buckets,), then starts and ends of backward passes, "
+            f"reductions and updates, each of shape (buckets, 2), got {shapes}"
+        )
+    for (name, *_), lane in zip(_LANES, arrays[1:], strict=True):
+        for number in np.flatnonzero(lane[:, 1] < lane[:, 0]):
+            raise ValueError(
+                f"bucket {number} has an end before its start in {name}: {lane[number].tolist()}"
+            )
+    return arrays

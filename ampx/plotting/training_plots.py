@@ -1,0 +1,230 @@
+"""Pictures of training: losses, loss scales and phases of precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ampx.drawing import COLORS, pyplot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def plot_training(
+    histories: Mapping[str, Any],
+    *,
+    smoothing: int | None = None,
+    axes: Sequence[Axes] | None = None,
+) -> tuple[Axes, Axes]:
+    """Draws loss curves and, below them, the loss scale with every skipped step marked.
+
+    The curves are drawn from wide to narrow, so that runs which agree show as one striped line. A
+    run whose loss stops being finite ends in a cross. Where a run follows a precision schedule, a
+    dashed line marks each change of its phase.
+
+    Args:
+      histories: from a run's name to what it reported: a list of `StepReport`, one report whose
+        fields are arrays (as `lax.scan` returns it), or a mapping with the keys `"loss"` and, if
+        there was a loss scale, `"loss_scale"` and `"overflow"`, and with a precision schedule
+        `"phase"`. Lists and arrays are welcome.
+      smoothing: number of steps to average over; 1 shows the raw losses alone. The default is a
+        twenty-fifth of the longest run.
+      axes: two axes to draw on; a new figure by default.
+
+    Returns:
+      The axes of the losses and of the scales. Their `figure` has `savefig`.
+
+    Raises:
+      ImportError: if matplotlib is missing.
+      ValueError: if there is no history, or one whose arrays do not fit together.
+
+    Examples:
+      >>> import ampx.plotting
+      >>> skips = {
+      ...     "loss": [3.0, 3.0, 2.5],
+      ...     "loss_scale": [4, 2, 2],
+      ...     "overflow": [True, False, False],
+      ... }
+      >>> losses, scales = ampx.plotting.plot_training(
+      ...     {"O2": skips, "O0": {"loss": [3.0, 2.7, 2.5]}}
+      ... )
+      >>> losses.get_legend_handles_labels()[1]
+      ['O2', 'O0']
+      >>> losses.figure.savefig("training.png")  # doctest: +SKIP
+    """
+    runs = {name: _as_arrays(name, history) for name, history in histories.items()}
+    if not runs:
+        raise ValueError("histories is empty: give at least one run, as in {'O2': reports}")
+    longest = max(len(run.loss) for run in runs.values())
+    width = max(1, longest // 25) if smoothing is None else smoothing
+    if width < 1:
+        raise ValueError(f"smoothing must be a positive number of steps, got {smoothing}")
+    loss_axes, scale_axes = _new_axes() if axes is None else axes
+
+    for index, (name, run) in enumerate(runs.items()):
+        style = dict(
+            color=COLORS[index % len(COLORS)],
+            linewidth=1.0 + 3.2 * (1 - (index + 1) / len(runs)),
+            zorder=2 + index,
+        )
+        _draw_loss(loss_axes, name, run.loss, width, style)
+        if np.any(run.scale != 1) or np.any(run.skipped):
+            _draw_scale(scale_axes, name, run.scale, run.skipped, style)
+        _mark_switches((loss_axes, scale_axes), run.phase, style["color"])
+    _name_switches(loss_axes, [run.phase for run in runs.values()])
+
+    bottom, top = _limits([run.loss for run in runs.values()])
+    loss_axes.set_ylim(bottom, top)
+    for index, run in enumerate(runs.values()):
+        _mark_end(loss_axes, run.loss, top, COLORS[index % len(COLORS)])
+    loss_axes.set_ylabel("training loss")
+    scale_axes.set_yscale("log", base=2)
+    scale_axes.set_ylabel("loss scale")
+    scale_axes.set_xlabel("step")
+    for panel in (loss_axes, scale_axes):
+        if panel.get_legend_handles_labels()[1]:
+            panel.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
+    return loss_axes, scale_axes
+
+
+def _new_axes() -> tuple[Axes, Axes]:
+    _, (loss_axes, scale_axes) = pyplot().subplots(
+        2, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
+    )
+    for axes in (loss_axes, scale_axes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.9")
+        axes.set_axisbelow(True)
+    return loss_axes, scale_axes
+
+
+class _Run(NamedTuple):
+    """What happened in each step; without a loss scale it is 1 and nothing is skipped."""
+
+    loss: np.ndarray
+    scale: np.ndarray
+    skipped: np.ndarray
+    phase: np.ndarray
+
+
+def _as_arrays(name: str, history: Any) -> _Run:
+    loss = _field(history, "loss")
+    if loss is None or loss.ndim != 1 or not loss.size:
+        raise ValueError(f"run {name!r} must have a loss for each of its steps")
+    scale, skipped = _field(history, "loss_scale"), _field(history, "overflow")
+    scale = np.ones(loss.shape) if scale is None else scale
+    skipped = np.zeros(loss.shape) if skipped is None else skipped
+    if not loss.shape == scale.shape == skipped.shape:
+        raise ValueError(
+            f"run {name!r} must have as many losses as scales and overflows, got {loss.size}, "
+            f"{scale.size} and {skipped.size}"
+        )
+    phase = _field(history, "phase")
+    phase = np.zeros(loss.shape, int) if phase is None else phase
+    if phase.shape != loss.shape:
+        raise ValueError(
+            f"run {name!r} must have as many losses as phases, got {loss.size} and {phase.size}"
+        )
+    return _Run(loss.astype(float), scale.astype(float), skipped.astype(bool), phase)
+
+
+def _field(history: Any, field: str) -> np.ndarray | None:
+    if isinstance(history, Mapping):
+        values = history.get(field)
+    elif isinstance(history, list):
+        values = [getattr(report, field, None) for report in history]
+        values = None if any(value is None for value in values) else values
+    else:
+        values = getattr(history, field, None)
+    return None if values is None else np.asarray(values)
+
+
+def _draw_loss(axes: Axes, name: str, loss: np.ndarray, width: int, style: dict[str, Any]) -> None:
+    steps = np.arange(1, len(loss) + 1)
+    if not np.isfinite(loss[-1]):
+        name += f" (not finite after step {_last_finite(loss)})"
+    axes.plot(steps, _moving_average(loss, width), label=name, **style)
+    if width > 1:
+        axes.plot(steps, loss, color=style["color"], linewidth=0.5, alpha=0.2, zorder=1)
+
+
+def _limits(losses: list[np.ndarray]) -> tuple[float, float]:
+    """Where the runs begin and nearly all points lie: a loss that blows up must not flatten all."""
+    values = np.concatenate(losses)
+    values = values[np.isfinite(values)]
+    first = [loss[0] for loss in losses if np.isfinite(loss[0])]
+    if not values.size:
+        return 0.0, 1.0
+    bottom, top = values.min(), max([np.quantile(values, 0.98), *first])
+    margin = 0.05 * (top - bottom) or 0.05
+    return float(bottom - margin), float(top + margin)
+
+
+def _mark_end(axes: Axes, loss: np.ndarray, top: float, color: str) -> None:
+    end = _last_finite(loss)
+    if 0 < end < len(loss):
+        height = min(loss[end - 1], top)
+        axes.plot(end, height, "X", color=color, markersize=9, clip_on=False, zorder=20)
+
+
+def _last_finite(loss: np.ndarray) -> int:
+    """The last step, counted from 1, whose loss is finite; 0 if none is."""
+    return int(np.max(np.flatnonzero(np.isfinite(loss)) + 1, initial=0))
+
+
+def _draw_scale(
+    axes: Axes, name: str, scale: np.ndarray, skipped: np.ndarray, style: dict[str, Any]
+) -> None:
+    steps = np.arange(1, len(scale) + 1)
+    axes.plot(steps, scale, drawstyle="steps-post", color=style["color"], linewidth=1.5)
+    if np.any(skipped):
+        label = f"{name}: {np.sum(skipped)} skipped"
+        axes.plot(
+            steps[skipped],
+            scale[skipped],
+            linestyle="none",
+            marker="x",
+            markersize=6,
+            color=style["color"],
+            label=label,
+        )
+
+
+def _switches(phase: np.ndarray) -> list[int]:
+    """The last steps of all phases but the last, counted from 1."""
+    return [int(step) for step in np.flatnonzero(np.diff(phase)) + 1]
+
+
+def _mark_switches(panels: Sequence[Axes], phase: np.ndarray, color: str) -> None:
+    for panel in panels:
+        for step in _switches(phase):
+            panel.axvline(step + 0.5, color=color, linestyle="--", linewidth=1, zorder=1)
+
+
+def _name_switches(axes: Axes, phases: Sequence[np.ndarray]) -> None:
+    """Once for each step, however many runs switch there."""
+    for step in sorted({step for phase in phases for step in _switches(phase)}):
+        axes.annotate(
+            f"precision switches after step {step}",
+            (step + 0.5, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(-2, -3),
+            textcoords="offset points",
+            rotation="vertical",
+            ha="right",
+            va="top",
+            fontsize=8,
+            color="0.3",
+        )
+
+
+def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean of the finite values within `width` steps; NaN where the value itself is none."""
+    finite = np.isfinite(values)
+    kernel = np.ones(min(width, len(values)))
+    sums = np.convolve(np.where(finite, values, 0.0), kernel, "same")
+    counts = np.convolve(finite, kernel, "same")
+    return np.where(finite, sums / np.maximum(counts, 1), np.nan)

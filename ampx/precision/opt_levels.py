@@ -1,0 +1,315 @@
+"""Apex's opt levels made concrete: a policy, what stays float32, and the loss scale to use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ampx import flax_modules
+from ampx.autocasting.rules import DEFAULT_RULES, Rules, checked_rules
+from ampx.autocasting.transform import autocast
+from ampx.flat_buffers.flattening import on_tree
+from ampx.precision.policies import PathRule, Policy, cast_by_path, get_policy, is_norm_path
+from ampx.trees import castable_dtype
+
+LossScaleChoice = float | Literal["dynamic", "none"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """An opt level made concrete: a policy, what stays float32, and the loss scale to use with it.
+
+    Attributes:
+      policy: the three dtypes. O2 stores float32 (the master weights) and casts in each step.
+      stays_float32: rule from a parameter's path to bool, or None; replace it with
+        `dataclasses.replace(recipe, stays_float32=...)`.
+      loss_scale: what `ampx.loss_scale` takes: None, `"dynamic"` or a number.
+      master_weights: whether the level keeps float32 weights beside half ones.
+      level: the name it came from, or None.
+      autocast_dtype: the half dtype of `ampx.autocast`, or None for a level without it. The policy
+        of a level with it is float32 throughout: operations are cast, not trees.
+      rules: the rules of autocast.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16)
+      >>> params = {"dense": {"kernel": jnp.ones((2, 2))}, "ln_f": {"scale": jnp.ones(2)}}
+      >>> half = recipe.half_params(params)
+      >>> half["dense"]["kernel"].dtype.name, half["ln_f"]["scale"].dtype.name
+      ('float16', 'float32')
+    """
+
+    policy: Policy
+    stays_float32: PathRule | None = None
+    loss_scale: LossScaleChoice = None
+    master_weights: bool = False
+    level: str | None = None
+    autocast_dtype: Any = None
+    rules: Rules = DEFAULT_RULES
+
+    def cast_params(self, params: Any) -> Any:
+        """Parameters as they are stored, norms in float32 if the level says so."""
+        return on_tree(
+            lambda tree: cast_by_path(tree, self.policy.param_dtype, self.stays_float32), params
+        )
+
+    def half_params(self, params: Any) -> Any:
+        """Parameters as they compute: half, norms in float32.
+
+        For models that store half weights, with `ampx.master_weights` in the optimizer.
+        """
+        return on_tree(
+            lambda tree: cast_by_path(tree, self.policy.compute_dtype, self.stays_float32), params
+        )
+
+    def wrap(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a model function `fun(params, *args, **kwargs)` compute at this precision.
+
+        Parameters and floating inputs are cast to the computing dtype, results to the output
+        dtype, so that a loss computed from them is in float32, as in Apex. At O1 the function is
+        autocast instead.
+
+        Args:
+          fun: a function whose first argument is a pytree of parameters or an nnx module.
+
+        Returns:
+          A function with the same signature. What a call changes in an nnx module (batch
+          statistics, random counters) is written back to it; its parameters are not touched.
+
+        Examples:
+          >>> import ampx, jax.numpy as jnp
+          >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16)
+          >>> def model(w, x):
+          ...     print("computes in", (w * x).dtype)
+          ...     return w * x
+          >>> recipe.wrap(model)(jnp.ones(2), jnp.ones(2)).dtype.name
+          computes in float16
+          'float32'
+        """
+
+        @functools.wraps(fun)
+        def at_precision(params: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.policy.cast_to_compute((args, kwargs))
+            return self.policy.cast_to_output(self.call(fun, params, *args, **kwargs))
+
+        return at_precision
+
+    def call(self, fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls `fun` with parameters cast for computing, its other arguments and results as is.
+
+        For loss functions: casting a batch would round targets and token weights. Flax models
+        called inside cast their own inputs and outputs; in plain JAX code cast the inputs with
+        `policy.cast_to_compute` or wrap the model function with `wrap`. Norm layers that stay
+        float32 compute in float32 and give back the dtype that they were given. At O1 all of `fun`
+        is autocast, and what it returns keeps its dtypes.
+
+        Args:
+          fun: a function whose first argument is a pytree of parameters or an nnx module.
+          params: the parameters.
+          *args: passed on.
+          **kwargs: passed on.
+
+        Returns:
+          What `fun` returns.
+
+        Examples:
+          >>> import ampx, jax.numpy as jnp
+          >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16)
+          >>> recipe.call(lambda w, x: (w.dtype.name, x.dtype.name), jnp.ones(2), jnp.ones(2))
+          ('float16', 'float32')
+        """
+        return self._call(self.policy.cast_to_output, fun, params, *args, **kwargs)
+
+    def call_part(self, fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+        """`call` for a part of a model, such as a stage: flax models in it cast no results.
+
+        What one part passes to the next is no output of the model, and stays as it is.
+
+        Args:
+          fun: see `call`.
+          params: see `call`.
+          *args: passed on.
+          **kwargs: passed on.
+
+        Returns:
+          What `fun` returns.
+
+        Examples:
+          >>> import ampx, jax.numpy as jnp
+          >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16)
+          >>> recipe.call_part(lambda w, x: (w * x).dtype.name, jnp.ones(2), jnp.float16(2))
+          'float16'
+        """
+        return self._call(lambda result: result, fun, params, *args, **kwargs)
+
+    def _call(
+        self,
+        cast_output: Callable[[Any], Any],
+        fun: Callable[..., Any],
+        params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self.autocast_dtype is not None:
+            cast_operations = autocast(
+                fun, half_dtype=self.autocast_dtype, rules=self.rules, output="original"
+            )
+            return cast_operations(params, *args, **kwargs)
+        casts: dict[str, Any] = dict(
+            norms_in_float32=self.stays_float32 is not None,
+            cast_input=self.policy.cast_to_compute,
+            cast_output=cast_output,
+        )
+        with flax_modules.linen_casts(**casts):
+            if not flax_modules.is_nnx_module(params):
+                return fun(self.half_params(params), *args, **kwargs)
+            model = flax_modules.nnx_with_casts(params, self.half_params, **casts)
+            result = fun(model, *args, **kwargs)
+            flax_modules.write_back(params, model)
+            return result
+
+
+_LEVEL_DEFAULT: Any = type("LevelDefault", (), {"__repr__": lambda self: "<level's default>"})()
+
+
+def opt_level(
+    level: str,
+    *,
+    half_dtype: DTypeLike = jnp.bfloat16,
+    loss_scale: LossScaleChoice = _LEVEL_DEFAULT,
+    keep_norm_float32: bool | PathRule = _LEVEL_DEFAULT,
+    master_weights: bool = _LEVEL_DEFAULT,
+    rules: Rules = _LEVEL_DEFAULT,
+) -> Recipe:
+    """Apex's opt levels as a recipe.
+
+    ======================  =======  ============  =========  =======
+    .                       O0       O1            O2         O3
+    ======================  =======  ============  =========  =======
+    parameters compute in   float32  float32       half       half
+    casts per operation     no       yes           no         no
+    norm layers in float32  yes      by the rules  yes        no
+    float32 master weights  no       no            yes        no
+    loss scale              1.0      "dynamic"     "dynamic"  1.0
+    ======================  =======  ============  =========  =======
+
+    Args:
+      level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
+      half_dtype: float16 or bfloat16. bfloat16 has float32's range and needs no loss scale:
+        `loss_scale=None` saves the check of the gradients, at the price of not skipping bad steps.
+      loss_scale: overrides the level's loss scale; takes what `ampx.loss_scale` takes.
+      keep_norm_float32: overrides whether norm layers stay float32; a function from a parameter's
+        path to bool replaces the rule that finds them (`ampx.is_norm_path`).
+      master_weights: overrides whether weights are kept in float32.
+      rules: which operations O1 runs in half and in float32; `ampx.DEFAULT_RULES` by default.
+
+    Returns:
+      A `Recipe`.
+
+    Raises:
+      ValueError: for an unknown level or dtype, or an override that contradicts the level.
+      TypeError: for an override of another type.
+
+    References:
+      `apex/amp/frontend.py` in NVIDIA/apex.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> recipe = ampx.opt_level("O2", half_dtype=jnp.float16, loss_scale=128.0)
+      >>> print(recipe.policy, recipe.loss_scale, recipe.master_weights)
+      p=f32,c=f16,o=f32 128.0 True
+    """
+    if level not in ("O0", "O1", "O2", "O3"):
+        raise ValueError(
+            f"level must be 'O0', 'O1', 'O2' or 'O3' (letter O, not zero), got {level!r}"
+        )
+    half = castable_dtype(half_dtype, "half_dtype")
+    if half == jnp.float32:
+        raise ValueError("half_dtype must be float16 or bfloat16, got float32: use level 'O0'")
+    _refuse_contradictions(level, keep_norm_float32, master_weights)
+    if level == "O1":
+        rules = DEFAULT_RULES if rules is _LEVEL_DEFAULT else rules
+        return Recipe(
+            Policy(jnp.float32, jnp.float32, jnp.float32),
+            loss_scale="dynamic" if loss_scale is _LEVEL_DEFAULT else loss_scale,
+            level=level,
+            autocast_dtype=half,
+            rules=checked_rules(rules),
+        )
+    if rules is not _LEVEL_DEFAULT:
+        raise ValueError(f"{level} contradicts an override: rules are those of autocast, so of O1")
+    masters = level == "O2" if master_weights is _LEVEL_DEFAULT else master_weights
+    keep = level == "O2" if keep_norm_float32 is _LEVEL_DEFAULT else keep_norm_float32
+    compute = jnp.float32 if level == "O0" else half
+    if loss_scale is _LEVEL_DEFAULT:
+        loss_scale = "dynamic" if level == "O2" else 1.0
+    return Recipe(
+        Policy(jnp.float32 if masters or level == "O0" else half, compute, jnp.float32),
+        stays_float32=None
+        if level == "O0"
+        else keep
+        if callable(keep)
+        else (is_norm_path if keep else None),
+        loss_scale=loss_scale,
+        master_weights=masters,
+        level=level,
+    )
+
+
+def _refuse_contradictions(level: str, keep_norm: Any, masters: Any) -> None:
+    for name, value in (("keep_norm_float32", keep_norm), ("master_weights", masters)):
+        is_rule = name == "keep_norm_float32" and callable(value)
+        if not (value is _LEVEL_DEFAULT or isinstance(value, bool) or is_rule):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    reason = None
+    if level == "O0":
+        if keep_norm is not _LEVEL_DEFAULT and keep_norm is not True:
+            reason = "keep_norm_float32 asks for norms in half, but O0 is float32 throughout"
+        elif masters is True:
+            reason = "master_weights asks for float32 copies of weights that O0 keeps in float32"
+    elif level == "O1":
+        if keep_norm is not _LEVEL_DEFAULT:
+            reason = "keep_norm_float32 is decided by the rules of autocast, operation by operation"
+        elif masters is True:
+            reason = "master_weights asks for copies of weights that O1 keeps in float32"
+    elif level == "O3" and masters is True:
+        reason = (
+            "master_weights makes this level O2; for its norms in half add keep_norm_float32=False"
+        )
+    if reason:
+        raise ValueError(f"{level} contradicts an override: {reason}")
+
+
+def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
+    """Whatever names a precision, as a recipe: `"O2"`, `"p=f32,c=bf16"`, a policy, a recipe, None.
+
+    Raises:
+      TypeError: for anything else.
+
+    Examples:
+      >>> import ampx
+      >>> print(ampx.as_recipe("c=bf16,o=f32").policy)
+      p=f32,c=bf16,o=f32
+    """
+    if isinstance(policy, str) and "|" in policy:
+        raise ValueError(
+            f"{policy!r} is a precision schedule, which takes more than a string: give "
+            f"ampx.precision_schedule({policy!r}, total_steps=...) or final_loss=..., where a "
+            "schedule is taken"
+        )
+    if isinstance(policy, str):
+        return opt_level(policy) if re.fullmatch(r"[oO0]\d", policy) else Recipe(get_policy(policy))
+    if isinstance(policy, Policy):
+        return Recipe(policy)
+    if policy is None or isinstance(policy, Recipe):
+        return policy
+    raise TypeError(
+        f"policy must be a Policy, a Recipe, a string such as 'O2' or 'c=bf16', or None, got "
+        f"{policy!r}"
+    )

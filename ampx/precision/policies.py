@@ -1,0 +1,185 @@
+"""Precision policies: which dtype is stored, which computes, which comes out.
+
+A `Policy` names three dtypes and carries no state. Only float16, bfloat16 and float32 arrays are
+ever cast: integers, booleans, random keys, complex numbers, float8 and float64 pass untouched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ampx import flax_modules
+from ampx.trees import DTYPE_NAMES, cast_floating, cast_leaf, castable_dtype, map_by_path
+
+PathRule = Callable[[str], bool]
+# "norm_dense" is a dense layer: half kernel and float32 bias would widen all that follows.
+_NORM_COMPONENT = re.compile(
+    r"(?:^|_)(?:ln|bn|gn)(?:$|[_\d])|norm(?:$|[_\d])(?!.*(?:dense|linear|conv|proj|embed))",
+    re.IGNORECASE,
+)
+
+
+def cast_by_path(tree: Any, dtype: DTypeLike, stays_float32: PathRule | None) -> Any:
+    """Casts as `cast_floating` does, but to float32 where `stays_float32(path)` says so."""
+    if stays_float32 is None:
+        return cast_floating(tree, dtype)
+
+    return map_by_path(
+        tree, lambda name, leaf: cast_leaf(leaf, jnp.float32 if stays_float32(name) else dtype)
+    )
+
+
+def is_norm_path(path: str) -> bool:
+    """Whether a parameter's path looks like a normalisation layer: the default rule of O2.
+
+    Args:
+      path: names joined by "/", as in `"block_0/LayerNorm_1/scale"`. The last two count, the layer
+        and the parameter; kernels and embeddings never do.
+
+    Returns:
+      True for components such as `LayerNorm_0`, `final_norm`, `input_layernorm`, `ln_f`, `bn1`.
+
+    Examples:
+      >>> import ampx
+      >>> ampx.is_norm_path("block_0/ln_1/scale"), ampx.is_norm_path("normal_dense/kernel")
+      (True, False)
+    """
+    # nnx paths end in "value", the content of a variable.
+    *_, owner, leaf = ("", *path.removesuffix("/value").split("/"))
+    if leaf in ("kernel", "embedding"):
+        return False
+    return any(_NORM_COMPONENT.search(name) for name in (owner, leaf))
+
+
+def norm_rule(model: Any, *args: Any, **kwargs: Any) -> PathRule:
+    """A rule that finds norm layers by their flax type, for models whose names do not tell.
+
+    Args:
+      model: a linen module, with the arguments of its `__call__` after it, or an nnx module.
+      *args: example inputs of a linen module; only shapes and dtypes matter.
+      **kwargs: keyword inputs of a linen module.
+
+    Returns:
+      A function from a parameter's path to bool, for `opt_level(keep_norm_float32=...)`. Leading
+      collection names such as `"params/"` are ignored.
+
+    Raises:
+      TypeError: if `model` is not a flax module.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> class Net(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         return nn.LayerNorm(name="whiten")(nn.Dense(4, name="project")(x))
+      >>> rule = ampx.norm_rule(Net(), jnp.ones((1, 3)))
+      >>> rule("whiten/scale"), rule("project/kernel")
+      (True, False)
+    """
+    paths = flax_modules.norm_paths(model, *args, **kwargs)
+
+    def is_norm(path: str) -> bool:
+        inside = path.removeprefix("params/")
+        return any(inside == norm or inside.startswith(f"{norm}/") for norm in paths)
+
+    return is_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Three dtypes: how parameters are stored, what computes, what comes out.
+
+    Attributes:
+      param_dtype: dtype of stored parameters.
+      compute_dtype: dtype of parameters and inputs inside the function.
+      output_dtype: dtype of results.
+
+    Raises:
+      ValueError: for a dtype that is not float16, bfloat16 or float32.
+
+    References:
+      The three-dtype policy is jmp's: https://github.com/google-deepmind/jmp
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> policy = ampx.Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+      >>> print(policy)
+      p=f32,c=bf16,o=f32
+      >>> policy.cast_to_compute({"w": jnp.ones(2)})["w"].dtype.name
+      'bfloat16'
+    """
+
+    param_dtype: DTypeLike = jnp.float32
+    compute_dtype: DTypeLike = jnp.float32
+    output_dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self) -> None:
+        """Resolves names to dtypes."""
+        for field in dataclasses.fields(self):
+            dtype = castable_dtype(getattr(self, field.name), field.name)
+            object.__setattr__(self, field.name, dtype)
+
+    def __str__(self) -> str:
+        """The string that `get_policy` reads back."""
+        short = {jnp.dtype(name): alias for alias, name in DTYPE_NAMES.items()}
+        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
+        return ",".join(
+            f"{key}={short[jnp.dtype(d)]}" for key, d in zip("pco", dtypes, strict=True)
+        )
+
+    def cast_to_param(self, tree: Any) -> Any:
+        """Casts floating leaves to the storage dtype."""
+        return cast_floating(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: Any) -> Any:
+        """Casts floating leaves to the computing dtype."""
+        return cast_floating(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: Any) -> Any:
+        """Casts floating leaves to the result dtype."""
+        return cast_floating(tree, self.output_dtype)
+
+
+def get_policy(name: str) -> Policy:
+    """Reads a policy from a string, for command lines and configuration files.
+
+    Args:
+      name: `"p=f32,c=bf16,o=f32"` (also `params=`, `compute=`, `output=` and full dtype names), or
+        one dtype for all three. A missing `c` is `p`, a missing `o` is `c`, a missing `p` is f32.
+
+    Returns:
+      A `Policy`; `str(policy)` gives the string back.
+
+    Raises:
+      ValueError: for an unknown key or dtype, or a key given twice.
+
+    Examples:
+      >>> import ampx
+      >>> print(ampx.get_policy("c=float16,o=f32"))
+      p=f32,c=f16,o=f32
+      >>> print(ampx.get_policy("bf16"))
+      p=bf16,c=bf16,o=bf16
+    """
+    if "=" not in name:
+        return Policy(name, name, name)
+    keys = {"p": "p", "params": "p", "c": "c", "compute": "c", "o": "o", "output": "o"}
+    given: dict[str, str] = {}
+    for part in name.split(","):
+        key, _, dtype = (text.strip() for text in part.partition("="))
+        if key not in keys:
+            raise ValueError(
+                f"unknown key {key!r} in policy {name!r}: expected one of {list(keys)}"
+            )
+        if keys[key] in given:
+            raise ValueError(f"key {key!r} is given twice in policy {name!r}")
+        given[keys[key]] = dtype
+    param = given.get("p", "f32")
+    compute = given.get("c", param)
+    return Policy(param, compute, given.get("o", compute))

@@ -1,0 +1,342 @@
+"""Precision schedules: phases of training, each at its own precision, and what ends them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ampx.checking import check_choice, check_positive_int
+from ampx.loss_scaling.dynamics import checked_choice
+from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
+from ampx.precision.policies import Policy
+
+# Of "fast|step|0.9": the half type, and what the ratio may be, with its default.
+_HALVES = {"fast": "float16", "fast1": "bfloat16"}
+_RATIOS = {"step": (0.2, 0.9, 0.9), "loss": (1.01, 1.5, 1.05)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of training at one precision.
+
+    Attributes:
+      policy: a `Recipe`, a `Policy` or a string such as `"O2"`; kept as a `Recipe`.
+      until_step: the phase ends when this many steps of training are done, counted from the very
+        first and with the skipped ones; None for no such end.
+      until_loss: the phase ends after the first step with a loss of at most this; None for no such
+        end. With both, the first to come ends it.
+
+    Raises:
+      TypeError: for a policy, step or loss of the wrong kind.
+      ValueError: for a step below 1, a loss that is not finite, or an impossible loss scale.
+
+    Examples:
+      >>> import ampx
+      >>> print(ampx.Phase("O2", until_step=900).policy.policy)
+      p=f32,c=bf16,o=f32
+    """
+
+    policy: Recipe | Policy | str
+    until_step: int | None = None
+    until_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        recipe = as_recipe(self.policy)
+        if recipe is None:
+            raise TypeError("policy must be a Policy, a Recipe or a string, got None")
+        checked_choice(recipe.loss_scale)
+        object.__setattr__(self, "policy", recipe)
+        if isinstance(self.until_step, np.integer):
+            object.__setattr__(self, "until_step", int(self.until_step))
+        if self.until_step is not None:
+            check_positive_int("until_step", self.until_step)
+        if self.until_loss is not None:
+            _check_finite("until_loss", self.until_loss)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The policy, as the recipe that it is kept as."""
+        return cast(Recipe, self.policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionSchedule:
+    """Phases of training, one after the other and never back.
+
+    Give it to `ampx.train_step(policy=...)`. The phase is part of the optimizer's state, so that it
+    is saved and resumed with it, and is decided on the device, exact to the step, also inside a
+    `lax.scan` over steps. Parameters and moments are the same arrays in all phases. A phase whose
+    recipe has a dynamic loss scale uses the optimizer's; in the others the scale is the recipe's
+    number, 1 without one, and stands still.
+
+    Attributes:
+      phases: at least one; all but the last have an end, the last has none. A pair
+        (step, policy) stands for `Phase(policy, until_step=step)`.
+
+    Raises:
+      TypeError: for what is no `Phase`.
+      ValueError: for a phase that never ends before the last or ends before it begins, or phases
+        that store parameters in different dtypes.
+
+    Examples:
+      >>> import ampx
+      >>> schedule = ampx.PrecisionSchedule(
+      ...     (
+      ...         ampx.Phase("O2", until_step=100),
+      ...         ampx.Phase("O1", until_step=900, until_loss=1.2),
+      ...         ampx.Phase("float32"),
+      ...     )
+      ... )
+      >>> print(schedule)
+      O2 bfloat16 until step 100, O1 bfloat16 until step 900 or loss 1.2, then p=f32,c=f32,o=f32
+    """
+
+    phases: tuple[Phase, ...]
+
+    def __post_init__(self) -> None:
+        phases = tuple(
+            Phase(phase[1], until_step=phase[0])
+            if isinstance(phase, tuple) and len(phase) == 2
+            else phase
+            for phase in self.phases
+        )
+        object.__setattr__(self, "phases", phases)
+        for phase in phases:
+            if not isinstance(phase, Phase):
+                raise TypeError(f"phases must be of type ampx.Phase, got {type(phase).__name__}")
+        if not phases:
+            raise ValueError("phases is empty: give at least the precision to train in")
+        _check_ends(phases)
+        if len({p.recipe.policy.param_dtype for p in phases}) > 1:
+            names = ", ".join(f"{_name(p.recipe)} in {p.recipe.policy.param_dtype}" for p in phases)
+            raise ValueError(
+                f"phases must store parameters in one dtype, since they share them, got {names}: "
+                "take O0, O1 and O2, which all store float32, or policies with the same p="
+            )
+
+    def __str__(self) -> str:
+        """The phases in a line."""
+        parts = []
+        for phase in self.phases[:-1]:
+            ends = [f"step {phase.until_step}"] if phase.until_step is not None else []
+            ends += [f"loss {phase.until_loss:g}"] if phase.until_loss is not None else []
+            parts.append(f"{_name(phase.recipe)} until {' or '.join(ends)}")
+        last = _name(self.phases[-1].recipe)
+        return ", ".join([*parts, f"then {last}"]) if parts else last
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The recipe of each phase."""
+        return tuple(phase.recipe for phase in self.phases)
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether a loss ends any phase."""
+        return any(phase.until_loss is not None for phase in self.phases)
+
+    @property
+    def loss_scale(self) -> Any:
+        """What to wrap the optimizer in: `"dynamic"` if a phase needs it, 1.0, or None."""
+        scales = [checked_choice(recipe.loss_scale) for recipe in self.recipes]
+        if 0 in scales:
+            return "dynamic"
+        return None if set(scales) == {-1} else 1.0
+
+    def phase_at(self, step: int) -> int:
+        """The phase of a step of training, for a loop that compiles a step for each phase.
+
+        Args:
+          step: counted from 0, the skipped ones included.
+
+        Returns:
+          The number of the phase, from 0.
+
+        Raises:
+          ValueError: if a loss ends a phase: then only the optimizer's state knows.
+        """
+        if self.needs_loss:
+            raise ValueError(
+                f"when '{self}' switches depends on losses: read ampx.precision_phase(opt_state)"
+            )
+        return sum(step >= phase.until_step for phase in self.phases[:-1] if phase.until_step)
+
+    def next_phase(
+        self, phase: jax.Array, steps_seen: jax.Array, loss: jax.Array | None
+    ) -> jax.Array:
+        """The phase of the step to come.
+
+        Args:
+          phase: int32 scalar, of the step just done.
+          steps_seen: int32 scalar, steps done, that one included.
+          loss: of the step just done; not needed if no loss ends a phase.
+
+        Returns:
+          int32 scalar, at least `phase`. A phase whose end has come already is left out.
+        """
+        for number, current in enumerate(self.phases[:-1]):
+            ended = jnp.zeros((), bool)
+            if current.until_step is not None:
+                ended |= steps_seen >= current.until_step
+            if current.until_loss is not None and loss is not None:
+                ended |= jnp.isfinite(loss) & (loss <= current.until_loss)
+            phase = phase + ((phase == number) & ended).astype(jnp.int32)
+        return phase
+
+
+def precision_schedule(
+    spec: str,
+    *,
+    total_steps: int | None = None,
+    final_loss: float | None = None,
+    policy: Recipe | Policy | str = "float32",
+    level: Literal["O1", "O2"] = "O2",
+) -> PrecisionSchedule:
+    """Low precision for most of training, then once and for all the original precision.
+
+    Args:
+      spec: three fields, as in `"fast|step|0.9"`. The first is the half type, `fast` for float16 or
+        `fast1` for bfloat16. The second is what ends the half phase: `step`, a share of all steps;
+        or `loss`, the ratio of the loss to the one that training is to reach. The third is that
+        share, 0.2 to 0.9, or that ratio, 1.01 to 1.5; 0.9 and 1.05 if it is left out.
+      total_steps: how many steps training has; for `step`. Step t, counted from 0, is in half
+        if t < share * total_steps.
+      final_loss: the loss that training is to reach; for `loss`. The first step with a loss of at
+        most ratio * final_loss is the last one in half: one batch is enough, so give a ratio above
+        the noise of a batch.
+      policy: the original precision, which computes in float32, or casts per operation (O1).
+      level: how the half phase computes, `"O2"` or `"O1"`.
+
+    Returns:
+      A `PrecisionSchedule` of two phases. float16 gets a dynamic loss scale, bfloat16 none.
+
+    Raises:
+      TypeError: if `spec` is no string, or a number is none.
+      ValueError: for a field outside its choices or bounds, a missing `total_steps` or
+        `final_loss`, or a `policy` that contradicts the switch to the original precision.
+
+    References:
+      `accelerate_train_mode` of Ascend's TensorFlow adapter.
+
+    Examples:
+      >>> import ampx
+      >>> print(ampx.precision_schedule("fast|step|0.9", total_steps=1000))
+      O2 float16 until step 900, then p=f32,c=f32,o=f32
+      >>> print(ampx.precision_schedule("fast1|loss", final_loss=2.0))
+      O2 bfloat16 until loss 2.1, then p=f32,c=f32,o=f32
+    """
+    half, trigger, ratio = _fields(spec)
+    check_choice("level", level, ("O1", "O2"))
+    original = Phase(policy)
+    _check_original(spec, original.recipe)
+    needed, useless = ("total_steps", "final_loss")[:: 1 if trigger == "step" else -1]
+    given = {"total_steps": total_steps, "final_loss": final_loss}
+    if given[needed] is None:
+        raise ValueError(f"{spec!r} needs {needed}: {_WHAT_FOR[needed]}")
+    if given[useless] is not None:
+        raise ValueError(f"{useless}={given[useless]} has no meaning for {spec!r}: leave it out")
+    low = opt_level(level, half_dtype=half, loss_scale="dynamic" if half == "float16" else None)
+    if total_steps is not None:
+        check_positive_int("total_steps", total_steps)
+        # A decimal share of a whole number: 0.29 * 100 is 28.999... in floating point.
+        first = Phase(low, until_step=math.ceil(Fraction(str(ratio)) * total_steps))
+    else:
+        _check_finite("final_loss", final_loss)
+        until_loss = ratio * float(cast(float, final_loss))
+        if not until_loss > 0:
+            raise ValueError(f"final_loss must be positive, got {final_loss}: it is a ratio's base")
+        first = Phase(low, until_loss=until_loss)
+    return PrecisionSchedule((first, original))
+
+
+_WHAT_FOR = {
+    "total_steps": "the share is one of all steps of training",
+    "final_loss": "the ratio is to the loss that training is to reach",
+}
+
+
+def _fields(spec: Any) -> tuple[str, str, float]:
+    """Half type, trigger and ratio of a specification such as `"fast|step|0.9"`."""
+    if not isinstance(spec, str):
+        raise TypeError(f"spec must be a string such as 'fast|step|0.9', got {spec!r}")
+    fields = [field.strip() for field in spec.split("|")]
+    if len(fields) not in (2, 3):
+        raise ValueError(
+            f"spec must have three fields, as in 'fast|step|0.9', got {len(fields)} in {spec!r}"
+        )
+    half, trigger = fields[:2]
+    if half not in _HALVES:
+        raise ValueError(
+            f"field 1 of {spec!r} must be 'fast' (float16) or 'fast1' (bfloat16), got {half!r}"
+        )
+    if trigger not in _RATIOS:
+        raise ValueError(f"field 2 of {spec!r} must be 'step' or 'loss', got {trigger!r}")
+    least, most, default = _RATIOS[trigger]
+    if len(fields) == 2:
+        return _HALVES[half], trigger, default
+    try:
+        ratio = float(fields[2])
+    except ValueError:
+        ratio = math.nan
+    if not least <= ratio <= most:
+        raise ValueError(
+            f"field 3 of {spec!r} must be a number from {least} to {most} for {trigger!r}, got "
+            f"{fields[2]!r}"
+        )
+    return _HALVES[half], trigger, ratio
+
+
+def _check_original(spec: str, original: Recipe) -> None:
+    """Refuses an original precision that is itself a low one."""
+    if original.policy.compute_dtype != jnp.float32:
+        raise ValueError(
+            f"policy={_name(original)} computes in {original.policy.compute_dtype} and contradicts "
+            f"{spec!r}, which returns to it from half: take 'float32', 'O0' or 'O1', or list the "
+            "phases in an ampx.PrecisionSchedule"
+        )
+    if original.policy.param_dtype != jnp.float32:
+        raise ValueError(
+            f"policy={_name(original)} stores parameters in {original.policy.param_dtype} and "
+            f"contradicts {spec!r}: the half phase needs them in float32, as p=f32"
+        )
+
+
+def _check_ends(phases: Sequence[Phase]) -> None:
+    *earlier, last = phases
+    if (last.until_step, last.until_loss) != (None, None):
+        raise ValueError("the last phase has an end, but nothing follows it: leave out its until_")
+    begin = 0
+    for number, phase in enumerate(earlier):
+        if phase.until_step is None and phase.until_loss is None:
+            raise ValueError(
+                f"phase {number} ({_name(phase.recipe)}) has no end, so that those after it never "
+                "come: give it until_step or until_loss"
+            )
+        if phase.until_step is not None:
+            if phase.until_step <= begin:
+                raise ValueError(
+                    f"phase {number} ends at until_step={phase.until_step}, where one before it "
+                    f"ends at {begin}: steps are counted from the beginning of training"
+                )
+            begin = phase.until_step
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+def _name(recipe: Recipe) -> str:
+    half = recipe.autocast_dtype or recipe.policy.compute_dtype
+    if recipe.level is None:
+        return str(recipe.policy)
+    return recipe.level if recipe.level == "O0" else f"{recipe.level} {np.dtype(half)}"

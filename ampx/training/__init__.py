@@ -1,0 +1,1 @@
+"""The whole step, the states that it takes, and what it reports."""

@@ -1,0 +1,218 @@
+"""What a running training shows: figures by name out of any optimizer state, and a progress bar.
+
+tqdm is imported when a bar is shown, so that ampx itself does without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+
+from ampx.accumulation.multi_steps import MultiStepsState
+from ampx.checking import check_positive_int
+from ampx.data_parallel.reduction import ReductionState
+from ampx.data_parallel.zero1 import Zero1State
+from ampx.drawing import format_scale
+from ampx.loss_scaling.state import LossScaleState
+from ampx.precision.phases import PrecisionScheduleState
+from ampx.updates.clipping import ClippedState
+
+if TYPE_CHECKING:
+    from ampx.training.step_reports import StepReport
+
+# The fields of each state that are figures. One that holds a mapping stands for what is in it.
+_FIGURES: dict[type, tuple[str, ...]] = {
+    LossScaleState: (
+        "loss_scale",
+        "growth_tracker",
+        "hysteresis_tracker",
+        "overflow",
+        "skipped_total",
+        "inf_total",
+        "nan_total",
+        "floor_hits",
+        "bad_update_total",
+    ),
+    MultiStepsState: (
+        "micro_step",
+        "gradient_step",
+        "weight_sum",
+        "window_is_bad",
+        "dropped_total",
+    ),
+    ReductionState: ("num_buckets", "reduced_bytes"),
+    Zero1State: ("gradient_norm",),
+    ClippedState: ("gradient_norm",),
+    PrecisionScheduleState: ("precision_phase", "steps_seen"),
+    optax.InjectStatefulHyperparamsState: ("hyperparams",),
+}
+_LOGGED_AS = {"gradient_norm": "global_norm"}  # as in a `StepReport`
+Path = tuple[str, ...]
+
+
+def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
+    """Every figure that ampx keeps in an optimizer state, by name, ready to be logged.
+
+    Nothing is computed and nothing is read from the device: inside `jit` the figures may be part of
+    what a step returns, outside they are the state's own arrays.
+
+    - of a loss scale: `loss_scale`, `growth_tracker`, `hysteresis_tracker`, `overflow`,
+      `skipped_total`, `inf_total`, `nan_total`, `floor_hits` and `bad_update_total`, see
+      `ampx.LossScaleState`; the first three and the counts of inf, NaN and floor hits are vectors
+      where there are several losses;
+    - of `ampx.multi_steps`: `micro_step`, `gradient_step`, `weight_sum`, `window_is_bad` and
+      `dropped_total`, see `ampx.MultiStepsState`;
+    - of `ampx.all_reduce` and `ampx.zero1`: `num_buckets` and `reduced_bytes`, what the last
+      update handed over to be reduced, see `ampx.ReductionState`;
+    - of `ampx.zero1` and of `ampx.train_step(max_grad_norm=...)`: `global_norm`, that of the
+      unscaled, reduced gradients of the last update, before the clip;
+    - of `ampx.follow_schedule`: `precision_phase` and `steps_seen`;
+    - of `optax.inject_hyperparams`: `learning_rate` and the other numbers, as the last update used
+      them.
+
+    Args:
+      opt_state: an optimizer state, however nested; flax's `nnx.Optimizer.opt_state` too.
+
+    Returns:
+      A dict from name to array; empty where there is nothing of the kind. A name that occurs more
+      than once is preceded by as much of its path in the state as tells it from the others, such
+      as `"decay/loss_scale"` for the group `"decay"` of `optax.partition`.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=0.5)
+      >>> tx = ampx.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), adamw))
+      >>> figures = ampx.metrics(tx.init(jnp.ones(2)))
+      >>> {name: figures[name].item() for name in ("loss_scale", "skipped_total", "learning_rate")}
+      {'loss_scale': 65536.0, 'skipped_total': 0, 'learning_rate': 0.5}
+    """
+    found: dict[str, dict[Path, jax.Array]] = {}
+    for path, name, value in _figures(opt_state, ()):
+        found.setdefault(name, {})[path] = value
+    return {
+        "/".join((*_distinct(path, tuple(values)), name)): value
+        for name, values in found.items()
+        for path, value in values.items()
+    }
+
+
+def _figures(node: Any, path: Path) -> Iterator[tuple[Path, str, jax.Array]]:
+    """Path, name and value of each figure, those of outer states first."""
+    for field in _FIGURES.get(type(node), ()):
+        value = getattr(node, field)
+        named = value if isinstance(value, Mapping) else {_LOGGED_AS.get(field, field): value}
+        for name, figure in named.items():
+            yield path, name, jax.tree.leaves(figure)[0]  # flax nnx keeps it in a variable
+
+    def has_figures(part: Any) -> bool:
+        return part is not node and type(part) in _FIGURES
+
+    for step, part in jax.tree_util.tree_leaves_with_path(node, is_leaf=has_figures):
+        if type(part) in _FIGURES:
+            names = (jax.tree_util.keystr((key,), simple=True) for key in step)
+            yield from _figures(part, (*path, *names))
+
+
+def _distinct(path: Path, all_paths: Sequence[Path]) -> Path:
+    """The parts of a path at which another one leaves it, or ends."""
+    return tuple(
+        part
+        for i, part in enumerate(path)
+        if any(other[:i] == path[:i] and other[i : i + 1] != (part,) for other in all_paths)
+    )
+
+
+@contextlib.contextmanager
+def progress_bar(
+    total_steps: int,
+    *,
+    label: str = "",
+    tokens_per_step: int | None = None,
+    refresh_every: int = 10,
+    disable: bool = False,
+) -> Iterator[Callable[[StepReport], None]]:
+    """A progress bar with loss, loss scale, skipped steps and speed, for any training loop.
+
+    Args:
+      total_steps: number of steps to come.
+      label: what to write before the bar.
+      tokens_per_step: for a speed in tokens per second; without it, it is in steps.
+      refresh_every: how many reports to read from the device at once. Reading waits for the step,
+        and a wait at every step would keep the device from running ahead.
+      disable: show nothing, read nothing; for all processes but one.
+
+    Yields:
+      A function to call with each step's `ampx.StepReport`.
+
+    Raises:
+      ImportError: if tqdm is missing.
+      TypeError: if a number is not an int.
+      ValueError: if it is not positive.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp, optax
+      >>> step = ampx.train_step(lambda w, x: jnp.mean((w * x) ** 2), optax.sgd(0.25))
+      >>> state = step.init(jnp.array(2.0))
+      >>> with ampx.progress_bar(3, label="O0", disable=True) as on_step:
+      ...     for _ in range(3):
+      ...         state, report = step(state, jnp.ones(4))
+      ...         on_step(report)
+      >>> float(report.loss)
+      0.25
+    """
+    check_positive_int("total_steps", total_steps)
+    check_positive_int("refresh_every", refresh_every)
+    if tokens_per_step is not None:
+        check_positive_int("tokens_per_step", tokens_per_step)
+    if disable:
+        yield lambda report: None
+        return
+    layout = "{desc:<26}{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
+    bar = _tqdm()(desc=label, total=total_steps, bar_format=layout)
+    unread: list[StepReport] = []
+    skipped = 0
+    started = time.perf_counter()
+
+    def refresh() -> None:
+        nonlocal skipped
+        report = unread[-1]
+        skipped += sum(bool(each.overflow) for each in unread)
+        loss, scale = float(report.loss), format_scale(float(report.loss_scale))
+        bar.update(len(unread))
+        unread.clear()
+        speed = bar.n / (time.perf_counter() - started)
+        pace = (
+            f"{speed:,.1f} steps/s"
+            if tokens_per_step is None
+            else f"{speed * tokens_per_step:,.0f} tokens/s"
+        )
+        bar.set_postfix_str(f"loss {loss:.3f}, scale {scale}, {skipped} skipped, {pace}")
+
+    def on_step(report: StepReport) -> None:
+        nonlocal started
+        if not bar.n and not unread:  # the first step is on its way, and has been compiled
+            started = time.perf_counter()
+        unread.append(report)
+        if len(unread) >= refresh_every or bar.n + len(unread) >= total_steps:
+            refresh()
+
+    with bar:
+        yield on_step
+        if unread:  # the loop has ended early
+            refresh()
+
+
+def _tqdm() -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError(
+            "a progress bar needs tqdm, which comes with the extra ampx-jax[examples]; or give "
+            "progress_bar(disable=True)"
+        ) from error
+    return tqdm

@@ -1,0 +1,186 @@
+"""The train states that `ampx.train_step` takes: ampx's own, flax linen's and flax nnx's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ampx import flax_modules, trees
+from ampx.accumulation.multi_steps import MultiStepsState
+from ampx.loss_scaling.state import LossScaleState, find_loss_scale_state, is_skipped
+from ampx.precision.phases import PrecisionScheduleState
+from ampx.trees import find_nodes
+
+
+class TrainState(NamedTuple):
+    """All that changes in training, as one pytree to donate and to checkpoint.
+
+    Attributes:
+      step: int32, updates applied; a skipped one does not count, nor a call inside a window of
+        `ampx.multi_steps`.
+      params: the parameters.
+      opt_state: the optimizer state, with the loss scale in it.
+      key: a random key that advances on every call, or None.
+      model_state: what the model changes by itself, such as batch statistics, or None.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> step = ampx.train_step(lambda w, x: jnp.mean(w * x), optax.sgd(0.1))
+      >>> int(step.init(jnp.ones(())).step)
+      0
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: optax.OptState
+    key: jax.Array | None = None
+    model_state: Any = None
+
+
+def placed_beside(params: Any, state: Any) -> Any:
+    """A state whose counts and the like lie on all devices of the mesh that parameters lie on.
+
+    Left where they are made, the first step would move them, and the next be compiled anew.
+    """
+    meshes = {
+        leaf.sharding.mesh
+        for leaf in jax.tree.leaves(params)
+        if isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)
+        and isinstance(leaf.sharding, NamedSharding)
+    }
+    if len(meshes) != 1:
+        return state
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+
+    def place(leaf: Any) -> Any:
+        is_free = isinstance(leaf, jax.Array) and not leaf.committed
+        return jax.device_put(leaf, everywhere) if is_free else leaf
+
+    return jax.tree.map(place, state)
+
+
+def is_nnx_pair(state: Any) -> bool:
+    """Whether a state is the pair (nnx model, nnx optimizer)."""
+    return (
+        isinstance(state, tuple)
+        and len(state) == 2
+        and flax_modules.is_nnx_module(state[0])
+        and hasattr(state[1], "opt_state")
+    )
+
+
+def read(state: Any, tx: optax.GradientTransformation) -> TrainState:
+    """Any supported state as a `TrainState`; an nnx model is its own `params`."""
+    if isinstance(state, TrainState):
+        return state
+    if is_nnx_pair(state):
+        model, optimizer = state
+        _check_same_tx(optimizer.tx, tx, "nnx.Optimizer(model, step.tx, wrt=nnx.Param)")
+        nnx = sys.modules["flax.nnx"]
+        return TrainState(optimizer.step[...], model, nnx.as_pure(optimizer.opt_state))
+    if all(hasattr(state, name) for name in ("params", "opt_state", "step", "replace")):
+        _check_same_tx(state.tx, tx, "TrainState.create(..., tx=step.tx)")
+        model_state = getattr(state, "batch_stats", None)
+        return TrainState(jnp.asarray(state.step), state.params, state.opt_state, None, model_state)
+    raise TypeError(
+        f"state must be an ampx.TrainState (from step.init), a flax TrainState or a pair (nnx "
+        f"model, nnx.Optimizer), got {type(state).__name__}"
+    )
+
+
+def write(state: Any, new: TrainState) -> Any:
+    """`new` in the shape of the caller's `state`."""
+    if isinstance(state, TrainState):
+        return new
+    changes = {"batch_stats": new.model_state} if hasattr(state, "batch_stats") else {}
+    return state.replace(step=new.step, params=new.params, opt_state=new.opt_state, **changes)
+
+
+class Outcome(NamedTuple):
+    """What became of a call: its work was undone, or an update was applied, or neither yet."""
+
+    skipped: jax.Array
+    applied: jax.Array
+
+
+def outcome(old_opt_state: optax.OptState, new_opt_state: optax.OptState) -> Outcome:
+    """Compares the optimizer states before and after an update."""
+    skipped = is_skipped(new_opt_state)
+    before, after = (find_nodes(s, MultiStepsState) for s in (old_opt_state, new_opt_state))
+    if not after:
+        return Outcome(skipped, ~skipped)
+    pairs = list(zip(before, after, strict=True))
+    completed = jnp.any(jnp.stack([new.gradient_step > old.gradient_step for old, new in pairs]))
+    # A loss scale inside speaks of the last window, until the next one is completed.
+    judged_inside = any(find_nodes(new.inner_state, LossScaleState) for new in after)
+    skipped &= completed | (not judged_inside)
+    for old, new in pairs:
+        skipped |= new.window_is_bad | (new.dropped_total > old.dropped_total)
+    return Outcome(skipped, completed & ~skipped)
+
+
+def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
+    """Refuses a loss scale that only a part of the gradients would pass through."""
+    scale = find_loss_scale_state(opt_state)
+    node: Any = opt_state
+    while scale is not None and not isinstance(node, LossScaleState):
+        if isinstance(node, MultiStepsState | PrecisionScheduleState):
+            node = node.inner_state
+        elif isinstance(node, tuple) and len(node) == 1:
+            node = node[0]
+        else:
+            holder = "optax.chain" if type(node) is tuple else type(node).__name__
+            raise ValueError(
+                f"the loss scale is inside {holder}, where other transformations see "
+                "gradients that are still scaled: put it around the whole optimizer, as in "
+                "dynamic_loss_scale(optax.chain(...))"
+            )
+
+
+def apply_to_nnx(
+    state: Any, grads: Any, new_rest: Any, extra_args: dict[str, Any]
+) -> tuple[Any, Any]:
+    """One update of copies of an nnx model and optimizer; a skip holds statistics and step.
+
+    Random counters go on: only what the model learnt from the bad batch is undone.
+    """
+    nnx = sys.modules["flax.nnx"]
+    model, optimizer = nnx.clone(state[0]), nnx.clone(state[1])
+    optimizer.update(model, grads, **extra_args)
+    old_opt_state, opt_state = (nnx.as_pure(o.opt_state) for o in (state[1], optimizer))
+    opt_state = trees.cast_like(opt_state, old_opt_state)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
+    skipped, applied = outcome(old_opt_state, opt_state)
+    optimizer.step[...] = trees.hold(~applied, optimizer.step[...], state[1].step[...])
+    random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)
+    _, old_learnt = nnx.split_state(
+        flax_modules.nnx_rest(nnx.clone(state[0]), optimizer.wrt), nnx.RngState, ...
+    )
+    nnx.update(model, random, trees.hold(skipped, learnt, old_learnt))
+    return model, optimizer
+
+
+def advance(
+    state: TrainState, params: Any, opt_state: optax.OptState, key: Any, new_model_state: Any
+) -> TrainState:
+    """The next state: on a skip the step count and the model's state stand still."""
+    # A weakly typed increment keeps the type of flax's step, a Python int: one trace, not two.
+    skipped, applied = outcome(state.opt_state, opt_state)
+    step = state.step + jnp.where(applied, 1, 0)
+    if state.model_state is not None:
+        new_model_state = trees.hold(skipped, new_model_state, state.model_state)
+    return TrainState(step, params, opt_state, key, new_model_state)
+
+
+def _check_same_tx(found: Any, expected: Any, fix: str) -> None:
+    if found is not expected:
+        raise ValueError(
+            "the state holds another optimizer than this train step, so their states differ: make "
+            f"it with {fix}"
+        )

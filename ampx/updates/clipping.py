@@ -1,0 +1,63 @@
+"""A clip by the global norm around an optimizer, done along with the update where that is fused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx.updates.gradient_norms import folded, measured, norm_over_shards
+from ampx.updates.tails import Tail, takes_tail, unwrapped
+
+
+class ClippedState(NamedTuple):
+    """The state of `clipped`.
+
+    Attributes:
+      clip_state: optax's, empty.
+      inner_state: the wrapped transformation's.
+      gradient_norm: float32, norm of the unscaled gradients before the clip, of the last update
+        that was not skipped; 0 before it. Along mapped axes over which a gradient varies, it is
+        taken as a shard.
+    """
+
+    clip_state: Any
+    inner_state: Any
+    gradient_norm: jax.Array
+
+    hands_on_tail = True
+
+
+def clipped(
+    inner: optax.GradientTransformation, max_norm: float
+) -> optax.GradientTransformationExtraArgs:
+    """A clip by the global norm, then `inner`; in one pass if `inner` is fused."""
+    clip = optax.clip_by_global_norm(max_norm)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> ClippedState:
+        return ClippedState(clip.init(params), inner.init(params), jnp.zeros((), jnp.float32))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
+    ) -> tuple[Any, ClippedState]:
+        if takes_tail(state.inner_state):
+            own_tail = tail or Tail()
+            norm = measured(own_tail, updates)
+            clipping = folded(dataclasses.replace(own_tail, max_norm=max_norm, norm=norm), updates)
+            updates, inner_state = inner.update(
+                updates, state.inner_state, params, tail=clipping, **extra_args
+            )
+            updates = updates if tail else unwrapped(updates)[0]
+            if own_tail.skip is not None:
+                norm = jnp.where(own_tail.skip, state.gradient_norm, norm)
+            return updates, ClippedState(state.clip_state, inner_state, norm)
+        norm = norm_over_shards(updates)
+        updates, clip_state = clip.update(updates, state.clip_state, params)
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        return updates, ClippedState(clip_state, inner_state, norm)
+
+    return optax.GradientTransformationExtraArgs(init, update)

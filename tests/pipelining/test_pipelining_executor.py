@@ -1,0 +1,248 @@
+"""How a pipeline runs: nothing in bubbles, memory that does not grow, one trace."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bit_equal
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pipeline_models import (
+    first,
+    last,
+    make_batch,
+    make_params,
+    pipeline,
+    relative_error,
+    run,
+    sequential,
+    stage,
+)
+
+from ampx.pipelining import (
+    eager_one_f_one_b,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+    zero_bubble_v,
+)
+from ampx.pipelining.runtime.buffers import ArrayType, Carrier, Pool
+from ampx.pipelining.runtime.executor import Executor
+
+KEY = jax.random.key(7)
+
+
+def name_of(value):
+    return getattr(value, "name", str(value))
+
+
+def poisoned(monkeypatch):
+    """All buffers start with NaN, and what is sent or kept in a bubble is NaN."""
+    start, nothing, fill = Executor._start, Carrier.nothing, Pool.fill
+
+    def as_nan(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return leaf + jnp.asarray(jnp.nan, leaf.dtype)
+
+    def poisoned_start(self):
+        carry = start(self)
+        buffers = ("activations", "cotangents", "kept", "deferred")
+        return carry._replace(
+            **{name: jax.tree.map(as_nan, getattr(carry, name)) for name in buffers}
+        )
+
+    def poisoned_fill(self, owner, values):
+        own = self.places[owner]
+        filled = fill(self, owner, values)
+        return [x if i in own else as_nan(x) for i, x in enumerate(filled)]
+
+    monkeypatch.setattr(Executor, "_start", poisoned_start)
+    monkeypatch.setattr(Carrier, "nothing", lambda self: [as_nan(x) for x in nothing(self)])
+    monkeypatch.setattr(Pool, "fill", poisoned_fill)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stash"),
+    [
+        (zero_bubble(4, 3), "inputs"),
+        (zero_bubble_v(2, 3), "residuals"),
+        (interleaved(2, 16, chunks=2), "inputs"),
+        (interleaved(2, 4, chunks=2), "residuals"),
+        (one_f_one_b(4, 16), "residuals"),
+    ],
+    ids=name_of,
+)
+def test_praxis_nan_in_bubbles_changes_no_bit(schedule, stash, monkeypatch):
+    batch = make_batch(2 * schedule.num_microbatches)
+
+    def result():
+        return run(pipeline(schedule, stash=stash), make_params(), batch, key=KEY)
+
+    clean = result()
+    assert np.isfinite(clean.loss)
+    poisoned(monkeypatch)
+    assert_bit_equal(jax.device_get(result()), jax.device_get(clean))
+
+
+def test_the_poison_is_found_where_it_is_read(monkeypatch):
+    """The check above would fail if bubbles were read."""
+    zeros = ArrayType.zeros
+    monkeypatch.setattr(ArrayType, "zeros", lambda self, *n: zeros(self, *n) + jnp.nan)
+    result = run(pipeline(one_f_one_b(2, 2)), make_params(), make_batch(4))
+    assert np.isnan(result.loss)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [gpipe(4, 3), eager_one_f_one_b(2, 3), interleaved(2, 3), zero_bubble(2, 3)],
+    ids=name_of,
+)
+def test_stages_are_not_run_in_bubbles(schedule):
+    calls = []
+
+    def counted(params, x, key):
+        jax.debug.callback(lambda x: calls.append(1), x[0, 0, 0])
+        return stage(params, x, key)
+
+    grads_of = pipeline(schedule, stage=counted, stash="residuals")
+    batch = make_batch(2 * schedule.num_microbatches)
+    jax.block_until_ready(run(grads_of, make_params(), batch))
+    jax.effects_barrier()
+    assert len(calls) == 8 * schedule.num_microbatches
+
+
+# --- memory and traces
+
+
+def compiled_temporaries(schedule, width=64, rows=16, **options):
+    def layer(params, x, key):
+        return x + jnp.tanh(x @ params["w"]) @ params["v"]
+
+    grads_of = pipeline(
+        schedule,
+        first=lambda params, shared, batch, key: batch["x"],
+        stage=layer,
+        last=lambda params, shared, x, batch, key: (
+            jnp.sum((x - batch["y"]) ** 2),
+            jnp.float32(len(x)),
+        ),
+        **options,
+    )
+    shape = (rows * schedule.num_microbatches, width)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in ("x", "y")}
+    place = NamedSharding(grads_of.mesh, P("stage"))
+    layers = jax.ShapeDtypeStruct((8, width, width), jnp.float32, sharding=place)
+    compiled = jax.jit(grads_of).lower({"stages": {"w": layers, "v": layers}}, batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("make", "stash"),
+    [(one_f_one_b, "inputs"), (one_f_one_b, "residuals"), (interleaved, "inputs")],
+)
+def test_memory_does_not_grow_with_the_number_of_microbatches(make, stash):
+    # Large activations: the schedule's own tables do grow, by some bytes a tick.
+    few, many = (compiled_temporaries(make(4, m), rows=64, stash=stash) for m in (8, 64))
+    assert many <= 1.02 * few
+
+
+def test_memory_of_gpipe_grows_by_its_activations():
+    few, many = (compiled_temporaries(gpipe(4, m)) for m in (8, 64))
+    assert many - few >= 56 * 16 * 64 * 4
+
+
+def test_policies_order_what_is_stashed():
+    policies = jax.checkpoint_policies
+    stashes = (policies.nothing_saveable, policies.dots_saveable, "residuals")
+    sizes = [compiled_temporaries(one_f_one_b(4, 8), stash=s) for s in stashes]
+    assert sizes == sorted(sizes) and len(set(sizes)) == 3
+
+
+def test_the_number_of_traces_does_not_grow_with_the_number_of_microbatches():
+    def traces(num_microbatches):
+        counts = dict.fromkeys(("first", "stage", "last"), 0)
+
+        def counted(function):
+            def wrapped(*args):
+                counts[function.__name__] += 1
+                return function(*args)
+
+            return wrapped
+
+        functions = {f.__name__: counted(f) for f in (first, stage, last)}
+        grads_of = pipeline(one_f_one_b(4, num_microbatches), **functions)
+        jax.eval_shape(grads_of, make_params(), make_batch(2 * num_microbatches))
+        return counts
+
+    assert traces(4) == traces(32)
+    assert max(traces(4).values()) <= 8
+
+
+def test_a_second_call_does_not_trace_again():
+    traces = []
+
+    def traced(params, x, key):
+        traces.append(1)
+        return stage(params, x, key)
+
+    grads_of = pipeline(one_f_one_b(2, 2), stage=traced)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(params, batch, key, scale):
+        result = grads_of(params, batch, key=key, loss_scale=scale)
+        return jax.tree.map(lambda p, g: p - 0.01 * g / scale, params, result.grads), result.loss
+
+    params = jax.device_put(make_params(), grads_of.shardings(make_params()))
+    losses, counts = [], []
+    for number in range(4):
+        given = params
+        key = jax.random.fold_in(KEY, number)
+        params, loss = step(params, make_batch(4), key, jnp.float32(2.0**number))
+        losses.append(float(loss))
+        counts.append(len(traces))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert len(set(losses)) == 4 and len(set(counts)) == 1
+
+
+# --- what others test
+
+
+def assert_as_sequential(schedule, rows, rtol=1e-5, atol=4e-5, **options):
+    batch, params = make_batch(rows), make_params(options.pop("layers", 8))
+    result = run(pipeline(schedule, **options), params, batch)
+    expected = sequential(params, batch, None, schedule.num_microbatches)
+    np.testing.assert_allclose(result.loss, expected.loss, rtol=rtol)
+    for found, wanted in zip(
+        jax.tree.leaves(jax.device_get(result.grads)), jax.tree.leaves(expected.grads), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol)
+
+
+def test_torch_four_microbatches_on_eight_interleaved_stages():
+    assert_as_sequential(interleaved(4, 4, chunks=2), rows=8)
+
+
+def test_axlearn_batch_of_14_in_microbatches_of_2():
+    assert_as_sequential(one_f_one_b(4, 7), rows=14)
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 8])
+def test_maxtext_circular_pipeline_of_32_layers(num_microbatches):
+    assert_as_sequential(
+        interleaved(4, num_microbatches, chunks=8), rows=2 * num_microbatches, layers=32
+    )
+
+
+def test_gradients_of_a_norm_without_epsilon_are_finite():
+    def normed(params, x, key):
+        x = stage(params, x, key)
+        return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True))
+
+    batch = make_batch(6)
+    result = run(pipeline(one_f_one_b(4, 3), stage=normed), make_params(), batch)
+    expected = sequential(make_params(), batch, None, 3, stage=normed)
+    assert relative_error(jax.device_get(result.grads), expected.grads) < 1e-5
