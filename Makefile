@@ -40,7 +40,7 @@ docs: $(VENV)/.ready-docs ## build docs/_build/html; warnings are errors
 
 clean: ## remove environments, caches and built files
 	rm -rf .venv .venv-newest build dist docs/_build docs/jupyter_execute
-	rm -rf .hypothesis .pytest_cache .ruff_cache
+	rm -rf .hypothesis .jax_cache .pytest_cache .ruff_cache
 	find ampx benchmarks docs tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 help: ## list the targets

@@ -7,19 +7,28 @@ Environment variables reach the notebook kernels too.
 import functools
 import gc
 import os
+import pathlib
 from collections.abc import Callable
 
 import hypothesis
 import jax
 import optax
 import pytest
+from compiler_flags import quick_compiler
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Compiling is what takes the time. XLA's own passes stay; LLVM's are left out.
-    level = "--xla_backend_optimization_level=0"
-    os.environ["XLA_FLAGS"] = f"{level} {os.environ.get('XLA_FLAGS', '')}".strip()
+    os.environ["XLA_FLAGS"] = f"{quick_compiler()} {os.environ.get('XLA_FLAGS', '')}".strip()
+# Workers, processes and notebook kernels share what has been compiled, and the next run does too.
+CACHE = {
+    "jax_compilation_cache_dir": str(pathlib.Path(__file__).parents[1] / ".jax_cache"),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+for name, choice in CACHE.items():
+    jax.config.update(name, choice)
+    os.environ[name.upper()] = str(choice)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.set_threshold(50_000, 20, 50)  # tracing makes many objects that live on

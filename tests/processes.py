@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from compiler_flags import quick_compiler
 
 WORKERS = pathlib.Path(__file__).with_name("process_workers.py")
 ROOT = WORKERS.parents[1]
 LOG_LINES = 25
-QUICK_COMPILER = "--xla_backend_optimization_level=0"  # as in conftest.py
 # After this much silence of one process, JAX ends the others.
 HEARTBEAT_SECONDS = 5
 
@@ -154,7 +154,7 @@ def environment() -> dict[str, str]:
         if not name.startswith(dropped) and not name.lower().endswith("_proxy")
     }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILER, "PYTHONUNBUFFERED": "1"}
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compiler(), "PYTHONUNBUFFERED": "1"}
     return {**kept, **own, "PYTHONPATH": path}
 
 
