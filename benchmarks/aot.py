@@ -22,14 +22,13 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
+from ampx.diagnostics.hlo import parse_computations
+from benchmarks.fused_traffic import OPTIMIZERS, sizes_of_arrays
+
 TARGETS = {"h100": "NVIDIA H100", "v5e": "TPU v5e"}
 NOT_INSTALLED = 3
 SHAPES = {f"w{k}": (2048, 2048) for k in range(4)} | {f"b{k}": (2048,) for k in range(4)}
 
-_ENTRY = re.compile(r"^ENTRY .*?\{\n(.*?)^\}", re.S | re.M)
-_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
-_TYPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-_NAME = re.compile(r"%([\w.\-]+)")
 _FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"}
 _COPIES = re.compile(r"(copy|slice|async)-(start|done)")
 
@@ -60,41 +59,28 @@ class Counts(NamedTuple):
 
     kernels: int
     custom_calls: int
-    size: int
+    size: float
 
 
 def counted(text: str) -> Counts:
     """Counts what the entry computation of an optimized HLO text runs."""
-    found = _ENTRY.search(text)
-    assert found, "no ENTRY computation"
-    types: dict[str, str] = {}
+    computations, entry = parse_computations(text)
     kernels = custom_calls = size = 0
-    for line in found[1].splitlines():
-        if not (match := _LINE.match(line)):
-            continue
-        name, kind, opcode, rest = match.groups()
-        types[name] = kind
+    for instruction in computations[entry]:
+        opcode = instruction.opcode
         if opcode in _FREE or _COPIES.fullmatch(opcode):
             continue
         kernels += 1
         custom_calls += opcode == "custom-call"
-        operands = _NAME.findall(rest.split("), ")[0])
-        if opcode == "conditional":  # of a norm that did not overflow, which reads no array again
-            operands = []
-        size += _bytes(kind) + sum(_bytes(types.get(operand, "")) for operand in operands)
+        # The branch of a conditional that an ordinary step takes is the one for a norm that did
+        # not overflow. It reads no array again, so that only the result is counted.
+        operands = () if opcode == "conditional" else instruction.operand_types
+        size += sum(_bytes(kind) for kind in (instruction.result, *operands))
     return Counts(kernels, custom_calls, size)
 
 
-def _bytes(kind: str) -> int:
-    return sum(
-        math.prod(map(int, filter(None, dims.split(",")))) * _width(name)
-        for name, dims in _TYPE.findall(kind)
-    )
-
-
-def _width(name: str) -> int:
-    digits = re.search(r"\d+", name)
-    return max(1, int(digits[0]) // 8) if digits else 1
+def _bytes(kind: str) -> float:
+    return sum(size for _, size in sizes_of_arrays(kind))
 
 
 def _h100_config() -> str:
@@ -154,7 +140,6 @@ def compile_for(target: str) -> None:
     import optax
 
     import ampx
-    from benchmarks.fused_traffic import OPTIMIZERS
 
     sharding = jax.sharding.SingleDeviceSharding(_topology(target).devices[0])
 

@@ -9,6 +9,7 @@ import optax
 from jax import lax
 
 import ampx
+from ampx.diagnostics.hlo import parse_computations
 from ampx.diagnostics.overlap import check_overlap
 from benchmarks.distributed_steps import (
     AXIS,
@@ -32,25 +33,19 @@ _NO_COMBINER = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
 def executed_all_reduces(text: str) -> int:
     """How many all-reduces a run of a compiled program executes."""
-    bodies: dict[str, list[str]] = {}
-    entry = ""
-    for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            lines = bodies.setdefault(header[2], [])
-            entry = header[2] if header[1] else entry
-        elif bodies:
-            lines.append(line)
+    computations, entry = parse_computations(text)
 
     def count(name: str) -> int:
         total = 0
-        for line in bodies[name]:
-            if " all-reduce(" in line:
+        for instruction in computations[name]:
+            if instruction.opcode == "all-reduce":
                 total += 1
-            elif body := re.search(r" while\(.*body=%?([\w.\-]+)", line):
-                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-                total += int(trips[1]) * count(body[1])
-            elif called := re.search(r" (?:call|fusion)\(.*(?:to_apply|calls)=%?([\w.\-]+)", line):
-                total += count(called[1])
+            elif instruction.opcode == "while":
+                # XLA notes how often a loop runs where it could find out, as it can for a scan.
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
+                total += int(trips[1]) * sum(map(count, instruction.called))
+            elif instruction.opcode in ("call", "fusion"):
+                total += sum(map(count, instruction.called))
         return total
 
     return count(entry)

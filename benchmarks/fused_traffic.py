@@ -21,12 +21,9 @@ import jax.numpy as jnp
 import optax
 
 from ampx import dynamic_loss_scale, fused
+from ampx.diagnostics.hlo import Instruction, parse_computations
 from benchmarks.measuring import print_table
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\((.*)$")
-_CALLED = re.compile(r"(?:to_apply|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
-_NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
@@ -57,13 +54,6 @@ class Traffic(NamedTuple):
 Branch = Callable[[list[Traffic]], Traffic]
 
 
-class _Instruction(NamedTuple):
-    opcode: str
-    result: str
-    operands: tuple[str, ...]
-    called: tuple[str, ...]
-
-
 def traffic(text: str, branch: Branch = min) -> Traffic:
     """The traffic of a compiled program.
 
@@ -74,69 +64,37 @@ def traffic(text: str, branch: Branch = min) -> Traffic:
     Raises:
       ValueError: for a loop, since the text does not say how often it runs.
     """
-    computations, entry = _computations(text)
+    computations, entry = parse_computations(text)
     return _of_computation(computations, entry, branch)
 
 
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """The instructions of each computation, operands given by their types, and the entry's name."""
-    found: dict[str, list[_Instruction]] = {}
-    entry, types = "", {}
-    for line in text.splitlines():
-        if header := _HEADER.match(line):
-            current, types = found.setdefault(header[2], []), {}
-            entry = header[2] if header[1] else entry
-        elif match := _INSTRUCTION.match(line):
-            name, result, opcode, rest = match.groups()
-            types[name] = result
-            operands, attributes = _divided(rest)
-            names = dict.fromkeys(_NAME.findall(operands))  # an operand that is given twice is one
-            called = [_NAME.findall(group) for group in _CALLED.findall(attributes)]
-            current.append(
-                _Instruction(
-                    opcode,
-                    result,
-                    tuple(types.get(operand, "") for operand in names),
-                    tuple(name for names in called for name in names),
-                )
-            )
-    return found, entry
-
-
-def _divided(rest: str) -> tuple[str, str]:
-    """What stands behind an opcode, taken apart into operands and attributes."""
-    depth = 1
-    for place, letter in enumerate(rest):
-        depth += (letter == "(") - (letter == ")")
-        if not depth:
-            return rest[:place], rest[place:]
-    return rest, ""
-
-
 def _of_computation(
-    computations: dict[str, list[_Instruction]], name: str, branch: Branch
+    computations: dict[str, list[Instruction]], name: str, branch: Branch
 ) -> Traffic:
     total = Traffic(0, 0, 0)
-    for opcode, result, operands, called in computations[name]:
+    for instruction in computations[name]:
+        opcode = instruction.opcode
         if opcode in _FREE:
             continue
         if opcode == "while":
             raise ValueError("this program has a loop: the HLO does not say how often it runs")
         if opcode in ("call", "conditional"):
-            inside = [_of_computation(computations, each, branch) for each in called]
+            inside = [_of_computation(computations, each, branch) for each in instruction.called]
             total = total.plus(branch(inside))
         else:
-            total = total.plus(_of_kernel(result, *operands))
+            # A kernel reads an operand that it is given twice only once.
+            operands = dict(zip(instruction.operands, instruction.operand_types, strict=True))
+            total = total.plus(_of_kernel(instruction.result, *operands.values()))
     return total
 
 
 def _of_kernel(*types: str) -> Traffic:
-    arrays = [array for kind in types for array in _arrays(kind)]
+    arrays = [array for kind in types for array in sizes_of_arrays(kind)]
     is_pass = any(elements > SMALL for elements, _ in arrays)
     return Traffic(sum(size for _, size in arrays), 1, int(is_pass))
 
 
-def _arrays(kind: str) -> Iterator[tuple[int, float]]:
+def sizes_of_arrays(kind: str) -> Iterator[tuple[int, float]]:
     """Elements and bytes of each array of a type, which may be a tuple."""
     for dtype, bits, dims in _ARRAY.findall(kind):
         elements = math.prod(int(dim) for dim in dims.split(",") if dim)

@@ -1,4 +1,4 @@
-"""What XLA may leave out in tests. Compiling is what they cost; how fast the code runs matters little."""
+"""What XLA may leave out in tests, where compiling costs most and speed matters little."""
 
 import jaxlib
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from benchmarks.aot import Counts, counted
 from benchmarks.fused_traffic import LEAF, LEAVES, Traffic, by_update, compiled_traffic, traffic
 
 # A fusion with two outputs (one gradient given twice, one number), a copy, a call, a conditional.
@@ -52,6 +53,12 @@ def test_a_program_counted_by_hand():
     fusion, copy, call, norm = 4096 * (4 + 4 + 1) + 4, 4096 * 8, 4096 * 3, 4096 * 4 + 4
     assert traffic(BY_HAND) == Traffic(fusion + copy + call, 3, 3)
     assert traffic(BY_HAND, max) == Traffic(fusion + copy + call + norm, 4, 4)
+
+
+def test_the_same_program_as_compiled_ahead_of_time_counts_it():
+    fusion = 4096 * (4 + 1) + 2 * 4096 * 4 + 4  # an operand that is given twice counts twice
+    copy, call, conditional = 4096 * 8, 4096 * 3, 4  # of a conditional, its result alone
+    assert counted(BY_HAND) == Counts(4, 0, fusion + copy + call + conditional)
 
 
 def _compiled(fun, *args):

@@ -33,18 +33,33 @@ class CompiledReduction(NamedTuple):
     gradients: int
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
+    """One line of HLO: `%name = result opcode(operands), attributes`.
+
+    Attributes:
+      name: without the leading `%`.
+      is_root: whether its value is what its computation returns.
+      opcode: such as `fusion` or `all-reduce`.
+      result: the type as it is printed, such as `f32[8,128]{1,0}`; a tuple's in parentheses.
+      operands: names, in order; a value that is passed twice stands here twice.
+      operand_types: the type of each operand, `""` where the text does not define it.
+      called: names of the computations that the instruction runs.
+      attributes: the rest of the line, unparsed.
+    """
+
     name: str
     is_root: bool
     opcode: str
+    result: str
     operands: tuple[str, ...]
     operand_types: tuple[str, ...]
     called: tuple[str, ...]
+    attributes: str
 
 
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """The instructions of each computation of a program, in order, and the name of its entry."""
-    found: dict[str, list[_Instruction]] = {}
+def parse_computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """Parses HLO text: the instructions of each computation, in order, and the entry's name."""
+    found: dict[str, list[Instruction]] = {}
     entry, current, types = "", [], {}
     for line in text.splitlines():
         if header := _HEADER.match(line):
@@ -57,13 +72,15 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             types[name] = kind
             called = [_NAME.findall(group) for group in _CALLED.findall(rest[end:])]
             current.append(
-                _Instruction(
+                Instruction(
                     name,
                     bool(root),
                     opcode,
+                    kind,
                     tuple(operands),
                     tuple(types.get(operand, "") for operand in operands),
                     tuple(name for names in called for name in names),
+                    rest[end:],
                 )
             )
     return found, entry
@@ -78,7 +95,7 @@ def _end_of_operands(rest: str) -> int:
     return len(rest)
 
 
-def _gradients_in(instruction: _Instruction) -> int:
+def _gradients_in(instruction: Instruction) -> int:
     """How many arrays of floats, each too large for a verdict, an instruction reduces."""
     dims = [shape.split(",") for shape in _FLOATS.findall(" ".join(instruction.operand_types))]
     sizes = [math.prod(int(dim) for dim in shape if dim) for shape in dims]
@@ -101,11 +118,11 @@ def waits_of_outputs(
     Returns:
       The reductions, and for each output the places of those that hold gradients.
     """
-    computations, entry = _computations(text)
+    computations, entry = parse_computations(text)
     reductions: list[CompiledReduction] = []
     inside: dict[str, frozenset[int]] = {}
 
-    def own(instruction: _Instruction) -> Iterator[int]:
+    def own(instruction: Instruction) -> Iterator[int]:
         if instruction.opcode in _COLLECTIVES:
             place, gradients = len(reductions), _gradients_in(instruction)
             opcode = instruction.opcode.removesuffix("-start")
