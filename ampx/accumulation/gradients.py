@@ -17,10 +17,16 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ampx import flax_modules
-from ampx.accumulation.microbatches import batch_size, pad_and_mask, split_microbatches
+from ampx.accumulation.microbatches import (
+    batch_size,
+    fold_in_device,
+    pad_and_mask,
+    split_microbatches,
+)
 from ampx.accumulation.normalization import (
     AuxReduction,
     Normalize,
+    as_scale,
     loss_and_weight,
     normalized,
     unpacked,
@@ -130,11 +136,8 @@ def value_and_grad(
             if tables:
                 raise ValueError("sparse_rows needs a tree of parameters, not flat ones")
             fun = functools.partial(_of_tree, fun)
-        scale = jnp.asarray(loss_scale, jnp.float32)
-        if scale.shape:
-            raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
-        for axis in axes:
-            key = key if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
+        scale = as_scale(loss_scale)
+        key = fold_in_device(key, axes)
         # Under check_vma=True JAX sums the gradient of a replicated parameter over the devices by
         # itself, once a micro-batch; a sum by the caller would count every device n times.
         params = varying(params, axes)

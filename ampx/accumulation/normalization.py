@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ampx.mesh_axes import divided
 from ampx.trees import is_floating, wider_dtype
@@ -27,6 +28,18 @@ def unpacked(
             f"{name} must return a tuple ({', '.join(expected)}), got {type(out).__name__}"
         )
     return out[0], out[1] if has_aux else None, out[-1] if has_state else None
+
+
+def as_scale(loss_scale: ArrayLike) -> jax.Array:
+    """The factor for a loss as a float32 scalar.
+
+    Raises:
+      ValueError: if it is no scalar: a state with several losses has a scale for each.
+    """
+    scale = jnp.asarray(loss_scale, jnp.float32)
+    if scale.shape:
+        raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
+    return scale
 
 
 def loss_and_weight(

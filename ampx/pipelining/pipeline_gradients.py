@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from ampx import flax_modules
-from ampx.accumulation.microbatches import batch_size, rows_of_microbatches
-from ampx.accumulation.normalization import normalized
+from ampx.accumulation.microbatches import batch_size, fold_in_device, rows_of_microbatches
+from ampx.accumulation.normalization import as_scale, normalized
 from ampx.accumulation.results import GradResult
 from ampx.data_parallel.reduction import Reduction
 from ampx.loss_scaling.nonfinite import count_nonfinite
@@ -124,7 +124,7 @@ class PipelineGradients:
             raise ValueError(_NO_STATE)
         if wrt is not None:
             raise TypeError("a pipeline takes a dict of parameters, not an nnx module")
-        return self._run(self.model, params, batch, jnp.asarray(loss_scale, jnp.float32), key)
+        return self._run(self.model, params, batch, as_scale(loss_scale), key)
 
     def value(self, params: Any, batch: Any, *, key: jax.Array | None = None) -> GradResult:
         """The loss alone, by the forward actions of the schedule.
@@ -189,8 +189,6 @@ class PipelineGradients:
         key: jax.Array | None,
         observe: Callable[[Executor], None] | None = None,
     ) -> GradResult:
-        if scale.shape:
-            raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
         mesh = self._checked_mesh()
         _check_params(params)
         parts = {part: params.get(part) for part in PARTS}
@@ -204,8 +202,7 @@ class PipelineGradients:
         replicas = () if self.check_vma else tuple(a for a in self._axes if a not in own)
 
         def local(params: Any, batch: Any, key: Any, scale: jax.Array) -> GradResult:
-            for axis in self.data_axes:
-                key = key if key is None else jax.random.fold_in(key, lax.axis_index(axis))
+            key = fold_in_device(key, self.data_axes)
             params, batch, key, scale = varying((params, batch, key, scale), own)
             if replicas:
                 scale = scale / math.prod(map(lax.axis_size, replicas))
