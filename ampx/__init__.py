@@ -43,8 +43,8 @@ from ampx.loss_scaling.wrappers import (
     static_loss_scale,
 )
 from ampx.param_storage.masters import MasterWeightsState, master_params, master_weights
+from ampx.precision.follow_schedule import PrecisionScheduleState, follow_schedule, precision_phase
 from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
-from ampx.precision.phases import PrecisionScheduleState, follow_schedule, precision_phase
 from ampx.precision.policies import Policy, get_policy, is_norm_path, norm_rule
 from ampx.precision.precision_schedules import Phase, PrecisionSchedule, precision_schedule
 from ampx.training.monitoring import metrics, progress_bar

@@ -26,18 +26,18 @@ from ampx.accumulation.microbatches import (
 from ampx.accumulation.normalization import (
     AuxReduction,
     Normalize,
+    as_loss_and_weight,
     as_scale,
-    loss_and_weight,
-    normalized,
-    unpacked,
+    normalize_sums,
+    unpack_output,
 )
 from ampx.accumulation.results import GradResult
-from ampx.accumulation.sparse_rows import densify, merge_stacked, partition, read_tables
+from ampx.accumulation.sparse_rows import densify, merge_sparse, read_tables, split_sparse
 from ampx.checking import check_choice, check_positive_int
 from ampx.flat_buffers.flat_params import as_tree, has_flat
 from ampx.mesh_axes import reduced_axes, unreduced_zeros, varying
-from ampx.precision.by_phase import by_phase
 from ampx.precision.opt_levels import Recipe, as_recipe
+from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.trees import cast_like, map_by_path, wider_dtype
@@ -148,10 +148,10 @@ def value_and_grad(
             kwargs = {} if mask is None else {"mask": mask}
             if has_state:
                 kwargs["model_state"] = state
-            value, aux, state = unpacked(
+            value, aux, state = unpack_output(
                 fun(params, microbatch, *args, **kwargs), has_aux, has_state
             )
-            loss, weight = loss_and_weight(value, normalize)
+            loss, weight = as_loss_and_weight(value, normalize)
             with jax.named_scope("ampx.scale"):
                 return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
 
@@ -181,13 +181,13 @@ def value_and_grad(
         if axes:
             grads = densify(grads)
         losses, weights, auxes = per_microbatch
-        loss, grads, weight, aux = normalized(
+        loss, grads, weight, aux = normalize_sums(
             grads, losses, weights, auxes, normalize, aux_reduction, axes, num_rows
         )
         return GradResult(loss, grads, weight, aux, model_state)
 
     if isinstance(policy, PrecisionSchedule):
-        return by_phase([functools.partial(grads_at, recipe) for recipe in policy.recipes])
+        return switch_by_phase([functools.partial(grads_at, recipe) for recipe in policy.recipes])
     return functools.partial(grads_at, as_recipe(policy))
 
 
@@ -206,7 +206,7 @@ def _scan(
         sums, state = carry
         (microbatch, mask), index = xs
         grads, state, outputs = one(microbatch, mask, index, state)
-        dense, sparse = partition(grads)
+        dense, sparse = split_sparse(grads)
         sums = jax.tree.map(jnp.add, sums, dense)
         return (sums, state), (sparse, outputs)
 
@@ -217,7 +217,7 @@ def _scan(
         body, (zeros, model_state), (split, jnp.arange(num_microbatches))
     )
 
-    return merge_stacked(sums, sparse), model_state, outputs
+    return merge_sparse(sums, sparse), model_state, outputs
 
 
 def _widen(grad: jax.Array, accumulator_dtype: DTypeLike) -> jax.Array:
@@ -241,7 +241,7 @@ def _as_function(
 
     def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
         copy = flax_modules.merge_nnx(graphdef, params, model_state)
-        value, aux, _ = unpacked(fun(copy, *args, **kwargs), has_aux, has_state=False)
+        value, aux, _ = unpack_output(fun(copy, *args, **kwargs), has_aux, has_state=False)
         rest = flax_modules.nnx_rest(copy, wrt)
         return (value, aux, rest) if has_aux else (value, rest)
 

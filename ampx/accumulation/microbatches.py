@@ -35,11 +35,11 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
              [1, 3, 5]], dtype=int32)
     """
     return jax.tree.map(
-        lambda x: jnp.swapaxes(x, 0, 1), rows_of_microbatches(batch, num_microbatches)
+        lambda x: jnp.swapaxes(x, 0, 1), reshape_into_microbatches(batch, num_microbatches)
     )
 
 
-def rows_of_microbatches(batch: Any, num_microbatches: int) -> Any:
+def reshape_into_microbatches(batch: Any, num_microbatches: int) -> Any:
     """The same split without moving anything: leaves of shape (B/k, k, ...)."""
     check_positive_int("num_microbatches", num_microbatches)
     size = batch_size(batch)

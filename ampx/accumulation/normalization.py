@@ -16,7 +16,7 @@ Normalize = Literal["mean", "sum", "weights"]
 AuxReduction = Literal["mean", "sum", "stack", "concat", "last"]
 
 
-def unpacked(
+def unpack_output(
     out: Any, has_aux: bool, has_state: bool, name: str = "loss_fn"
 ) -> tuple[Any, Any, Any]:
     """Value, auxiliary output and new state of a loss function, each None where there is none."""
@@ -42,7 +42,7 @@ def as_scale(loss_scale: ArrayLike) -> jax.Array:
     return scale
 
 
-def loss_and_weight(
+def as_loss_and_weight(
     value: Any, normalize: Normalize, function: str = "loss_fn"
 ) -> tuple[jax.Array, jax.Array]:
     """Loss in float32 or wider, before any scaling, and its weight."""
@@ -70,7 +70,7 @@ def loss_and_weight(
     return loss.astype(wider_dtype(loss.dtype, jnp.float32)), weight
 
 
-def normalized(
+def normalize_sums(
     grads: Any,
     losses: jax.Array,
     weights: jax.Array,

@@ -139,14 +139,14 @@ def read_tables(
     return rows, collect
 
 
-def partition(grads: Any) -> tuple[Any, Any]:
+def split_sparse(grads: Any) -> tuple[Any, Any]:
     """Gradients as (dense ones, sparse ones), None where the other has the leaf."""
     dense = jax.tree.map(lambda g: None if is_sparse_rows(g) else g, grads, is_leaf=is_sparse_rows)
     sparse = jax.tree.map(lambda g: g if is_sparse_rows(g) else None, grads, is_leaf=is_sparse_rows)
     return dense, sparse
 
 
-def merge_stacked(dense: Any, sparse: Any) -> Any:
+def merge_sparse(dense: Any, sparse: Any) -> Any:
     """Puts the parts together again, the rows of all micro-batches in one list."""
 
     def merge(array: Any, rows: Any) -> Any:

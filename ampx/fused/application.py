@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 from ampx.checking import check_choice, check_transformation
 from ampx.fused.kernels.pallas_updates import kernel_squares, resolved
 from ampx.loss_scaling.nonfinite import Verdict
-from ampx.loss_scaling.state import current_loss_scale, is_skipped, outermost_loss_scale
+from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, is_skipped
 from ampx.trees import cast_floating
-from ampx.updates.gradient_norms import folded, judged_norm
-from ampx.updates.tails import Applied, Backend, Tail, takes_tail, unwrapped
+from ampx.updates.gradient_norms import fold_clip, measure_and_judge
+from ampx.updates.tails import Applied, Backend, Tail, takes_tail, unwrap_results
 
 
 class ApplyReport(NamedTuple):
@@ -45,7 +45,7 @@ class ApplyReport(NamedTuple):
 
 def can_apply(opt_state: optax.OptState) -> bool:
     """Whether `apply` takes a transformation with this state."""
-    scaled = outermost_loss_scale(opt_state)
+    scaled = find_outermost_loss_scale(opt_state)
     return takes_tail(opt_state if scaled is None else scaled.inner_state)
 
 
@@ -122,16 +122,16 @@ def apply(
     tail = Tail(max_norm=max_norm, new_params=True, backend=backend, squares=squares)
     scale = current_loss_scale(opt_state)
     norm = None
-    if outermost_loss_scale(opt_state) is not None:
+    if find_outermost_loss_scale(opt_state) is not None:
         applied, new_state = tx.update(
             grads, opt_state, params, tail=tail, verdict=verdict, **extra_args
         )
         new_params, norm = cast(Applied, applied)
     else:
         if max_norm is not None:
-            norm = judged_norm(grads, squares=squares).norm
-            tail = folded(dataclasses.replace(tail, norm=norm), grads)
+            norm = measure_and_judge(grads, squares=squares).norm
+            tail = fold_clip(dataclasses.replace(tail, norm=norm), grads)
         results, new_state = tx.update(grads, opt_state, params, tail=tail, **extra_args)
-        new_params, _ = unwrapped(results)
+        new_params, _ = unwrap_results(results)
     half = None if half_dtype is None else cast_floating(new_params, half_dtype)
     return new_params, new_state, ApplyReport(norm, is_skipped(new_state), scale, half)

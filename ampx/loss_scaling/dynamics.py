@@ -80,7 +80,7 @@ class ScaleDynamics:
         )
 
 
-def choice_as_number(choice: Any) -> float:
+def _choice_as_number(choice: Any) -> float:
     """A word or number for a loss scale as one number: -1 off, 0 dynamic, NaN for other words."""
     if choice is None:
         return -1.0
@@ -101,9 +101,9 @@ def choice_as_number(choice: Any) -> float:
     return float(choice if getattr(choice, "shape", ()) == () else choice[0])
 
 
-def checked_choice(choice: Any) -> float:
+def parse_choice(choice: Any) -> float:
     """A word or number for a loss scale as one number: -1 off, 0 dynamic, or a fixed scale."""
-    number = choice_as_number(choice)
+    number = _choice_as_number(choice)
     if number not in (-1, 0) and not number >= 1:
         raise ValueError(
             f"loss scale must be None, -1 or 'none' (off), 0 or 'dynamic', or a number >= 1, got "

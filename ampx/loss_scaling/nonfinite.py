@@ -69,17 +69,17 @@ def count_nonfinite(
     with jax.named_scope("ampx.verdict"):
         found = jnp.stack([_leaf_verdict(leaf, saturation_dtype) for leaf in leaves])
         counts = jnp.sum(found, axis=0, dtype=jnp.int32)
-    return agreed(counts, axis_names)
+    return agree_on(counts, axis_names)
 
 
-def agreed(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
+def agree_on(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """The sum of each device's counts over mapped axes."""
     axes = tuple(axis_names)
     with jax.named_scope("ampx.verdict"):
         return jax.lax.psum(varying(counts, axes), axes) if axes else counts
 
 
-def landing(updates: Any, params: Any) -> Any:
+def mark_overflowing(updates: Any, params: Any) -> Any:
     """Updates, infinite where a half parameter would become so by adding a finite one."""
 
     def land(param: Any, update: Any) -> Any:

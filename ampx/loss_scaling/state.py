@@ -72,7 +72,7 @@ def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
     return _as_arrays(states[0]) if states else None
 
 
-def outermost_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
+def find_outermost_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
     """The loss-scale state around all of an optimizer's state, or None."""
     state: Any = opt_state
     while getattr(state, "wraps_loss_scale", False):

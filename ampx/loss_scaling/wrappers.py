@@ -20,13 +20,13 @@ from jax.typing import DTypeLike
 from ampx import trees
 from ampx.checking import check_choice, check_positive_int, check_transformation
 from ampx.loss_scaling import nonfinite
-from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, check_scale, checked_choice
+from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, check_scale, parse_choice
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
 from ampx.trees import find_nodes, has_mark
 from ampx.updates.applying import apply_updates
-from ampx.updates.gradient_norms import folded, judged_norm
-from ampx.updates.tails import Applied, Tail, takes_tail, unwrapped, wrappers_held
+from ampx.updates.gradient_norms import fold_clip, measure_and_judge
+from ampx.updates.tails import Applied, Tail, hold_wrappers, takes_tail, unwrap_results
 
 NonfiniteUpdates = Literal["hold", "skip"]
 # --- the wrapper that all loss scales share ------------------------------------------------------
@@ -110,7 +110,7 @@ def _scaled(
 
         with jax.named_scope("ampx.update"):
             new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
-        new_updates = nonfinite.landing(new_updates, params)
+        new_updates = nonfinite.mark_overflowing(new_updates, params)
         no_updates = trees.null_updates(new_updates)
         whole_step = nonfinite_updates == "skip"
         # "hold" mends the state element by element, so only "skip" need judge it.
@@ -142,21 +142,23 @@ def _scaled(
         factor, norm = 1 / state.loss_scale, None
         counts = None if verdict is None else verdict.counts
         if counts is None or tail.max_norm is not None:
-            norm, local_counts = judged_norm(updates, factor, tail.squares)
-            counts = nonfinite.agreed(local_counts, axis_names) if counts is None else counts
+            norm, local_counts = measure_and_judge(updates, factor, tail.squares)
+            counts = nonfinite.agree_on(local_counts, axis_names) if counts is None else counts
         overflow = jnp.any(counts > 0)
-        tail = folded(dataclasses.replace(tail, factor=factor, skip=overflow, norm=norm), updates)
+        tail = fold_clip(
+            dataclasses.replace(tail, factor=factor, skip=overflow, norm=norm), updates
+        )
         with jax.named_scope("ampx.update"):
             new_updates, new_inner = inner.update(
                 updates, state.inner_state, params, tail=tail, **extra_args
             )
-        new_updates, bad_update = unwrapped(new_updates)
+        new_updates, bad_update = unwrap_results(new_updates)
         if tail.new_params:
             new_updates = Applied(new_updates, norm)
         moved = _moved(
             advance, state, counts, jnp.ones(shape, bool), overflow, bad_update & ~overflow
         )
-        new_inner = wrappers_held(overflow, new_inner, state.inner_state)
+        new_inner = hold_wrappers(overflow, new_inner, state.inner_state)
         return new_updates, moved._replace(inner_state=new_inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -414,7 +416,7 @@ def loss_scale(
     """
     if callable(choice):
         return choice(inner, **options)
-    number = checked_choice(choice)
+    number = parse_choice(choice)
     if number == -1:
         if options:
             raise TypeError(f"no loss scale was chosen, so {sorted(options)} have no meaning")

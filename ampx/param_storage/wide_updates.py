@@ -13,7 +13,7 @@ import optax
 from ampx.mesh_axes import sum_over_shards
 from ampx.trees import is_float0, is_floating, wider_dtype
 from ampx.updates.applying import apply_updates
-from ampx.updates.tails import Tail, TailResult, takes_tail, unwrapped
+from ampx.updates.tails import Tail, TailResult, takes_tail, unwrap_results
 
 
 def updated(
@@ -40,7 +40,7 @@ def updated(
     if takes_tail(inner_state):
         own_tail = dataclasses.replace(tail or Tail(), new_params=True)
         results, new_state = inner.update(grads, inner_state, wide, tail=own_tail, **extra_args)
-        new, bad = unwrapped(results)
+        new, bad = unwrap_results(results)
         return new, bad, new_state
     grads = jax.tree.map(lambda g: g if is_float0(g) else widened(g), grads)
     updates, new_state = inner.update(grads, inner_state, wide, **extra_args)

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from ampx import flax_modules
-from ampx.accumulation.microbatches import batch_size, fold_in_device, rows_of_microbatches
-from ampx.accumulation.normalization import as_scale, normalized
+from ampx.accumulation.microbatches import batch_size, fold_in_device, reshape_into_microbatches
+from ampx.accumulation.normalization import as_scale, normalize_sums
 from ampx.accumulation.results import GradResult
 from ampx.data_parallel.reduction import Reduction
 from ampx.loss_scaling.nonfinite import count_nonfinite
@@ -216,7 +216,7 @@ class PipelineGradients:
                     kinds,
                     self.accumulator_dtype,
                 ),
-                rows_of_microbatches(batch, model.schedule.num_microbatches),
+                reshape_into_microbatches(batch, model.schedule.num_microbatches),
                 key,
                 scale,
                 self.axis_name,
@@ -247,7 +247,7 @@ class PipelineGradients:
     def _finished(self, totals: Totals, layout: Layout) -> GradResult:
         """Sums over devices: of the loss and the weight, then the verdict, then the gradients."""
         losses, weights, aux = lax.psum(totals.results, self.axis_name)
-        loss, grads, weight, aux = normalized(
+        loss, grads, weight, aux = normalize_sums(
             totals.grads,
             losses,
             weights,

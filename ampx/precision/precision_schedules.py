@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.checking import check_choice, check_positive_int
-from ampx.loss_scaling.dynamics import checked_choice
+from ampx.loss_scaling.dynamics import parse_choice
 from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
 from ampx.precision.policies import Policy
 
@@ -52,7 +52,7 @@ class Phase:
         recipe = as_recipe(self.policy)
         if recipe is None:
             raise TypeError("policy must be a Policy, a Recipe or a string, got None")
-        checked_choice(recipe.loss_scale)
+        parse_choice(recipe.loss_scale)
         object.__setattr__(self, "policy", recipe)
         if isinstance(self.until_step, np.integer):
             object.__setattr__(self, "until_step", int(self.until_step))
@@ -145,7 +145,7 @@ class PrecisionSchedule:
     @property
     def loss_scale(self) -> Any:
         """What to wrap the optimizer in: `"dynamic"` if a phase needs it, 1.0, or None."""
-        scales = [checked_choice(recipe.loss_scale) for recipe in self.recipes]
+        scales = [parse_choice(recipe.loss_scale) for recipe in self.recipes]
         if 0 in scales:
             return "dynamic"
         return None if set(scales) == {-1} else 1.0

@@ -19,7 +19,7 @@ from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.drawing import format_scale
 from ampx.loss_scaling.state import LossScaleState
-from ampx.precision.phases import PrecisionScheduleState
+from ampx.precision.follow_schedule import PrecisionScheduleState
 from ampx.updates.clipping import ClippedState
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ampx import flax_modules, trees
 from ampx.accumulation.multi_steps import MultiStepsState
 from ampx.loss_scaling.state import LossScaleState, find_loss_scale_state, is_skipped
-from ampx.precision.phases import PrecisionScheduleState
+from ampx.precision.follow_schedule import PrecisionScheduleState
 from ampx.trees import find_nodes
 
 

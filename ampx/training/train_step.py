@@ -22,11 +22,11 @@ from ampx.data_parallel.reduction import Reduction, ReductionState, checked_redu
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite, unscale
-from ampx.loss_scaling.state import LossScaleState, current_loss_scale, outermost_loss_scale
+from ampx.loss_scaling.state import LossScaleState, current_loss_scale, find_outermost_loss_scale
 from ampx.loss_scaling.wrappers import loss_scale as choose_loss_scale
 from ampx.pipelining.pipeline_gradients import PipelineGradients
+from ampx.precision.follow_schedule import follow_schedule, precision_phase
 from ampx.precision.opt_levels import Recipe, as_recipe
-from ampx.precision.phases import follow_schedule, precision_phase
 from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.training import train_states
@@ -131,7 +131,7 @@ class TrainStep:
             grads, of_reduction, sent = _reduced(self.reduction, grads, now.opt_state)
             extra_args |= of_reduction
             about |= sent
-        elif result.verdict is not None and outermost_loss_scale(now.opt_state) is not None:
+        elif result.verdict is not None and find_outermost_loss_scale(now.opt_state) is not None:
             extra_args["verdict"] = Verdict(result.verdict, ())
         if is_nnx:
             with jax.named_scope("ampx.update"):
@@ -249,7 +249,7 @@ def _reduced(
     """Gradients as `tx` wants them, what it should know of them, and what the report tells."""
     axes = reduction.axes
     verdict = Verdict(count_nonfinite(grads, axis_names=axes), axes)
-    judges = outermost_loss_scale(opt_state) is not None
+    judges = find_outermost_loss_scale(opt_state) is not None
     about = {"verdict": verdict} if judges else {}
     if find_nodes(opt_state, Zero1State):
         return grads, {**about, "reduce_op": reduction.op}, {}

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.updates.gradient_norms import folded, measured, norm_over_shards
-from ampx.updates.tails import Tail, takes_tail, unwrapped
+from ampx.updates.gradient_norms import compute_norm, fold_clip, measure_norm
+from ampx.updates.tails import Tail, takes_tail, unwrap_results
 
 
 class ClippedState(NamedTuple):
@@ -46,16 +46,18 @@ def clipped(
     ) -> tuple[Any, ClippedState]:
         if takes_tail(state.inner_state):
             own_tail = tail or Tail()
-            norm = measured(own_tail, updates)
-            clipping = folded(dataclasses.replace(own_tail, max_norm=max_norm, norm=norm), updates)
+            norm = measure_norm(own_tail, updates)
+            clipping = fold_clip(
+                dataclasses.replace(own_tail, max_norm=max_norm, norm=norm), updates
+            )
             updates, inner_state = inner.update(
                 updates, state.inner_state, params, tail=clipping, **extra_args
             )
-            updates = updates if tail else unwrapped(updates)[0]
+            updates = updates if tail else unwrap_results(updates)[0]
             if own_tail.skip is not None:
                 norm = jnp.where(own_tail.skip, state.gradient_norm, norm)
             return updates, ClippedState(state.clip_state, inner_state, norm)
-        norm = norm_over_shards(updates)
+        norm = compute_norm(updates)
         updates, clip_state = clip.update(updates, state.clip_state, params)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         return updates, ClippedState(clip_state, inner_state, norm)

@@ -32,7 +32,7 @@ class JudgedNorm(NamedTuple):
 
 
 @jax.named_scope("ampx.verdict")
-def judged_norm(
+def measure_and_judge(
     grads: Any,
     factor: jax.Array | None = None,
     squares: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None,
@@ -56,7 +56,7 @@ def judged_norm(
     leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
     axes = sorted(frozenset[str]().union(*map(varying_over, leaves)))
     multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
-    total = _over_shards((squares or sums_of_squares)(leaves))
+    total = _over_shards((squares or sum_squares)(leaves))
 
     def all_is_well() -> JudgedNorm:
         return JudgedNorm(jnp.sqrt(total) * multiplier, varying(jnp.zeros(2, jnp.int32), axes))
@@ -74,7 +74,7 @@ def judged_norm(
     return lax.cond(jnp.isfinite(total), all_is_well, second_look)
 
 
-def sums_of_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+def sum_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """The sum of squares of each array, in float32 or wider."""
     return [jnp.sum(leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) ** 2) for leaf in leaves]
 
@@ -94,30 +94,32 @@ def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:
     return sum(map(sum_over_shards, sums.values()), jnp.zeros((), jnp.float32))
 
 
-def norm_over_shards(grads: Any) -> jax.Array:
-    """The norm of `judged_norm` without a verdict, which XLA merges with another of its kind."""
+def compute_norm(grads: Any) -> jax.Array:
+    """The norm of `measure_and_judge` without a verdict. XLA merges equal ones into one."""
     leaves = [leaf for leaf in jax.tree.leaves(grads) if is_floating(leaf)]
-    return jnp.sqrt(_over_shards(sums_of_squares(leaves)))
+    return jnp.sqrt(_over_shards(sum_squares(leaves)))
 
 
-def clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
+def compute_clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
     """What gradients of this norm are multiplied by, to have at most `max_norm`; float32."""
     return jnp.where(norm > max_norm, max_norm / norm, jnp.ones_like(norm))
 
 
-def measured(tail: Tail, grads: Any) -> jax.Array:
+def measure_norm(tail: Tail, grads: Any) -> jax.Array:
     """The norm of the gradients that a tail speaks of, measured here if nobody has yet."""
-    return judged_norm(grads, tail.factor, tail.squares).norm if tail.norm is None else tail.norm
+    return (
+        measure_and_judge(grads, tail.factor, tail.squares).norm if tail.norm is None else tail.norm
+    )
 
 
-def folded(tail: Tail, grads: Any) -> Tail:
+def fold_clip(tail: Tail, grads: Any) -> Tail:
     """The same tail with its clip in the factor, the norm measured for it if nobody has yet.
 
     The clip times 1/scale is zero below 2**-126: such gradients are clipped to nothing.
     """
     if tail.max_norm is None:
         return tail
-    norm = measured(tail, grads)
-    clip = clip_factor(norm, tail.max_norm)
+    norm = measure_norm(tail, grads)
+    clip = compute_clip_factor(norm, tail.max_norm)
     factor = clip if tail.factor is None else tail.factor * clip
     return dataclasses.replace(tail, factor=factor, max_norm=None, norm=norm * clip)

@@ -87,7 +87,7 @@ class Applied(NamedTuple):
     norm: jax.Array | None
 
 
-def unwrapped(results: Any) -> tuple[Any, jax.Array]:
+def unwrap_results(results: Any) -> tuple[Any, jax.Array]:
     """The values of a tree of `TailResult`, and whether any is bad.
 
     Raises:
@@ -126,19 +126,19 @@ def takes_tail(state: Any) -> bool:
     return type(state) is tuple and any(isinstance(part, TakesTail) for part in state)
 
 
-def wrappers_held(skip: jax.Array, new: Any, old: Any) -> Any:
+def hold_wrappers(skip: jax.Array, new: Any, old: Any) -> Any:
     """The state `new`, in which optax's own wrappers around fused optimizers stand still on a skip.
 
     They know nothing of a tail. Fused optimizers and wrappers of ours have held their parts.
     """
     if isinstance(new, optax.InjectStatefulHyperparamsState):
-        inner = wrappers_held(skip, new.inner_state, old.inner_state)
+        inner = hold_wrappers(skip, new.inner_state, old.inner_state)
         own, own_old = (state._replace(inner_state=()) for state in (new, old))
         return hold(skip, own, own_old)._replace(inner_state=inner)
     if isinstance(new, optax.transforms.PartitionState):
         pairs = {name: (state, old.inner_states[name]) for name, state in new.inner_states.items()}
-        inner = {name: wrappers_held(skip, *pair) for name, pair in pairs.items()}
+        inner = {name: hold_wrappers(skip, *pair) for name, pair in pairs.items()}
         return new._replace(inner_states=inner)
     if hasattr(new, "inner_state"):
-        return new._replace(inner_state=wrappers_held(skip, new.inner_state, old.inner_state))
+        return new._replace(inner_state=hold_wrappers(skip, new.inner_state, old.inner_state))
     return new

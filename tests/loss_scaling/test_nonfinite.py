@@ -166,6 +166,6 @@ def test_finite_or_replaces_only_what_would_turn_nonfinite():
 def test_landing_foresees_an_overflow_of_half_parameters_only():
     half = jnp.array([60000.0, 60000.0, -INF], jnp.float16)
     updates = jnp.array([10000.0, -10000.0, 1.0])
-    np.testing.assert_array_equal(nonfinite.landing(updates, half), [INF, -10000.0, 1.0])
-    assert nonfinite.landing(updates, half.astype(jnp.float32)) is updates
-    assert nonfinite.landing(updates, None) is updates
+    np.testing.assert_array_equal(nonfinite.mark_overflowing(updates, half), [INF, -10000.0, 1.0])
+    assert nonfinite.mark_overflowing(updates, half.astype(jnp.float32)) is updates
+    assert nonfinite.mark_overflowing(updates, None) is updates

@@ -1,5 +1,4 @@
-"""ampx.precision.phases: precision switches once, exact to the step, and carries everything
-over."""
+"""ampx.precision schedules: precision switches once, exact to the step, and carries all over."""
 
 import dataclasses
 import functools

@@ -23,7 +23,7 @@ from ampx.fused.moments.formats import moment_words
 from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
 from ampx.fused.rules import Packed, Rule
 from ampx.param_storage.narrow_params import NarrowParam
-from ampx.updates.gradient_norms import sums_of_squares
+from ampx.updates.gradient_norms import sum_squares
 from ampx.updates.tails import Backend, Tail, TailResult
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -168,12 +168,12 @@ def kernel_squares(
 
     def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if unknown_place(arrays) is not None:
-            return sums_of_squares(arrays)
+            return sum_squares(arrays)
         suits = [array.dtype.name in _DTYPES for array in arrays]
         ours = [[array] for array, is_ours in zip(arrays, suits, strict=True) if is_ours]
         others = [array for array, is_ours in zip(arrays, suits, strict=True) if not is_ours]
         by_kernel = iter(placed(update, jnp.ones(1, jnp.float32), ours))
-        by_xla = iter(sums_of_squares(others))
+        by_xla = iter(sum_squares(others))
         return [next(by_kernel)[-1] if is_ours else next(by_xla) for is_ours in suits]
 
     return squares

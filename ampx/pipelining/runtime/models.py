@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.accumulation.normalization import Normalize, loss_and_weight, unpacked
+from ampx.accumulation.normalization import Normalize, as_loss_and_weight, unpack_output
 from ampx.checking import check_choice
 from ampx.mesh_axes import varying, varying_over
 from ampx.pipelining.runtime.assembly import StageKind
@@ -122,9 +122,9 @@ class Model:
                 return StageOutputs((x, *skipped), extra_loss)
             key = _folded(key, number_of_layers + 1)
             out = last(params["last"], params["shared"], x, inputs.microbatch, key)
-            value, aux, _ = unpacked(out, self.has_aux, False, "last")
+            value, aux, _ = unpack_output(out, self.has_aux, False, "last")
             _check_aux(aux)
-            loss, weight = loss_and_weight(value, self.normalize, "last")
+            loss, weight = as_loss_and_weight(value, self.normalize, "last")
             loss = loss if extra_loss is None else loss + extra_loss.astype(loss.dtype)
             return StageOutputs((None, *skipped), loss, weight, aux)
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from ampx.checking import check_transformation
-from ampx.loss_scaling.dynamics import checked_choice
+from ampx.loss_scaling.dynamics import parse_choice
 from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.trees import find_nodes
@@ -85,7 +85,7 @@ def follow_schedule(
             f"schedule must be an ampx.PrecisionSchedule, got {type(schedule).__name__}"
         )
     inner = optax.with_extra_args_support(inner)
-    scales = [checked_choice(recipe.loss_scale) for recipe in schedule.recipes]
+    scales = [parse_choice(recipe.loss_scale) for recipe in schedule.recipes]
     is_dynamic = np.array([scale == 0 for scale in scales])
     fixed_scales = np.array([max(scale, 1.0) for scale in scales], np.float32)  # off, -1, is 1
 

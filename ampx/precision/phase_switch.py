@@ -10,7 +10,7 @@ import jax
 from ampx.trees import wider_dtype
 
 
-def by_phase(each: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+def switch_by_phase(each: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     """One function of several: that of the argument `phase`, chosen while tracing if it is an int.
 
     Args:
