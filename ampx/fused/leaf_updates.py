@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.fused.coefficients import PackedCoefficients
 from ampx.fused.moments.formats import loaded, stored
 from ampx.fused.moments.int8_blocks import Int8Blocks
-from ampx.fused.rules import Operations, Packed, Rule
 from ampx.fused.segments import Segments
+from ampx.fused.update_rules import Operations, UpdateRule
 from ampx.mesh_axes import sum_over_shards
 from ampx.param_storage.wide_updates import overflows
 from ampx.trees import is_floating, wider_dtype
@@ -53,7 +54,7 @@ def compute_dtype(leaf: Leaf) -> np.dtype:
 
 
 def leaf_update(
-    rule: Rule, coefficients: Packed, leaf: Leaf, tail: Tail
+    rule: UpdateRule, coefficients: PackedCoefficients, leaf: Leaf, tail: Tail
 ) -> tuple[TailResult, tuple[Any, ...]]:
     """The update of a parameter, or its new value, and its new slots."""
     # A few buffers gain nothing by jit, and moments in blocks XLA fuses less well behind a call.
@@ -64,7 +65,11 @@ def leaf_update(
 
 
 def _update(
-    rule: Rule, new_params: bool, coefficients: Packed, leaf: Leaf, skip: jax.Array | None
+    rule: UpdateRule,
+    new_params: bool,
+    coefficients: PackedCoefficients,
+    leaf: Leaf,
+    skip: jax.Array | None,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     wide = compute_dtype(leaf)
     h = coefficients.numbers
@@ -89,7 +94,7 @@ _update_once_traced = jax.jit(_update, static_argnums=(0, 1))
 
 
 def wide_step(
-    rule: Rule,
+    rule: UpdateRule,
     h: Any,
     leaf: Leaf,
     skip: jax.Array | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from ampx.flat_buffers.flattening import per_buffer
+from ampx.fused.coefficients import CoefficientsAt, advance, pack_coefficients
 from ampx.fused.kernels.pallas_updates import kernel_updates, runs_in_kernel
 from ampx.fused.leaf_updates import Leaf, compute_dtype, leaf_update, unchanged
 from ampx.fused.moments.formats import SlotDtype, converted
-from ampx.fused.rules import Advanced, Rule, packed
 from ampx.fused.segments import per_parameter, segments_of
+from ampx.fused.update_rules import UpdateRule
 from ampx.param_storage.narrow_params import NarrowParam, as_arrays
 from ampx.trees import is_float0
 from ampx.updates.tails import Tail, TailResult, TakesTail
@@ -62,9 +63,13 @@ _KINDS = {
 
 
 def fused_transformation(
-    rule: Rule,
+    rule: UpdateRule,
     reference: optax.GradientTransformation,
-    advance: Callable[[Any], Advanced],
+    coefficients_at: CoefficientsAt,
+    *,
+    learning_rate: Any,
+    weight_decay: Any = None,
+    decay_part: int | None = None,
     mask: Any = None,
     slot_dtypes: Mapping[str, SlotDtype] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -74,7 +79,11 @@ def fused_transformation(
       rule: the optimizer.
       reference: optax's own optimizer of the same settings. Its state is this one's, leaf by leaf
         and path by path, so that checkpoints go both ways.
-      advance: from the state, the coefficients of this step and the state after it.
+      coefficients_at: from the number of the step to the optimizer's own numbers; see
+        `coefficients.advance`, as for the next three.
+      learning_rate: a number, a schedule or None.
+      weight_decay: a number, a schedule or None.
+      decay_part: the part of `reference`'s state that belongs to the weight decay.
       mask: which parameters decay, as `optax.adamw` takes it: the others have no `weight_decay`.
       slot_dtypes: in what form slots are kept, where it is not that of `reference`.
     """
@@ -92,12 +101,19 @@ def fused_transformation(
     ) -> tuple[Any, Any]:
         del extra_args
         answers, tail = tail is not None, tail or Tail()
-        coefficients, next_state = advance(state)
+        at = own_part(state)
+        coefficients, next_state = advance(
+            state,
+            at,
+            coefficients_at,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            decay_part=decay_part,
+        )
         if params is None and (coefficients.weight_decay is not None or rule.direction_again):
             raise ValueError("this optimizer needs params: call tx.update(grads, state, params)")
         if tail.skip is not None:
             next_state = _counts_held(tail.skip, next_state, state)
-        at = own_part(state)
         slots = {name: getattr(state[at], name) for name in rule.slots}
         structure = jax.tree.structure(updates)
         columns = [
@@ -147,7 +163,7 @@ def _decays(mask: Any, tree: Any, structure: Any) -> list[bool]:
 
 
 def _leaf_updates(
-    rule: Rule, coefficients: Any, leaves: list[Leaf], decays: list[bool], tail: Tail
+    rule: UpdateRule, coefficients: Any, leaves: list[Leaf], decays: list[bool], tail: Tail
 ) -> list[tuple[TailResult, tuple[Any, ...]]]:
     """The update of every parameter; those with the same coefficients share one vector of them."""
     coefficients = coefficients._replace(factor=tail.factor)
@@ -164,7 +180,7 @@ def _leaf_updates(
         key = decay, jnp.dtype(jnp.float32) if by_kernel else compute_dtype(leaf)
         if key not in vectors:
             own = coefficients if decay else coefficients._replace(weight_decay=None)
-            vectors[key] = packed(own, key[1])
+            vectors[key] = pack_coefficients(own, key[1])
         if by_kernel:
             in_kernels.setdefault(key, []).append(len(results))
             results.append(None)

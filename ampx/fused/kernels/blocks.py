@@ -18,7 +18,7 @@ from ampx.mesh_axes import varying_over
 from ampx.param_storage.rounding import element_index
 
 LONGEST_TPU_ROW = 8192  # where elements share scales: there a TPU's blocks are 32 whole rows
-Rule = Callable[..., tuple[Sequence[Any], Sequence[jax.Array]]]
+BlockFunction = Callable[..., tuple[Sequence[Any], Sequence[jax.Array]]]
 """`rule(scalars, read, written, cell) -> (new_written, terms)`, elementwise but for `cell`.
 
 `scalars` is a tuple of float32 scalars; `read` and `written` are lists of items in equally shaped
@@ -107,7 +107,7 @@ def checked(
 
 
 def applied(
-    fun: Rule,
+    fun: BlockFunction,
     scalars: Any,
     items: tuple[Sequence[Any], Sequence[Any]],
     cell: Cell,
@@ -132,7 +132,7 @@ def applied(
 
 
 def map_whole(
-    fun: Rule,
+    fun: BlockFunction,
     scalars: jax.Array,
     read: Sequence[Any],
     written: Sequence[Any],

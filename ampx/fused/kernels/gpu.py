@@ -33,7 +33,7 @@ Leaf = tuple[jax.Array, Sequence[Any], Sequence[Any]]
 
 
 def map_blocks(
-    fun: blocks.Rule,
+    fun: blocks.BlockFunction,
     scalars: jax.Array,
     read: Sequence[Any],
     written: Sequence[Any],
@@ -48,7 +48,7 @@ def map_blocks(
 
 
 def map_leaves(
-    fun: blocks.Rule,
+    fun: blocks.BlockFunction,
     leaves: Sequence[Leaf],
     *,
     num_sums: int = 0,
@@ -60,7 +60,7 @@ def map_leaves(
     one thread block each, which XLA adds up: the same bits every time, as no atomics are involved.
 
     Args:
-      fun: see `blocks.Rule`.
+      fun: see `blocks.BlockFunction`.
       leaves: scalars, read and written items of each leaf. Leaves of unlike types and shapes may
         share a kernel, and so may those of unlike hyperparameters or with a trust ratio each.
       num_sums: number of terms that the rule returns, to be summed over all elements of a leaf.
@@ -149,7 +149,7 @@ def _part(leaf: Leaf, first: int) -> _Part:
 
 
 def _launch(
-    fun: blocks.Rule, leaves: Sequence[Leaf], num_sums: int, interpret: bool
+    fun: blocks.BlockFunction, leaves: Sequence[Leaf], num_sums: int, interpret: bool
 ) -> list[tuple[list[Any], jax.Array]]:
     parts: list[_Part] = []
     total = 0
@@ -212,7 +212,7 @@ def _dispatch(part: _Part, index: jax.Array, update: Callable[[Sequence[_Window]
 
 
 def _update(
-    fun: blocks.Rule,
+    fun: blocks.BlockFunction,
     refs: tuple[Any, Sequence[Any], Sequence[Any]],
     part: _Part,
     windows: Sequence[_Window],

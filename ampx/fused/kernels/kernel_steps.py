@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ampx.fused.coefficients import unpack_coefficients
 from ampx.fused.leaf_updates import Leaf, held, is_finite, wide_step
 from ampx.fused.moments.int8_blocks import (
     Int8Blocks,
@@ -17,7 +18,7 @@ from ampx.fused.moments.int8_blocks import (
     magnitudes_of,
     to_codes,
 )
-from ampx.fused.rules import Operations, Rule, read
+from ampx.fused.update_rules import Operations, UpdateRule
 from ampx.param_storage.narrow_params import RoundedParam, SplitParam
 from ampx.param_storage.rounding import element_bits, stochastic_round
 from ampx.param_storage.split_floats import split
@@ -26,7 +27,7 @@ Parts = tuple[list, list]
 
 
 class KernelStep(NamedTuple):
-    """The rules that kernels map, see `kernels.blocks.Rule`.
+    """The rules that kernels map, see `kernels.blocks.BlockFunction`.
 
     Their scalars are, in this order: the coefficients, whether to skip, what random bits depend on
     (`as_scalars` of two words for each item that draws, then row and column of the first element),
@@ -40,34 +41,34 @@ class KernelStep(NamedTuple):
       draws: of the parameter and of each slot, whether random bits round it.
     """
 
-    rule: Rule
+    rule: UpdateRule
     numbers: Any
     has_skip: bool
     counts: bool
     draws: tuple[bool, ...]
 
-    def whole(self, scalars: Any, read_: Any, written: Any, cell: Any) -> Parts:
+    def whole(self, scalars: Any, read: Any, written: Any, cell: Any) -> Parts:
         """Reads the gradient, writes parameter and slots."""
         block = self._block(scalars, cell)
         param, *slots = written
-        direction, new_slots = self._stepped(block, read_[0], param, slots)
+        direction, new_slots = self._stepped(block, read[0], param, slots)
         new, overflows = self._landed(block, param, direction)
         return [new, *new_slots], overflows
 
-    def slots(self, scalars: Any, read_: Any, written: Any, cell: Any) -> Parts:
+    def slots(self, scalars: Any, read: Any, written: Any, cell: Any) -> Parts:
         """Reads gradient and parameter, writes the slots; sums the squares of both norms."""
         block = self._block(scalars, cell)
-        grad, param = read_
+        grad, param = read
         direction, new_slots = self._stepped(block, grad, param, written)
         wide = widened(param)
         return new_slots, [wide * wide, direction * direction]
 
-    def param(self, scalars: Any, read_: Any, written: Any, cell: Any) -> Parts:
+    def param(self, scalars: Any, read: Any, written: Any, cell: Any) -> Parts:
         """Reads the new slots, writes the parameter; the last scalar is the trust ratio."""
         block = self._block(scalars, cell)
         again: Any = self.rule.direction_again
         operations = Operations(cell.sqrt, functools.partial(held, block.skip))
-        wide, slots = widened(written[0]), tuple(map(widened, read_))
+        wide, slots = widened(written[0]), tuple(map(widened, read))
         direction = again(wide, slots, block.h, operations)
         new, overflows = self._landed(block, written[0], direction * block.ratio)
         return [new], overflows
@@ -89,7 +90,9 @@ class KernelStep(NamedTuple):
             return element_bits(row, column, own)
 
         bits = tuple(None if own is None else functools.partial(bits_of, own) for own in words)
-        return _Block(read(self.numbers, numbers), skip, bits, next(rest, None), cell)
+        return _Block(
+            unpack_coefficients(self.numbers, numbers), skip, bits, next(rest, None), cell
+        )
 
     def _stepped(
         self, block: _Block, grad: Any, param: Any, slots: Sequence[Any]

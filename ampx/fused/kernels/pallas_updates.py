@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ampx.fused.coefficients import PackedCoefficients
 from ampx.fused.kernels.blocks import LONGEST_TPU_ROW
 from ampx.fused.kernels.kernel_steps import KernelStep, as_scalars, widened
 from ampx.fused.kernels.placement import Shard, placed, unknown_place
 from ampx.fused.leaf_updates import Leaf, ratio_of_norms
 from ampx.fused.moments.formats import moment_words
 from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
-from ampx.fused.rules import Packed, Rule
+from ampx.fused.update_rules import UpdateRule
 from ampx.param_storage.narrow_params import NarrowParam
 from ampx.updates.gradient_norms import sum_squares
 from ampx.updates.tails import Backend, Tail, TailResult
@@ -51,7 +52,7 @@ def resolved(backend: Backend) -> Backend:
     return _OF_PLATFORM[platform]
 
 
-def runs_in_kernel(rule: Rule, leaf: Leaf, tail: Tail) -> bool:
+def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
     """Whether a kernel updates this parameter; all others are left to XLA.
 
     Those are parameters of NovoGrad, which needs the norm of a gradient before anything else; of
@@ -112,7 +113,7 @@ def _words(leaf: Leaf) -> list[jax.Array]:
 
 
 def kernel_updates(
-    rule: Rule, coefficients: Packed, leaves: Sequence[Leaf], tail: Tail
+    rule: UpdateRule, coefficients: PackedCoefficients, leaves: Sequence[Leaf], tail: Tail
 ) -> list[tuple[TailResult, tuple[Any, ...]]]:
     """`leaf_update` of several parameters with the same coefficients.
 
@@ -158,8 +159,8 @@ def kernel_squares(
         return None
     map_leaves = _map_leaves(backend)
 
-    def squared(scalars: Any, read_: Any, written: Any, cell: Any) -> tuple[list, list]:
-        wide = widened(read_[0])
+    def squared(scalars: Any, read: Any, written: Any, cell: Any) -> tuple[list, list]:
+        wide = widened(read[0])
         return [], [wide * wide]
 
     def update(vector: jax.Array, leaves: Any, shards: Sequence[Shard]) -> list[Any]:

@@ -26,7 +26,7 @@ Leaf = tuple[jax.Array, Sequence[Any], Sequence[Any]]
 
 
 def map_leaves(
-    fun: blocks.Rule,
+    fun: blocks.BlockFunction,
     leaves: Sequence[Leaf],
     *,
     num_sums: int = 0,
@@ -35,7 +35,7 @@ def map_leaves(
     """`map_blocks` for every leaf, one kernel each.
 
     Args:
-      fun: see `blocks.Rule`.
+      fun: see `blocks.BlockFunction`.
       leaves: scalars, read and written items of each leaf.
       num_sums: see `map_blocks`.
       interpret: see `map_blocks`.
@@ -48,7 +48,7 @@ def map_leaves(
 
 
 def map_blocks(
-    fun: blocks.Rule,
+    fun: blocks.BlockFunction,
     scalars: jax.Array,
     read: Sequence[Any],
     written: Sequence[Any],
@@ -67,7 +67,7 @@ def map_blocks(
     the layout that a kernel needs, and back.
 
     Args:
-      fun: see `blocks.Rule`.
+      fun: see `blocks.BlockFunction`.
       scalars: float32 vector.
       read: items that the rule only reads.
       written: items of the same shape, aliased to the results.

@@ -1,4 +1,14 @@
-"""Adadelta."""
+"""Adadelta: steps in units of past steps, which cancel the units of the gradient.
+
+    g   = g + weight_decay p
+    e_g = rho e_g + (1 - rho) g**2                  mean of squared gradients
+    d   = sqrt(e_x + eps) / sqrt(e_g + eps) * g     with the *old* e_x
+    e_x = rho e_x + (1 - rho) d**2                  mean of squared steps
+    p   = p - learning_rate d
+
+At first e_x is 0, and eps alone sets the size of the step. `e_x` is the mean of steps before the
+learning rate, as in the paper, which has none.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +19,28 @@ import optax
 from jax.typing import ArrayLike
 
 from ampx.flat_buffers.flattening import per_buffer
-from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
 from ampx.fused.transformation import fused_transformation
+from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
 
 class AdadeltaCoefficients(NamedTuple):
-    """The numbers of a step and the rate's complement."""
+    """The numbers of a step.
 
-    factor: Any
-    step_size: Any
-    weight_decay: Any
+    Attributes:
+      rho: decay of both means.
+      rho_rest: 1 - rho, see `AdamCoefficients`.
+      eps: added under both roots.
+      factor: see `coefficients`, as for the next two.
+      step_size: minus the learning rate.
+      weight_decay: None where nothing decays.
+    """
+
     rho: Any
     rho_rest: Any
     eps: Any
+    factor: Any = None
+    step_size: Any = None
+    weight_decay: Any = None
 
 
 def adadelta_direction(
@@ -37,7 +56,7 @@ def adadelta_direction(
     return direction, (e_g, e_x)
 
 
-ADADELTA_RULE = Rule(adadelta_direction, ("e_g", "e_x"))
+ADADELTA_RULE = UpdateRule(adadelta_direction, ("e_g", "e_x"))
 
 
 def adadelta(
@@ -76,19 +95,13 @@ def adadelta(
       -0.314, 0.315
     """
     reference = optax.adadelta(learning_rate, rho, eps, weight_decay, per_buffer(weight_decay_mask))
-
-    def advance(state: Any) -> Advanced:
-        decay_state, own, rate_state = state
-        rate, rate_state = scheduled(learning_rate, rate_state)
-        decay, decay_state = scheduled(weight_decay, decay_state)
-        coefficients = AdadeltaCoefficients(
-            factor=None,
-            step_size=step_size(rate),
-            weight_decay=unless_zero(decay),
-            rho=rho,
-            rho_rest=1 - rho,
-            eps=eps,
-        )
-        return Advanced(coefficients, (decay_state, own, rate_state))
-
-    return fused_transformation(ADADELTA_RULE, reference, advance, weight_decay_mask)
+    coefficients = AdadeltaCoefficients(rho, 1 - rho, eps)
+    return fused_transformation(
+        ADADELTA_RULE,
+        reference,
+        lambda count: coefficients,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        decay_part=0,  # of (decay, means, rate)
+        mask=weight_decay_mask,
+    )

@@ -1,4 +1,9 @@
-"""Adagrad."""
+"""Adagrad: each element's rate falls with all the squares that it has seen.
+
+s = s + g**2
+d = g / sqrt(s + eps)
+p = p - learning_rate d
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,24 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size
 from ampx.fused.transformation import fused_transformation
+from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
 
 class AdagradCoefficients(NamedTuple):
-    """The numbers of a step."""
+    """The numbers of a step.
 
-    factor: Any
-    step_size: Any
-    weight_decay: Any
+    Attributes:
+      eps: added under the root.
+      factor: see `coefficients`, as for the next two.
+      step_size: minus the learning rate.
+      weight_decay: None where nothing decays.
+    """
+
     eps: Any
+    factor: Any = None
+    step_size: Any = None
+    weight_decay: Any = None
 
 
 def adagrad_direction(
@@ -28,10 +40,11 @@ def adagrad_direction(
     """The gradient over the root of all squares so far."""
     del p
     squares = ops.keep(slots[0] + g * g, slots[0])
+    # An element that has seen no gradient, with eps = 0, would be 0 / 0.
     return jnp.where(squares > 0, g / ops.sqrt(squares + h.eps), jnp.zeros_like(g)), (squares,)
 
 
-ADAGRAD_RULE = Rule(adagrad_direction, ("sum_of_squares",))
+ADAGRAD_RULE = UpdateRule(adagrad_direction, ("sum_of_squares",))
 
 
 def adagrad(
@@ -64,10 +77,7 @@ def adagrad(
       Array([-1.,  1.], dtype=float32)
     """
     reference = optax.adagrad(learning_rate, initial_accumulator_value, eps)
-
-    def advance(state: Any) -> Advanced:
-        own, rate_state = state
-        rate, rate_state = scheduled(learning_rate, rate_state)
-        return Advanced(AdagradCoefficients(None, step_size(rate), None, eps), (own, rate_state))
-
-    return fused_transformation(ADAGRAD_RULE, reference, advance)
+    coefficients = AdagradCoefficients(eps)
+    return fused_transformation(
+        ADAGRAD_RULE, reference, lambda count: coefficients, learning_rate=learning_rate
+    )

@@ -1,4 +1,13 @@
-"""Adam and AdamW."""
+"""Adam and AdamW.
+
+With t counting steps from 1, all elementwise, and decay only in AdamW (and LAMB):
+
+    mu  = b1 mu + (1 - b1) g                          mean of gradients
+    nu  = b2 nu + (1 - b2) g**2                       mean of squared gradients
+    mu^ = mu / (1 - b1**t)    nu^ = nu / (1 - b2**t)  both began at 0: undo that bias
+    d   = mu^ / (sqrt(nu^ + eps_root) + eps) + weight_decay p
+    p   = p - learning_rate d
+"""
 
 from __future__ import annotations
 
@@ -11,16 +20,29 @@ from jax.typing import ArrayLike
 
 from ampx.flat_buffers.flattening import per_buffer
 from ampx.fused.moments.formats import SlotDtype, array_dtype
-from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
 from ampx.fused.transformation import fused_transformation
+from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
 
 class AdamCoefficients(NamedTuple):
-    """The numbers of a step; the rates' complements and the bias corrections are worked out."""
+    """The numbers of step t.
 
-    factor: Any
-    step_size: Any
-    weight_decay: Any
+    Attributes:
+      b1: decay of the mean of gradients.
+      b1_rest: 1 - b1, taken before b1 is rounded to float32. float32(1) - float32(0.999) would be
+        0.00099998713, wrong in the fifth digit.
+      b2: decay of the mean of squares.
+      b2_rest: 1 - b2, likewise.
+      mu_correction: 1 / (1 - b1**t); with Nesterov's momentum of the step after, t + 1.
+      nu_correction: 1 / (1 - b2**t).
+      gradient_correction: (1 - b1) / (1 - b1**t) with Nesterov's momentum, otherwise None.
+      eps: added to the root.
+      eps_root: added under the root.
+      factor: see `coefficients`, as for the next two.
+      step_size: minus the learning rate.
+      weight_decay: None where nothing decays.
+    """
+
     b1: Any
     b1_rest: Any
     b2: Any
@@ -30,6 +52,9 @@ class AdamCoefficients(NamedTuple):
     gradient_correction: Any
     eps: Any
     eps_root: Any
+    factor: Any = None
+    step_size: Any = None
+    weight_decay: Any = None
 
 
 def adam_direction(
@@ -41,12 +66,14 @@ def adam_direction(
     nu = ops.keep(h.b2 * nu + h.b2_rest * (g * g), nu)
     mean = h.mu_correction * mu
     if h.gradient_correction is not None:
+        # Nesterov: the mean as the next step will begin with it, one decay further, plus this
+        # gradient once more:  b1 mu / (1 - b1**(t + 1)) + (1 - b1) g / (1 - b1**t).
         mean = h.b1 * mean + h.gradient_correction * g
     return _ratio(mean, nu, p, h, ops), (mu, nu)
 
 
 def adam_direction_again(p: Any, slots: Slots, h: AdamCoefficients, ops: Operations) -> jax.Array:
-    """The same direction out of the new slots, without Nesterov's momentum."""
+    """The same direction out of the new slots, without Nesterov's momentum; for LAMB."""
     mu, nu = slots
     return _ratio(h.mu_correction * mu, nu, p, h, ops)
 
@@ -56,30 +83,14 @@ def _ratio(mean: jax.Array, nu: jax.Array, p: Any, h: AdamCoefficients, ops: Ope
     return direction if h.weight_decay is None else direction + h.weight_decay * p
 
 
-ADAM_RULE = Rule(adam_direction, ("mu", "nu"))
+ADAM_RULE = UpdateRule(adam_direction, ("mu", "nu"))
 
 
-def advance_adam(
-    state: Any,
-    learning_rate: Any,
-    b1: Any,
-    b2: Any,
-    eps: Any,
-    eps_root: Any,
-    *,
-    weight_decay: Any = None,
-    nesterov: bool = False,
-) -> Advanced:
-    """For a state of (moments, state of the decay's schedule unless it is None, ..., rate's)."""
-    moments, *rest = state
-    count = optax.safe_increment(moments.count)
-    rate, rest[-1] = scheduled(learning_rate, rest[-1])
-    if weight_decay is not None:
-        weight_decay, rest[0] = scheduled(weight_decay, rest[0])
-    coefficients = AdamCoefficients(
-        factor=None,
-        step_size=step_size(rate),
-        weight_decay=unless_zero(weight_decay),
+def adam_coefficients(
+    count: jax.Array, b1: Any, b2: Any, eps: Any, eps_root: Any, *, nesterov: bool = False
+) -> AdamCoefficients:
+    """The numbers of step `count`, an int32 scalar that begins at 1."""
+    return AdamCoefficients(
         b1=b1,
         b1_rest=1 - b1,
         b2=b2,
@@ -90,11 +101,14 @@ def advance_adam(
         eps=eps,
         eps_root=eps_root,
     )
-    return Advanced(coefficients, (moments._replace(count=count), *rest))
 
 
 def _correction(decay: Any, count: Any) -> jax.Array:
-    """What undoes the bias of a mean that began at zero, `count` steps ago."""
+    """What undoes the bias of a mean that began at zero, `count` steps ago.
+
+    If all gradients were the same g, the mean would be (1 - decay**count) g. As a factor it costs
+    an element one multiplication and no division.
+    """
     dtype = jnp.result_type(float)
     return 1 / (1 - jnp.asarray(decay, dtype) ** count.astype(dtype))
 
@@ -147,11 +161,13 @@ def adam(
         learning_rate, b1, b2, eps, eps_root, array_dtype(mu_dtype), nesterov=nesterov
     )
 
-    def advance(state: Any) -> Advanced:
-        return advance_adam(state, learning_rate, b1, b2, eps, eps_root, nesterov=nesterov)
-
-    slot_dtypes = {"mu": mu_dtype, "nu": nu_dtype}
-    return fused_transformation(ADAM_RULE, reference, advance, slot_dtypes=slot_dtypes)
+    return fused_transformation(
+        ADAM_RULE,
+        reference,
+        lambda count: adam_coefficients(count, b1, b2, eps, eps_root, nesterov=nesterov),
+        learning_rate=learning_rate,
+        slot_dtypes={"mu": mu_dtype, "nu": nu_dtype},
+    )
 
 
 def adamw(
@@ -202,30 +218,24 @@ def adamw(
       >>> optax.tree.get(state, "mu")["w"].shape
       (2, 2)
     """
-    own_dtype = array_dtype(mu_dtype)
     reference = optax.adamw(
         learning_rate,
         b1,
         b2,
         eps,
         eps_root,
-        own_dtype,
+        array_dtype(mu_dtype),
         weight_decay,
         per_buffer(mask),
         nesterov=nesterov,
     )
-
-    def advance(state: Any) -> Advanced:
-        return advance_adam(
-            state,
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            eps_root,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-        )
-
-    slot_dtypes = {"mu": mu_dtype, "nu": nu_dtype}
-    return fused_transformation(ADAM_RULE, reference, advance, mask, slot_dtypes)
+    return fused_transformation(
+        ADAM_RULE,
+        reference,
+        lambda count: adam_coefficients(count, b1, b2, eps, eps_root, nesterov=nesterov),
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        decay_part=1,  # of (moments, decay, rate)
+        mask=mask,
+        slot_dtypes={"mu": mu_dtype, "nu": nu_dtype},
+    )

@@ -1,4 +1,12 @@
-"""LAMB: AdamW with a step in proportion to each parameter's norm."""
+"""LAMB: AdamW whose step is in proportion to each parameter's norm.
+
+With AdamW's direction d, decay included, and norms over one whole parameter:
+
+    p = p - learning_rate * (|p| / |d|) * d        the ratio is 1 where a norm is 0
+
+The ratio waits for every element of d, so a step is two passes over the parameter. The second
+works d out again from the new moments instead of reading a stored copy: see `adam_direction_again`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +17,15 @@ from jax.typing import ArrayLike
 
 from ampx.flat_buffers.flattening import per_buffer
 from ampx.fused.moments.formats import SlotDtype
-from ampx.fused.optimizers.adam import adam_direction, adam_direction_again, advance_adam
-from ampx.fused.rules import Advanced, Rule
+from ampx.fused.optimizers.adam import (
+    adam_coefficients,
+    adam_direction,
+    adam_direction_again,
+)
 from ampx.fused.transformation import fused_transformation
+from ampx.fused.update_rules import UpdateRule
 
-LAMB_RULE = Rule(adam_direction, ("mu", "nu"), adam_direction_again)
+LAMB_RULE = UpdateRule(adam_direction, ("mu", "nu"), adam_direction_again)
 
 
 def lamb(
@@ -62,9 +74,13 @@ def lamb(
       Array([-0.354, -0.354], dtype=float32)
     """
     reference = optax.lamb(learning_rate, b1, b2, eps, eps_root, weight_decay, per_buffer(mask))
-
-    def advance(state: Any) -> Advanced:
-        return advance_adam(state, learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay)
-
-    slot_dtypes = {"mu": mu_dtype, "nu": nu_dtype}
-    return fused_transformation(LAMB_RULE, reference, advance, mask, slot_dtypes)
+    return fused_transformation(
+        LAMB_RULE,
+        reference,
+        lambda count: adam_coefficients(count, b1, b2, eps, eps_root),
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        decay_part=1,  # of (moments, decay, ratio, rate)
+        mask=mask,
+        slot_dtypes={"mu": mu_dtype, "nu": nu_dtype},
+    )

@@ -1,4 +1,12 @@
-"""Lion: the sign of an interpolated momentum."""
+"""Lion: the sign of an interpolated momentum.
+
+    d  = sign(b1 mu + (1 - b1) g) + weight_decay p
+    mu = b2 mu + (1 - b2) g
+    p  = p - learning_rate d
+
+The sign looks at the old `mu` with b1, the state decays with b2 > b1: a gradient counts for more in
+the step that it takes part in than in those after.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +19,30 @@ from jax.typing import ArrayLike
 
 from ampx.flat_buffers.flattening import per_buffer
 from ampx.fused.moments.formats import SlotDtype, array_dtype
-from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
 from ampx.fused.transformation import fused_transformation
+from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
 
 class LionCoefficients(NamedTuple):
-    """The numbers of a step and the rates' complements."""
+    """The numbers of a step.
 
-    factor: Any
-    step_size: Any
-    weight_decay: Any
+    Attributes:
+      b1: weight of the momentum in the sign.
+      b1_rest: 1 - b1, see `AdamCoefficients`.
+      b2: decay of the momentum.
+      b2_rest: 1 - b2.
+      factor: see `coefficients`, as for the next two.
+      step_size: minus the learning rate.
+      weight_decay: None where nothing decays.
+    """
+
     b1: Any
     b1_rest: Any
     b2: Any
     b2_rest: Any
+    factor: Any = None
+    step_size: Any = None
+    weight_decay: Any = None
 
 
 def lion_direction(
@@ -38,7 +56,7 @@ def lion_direction(
     return direction, (ops.keep(h.b2 * mu + h.b2_rest * g, mu),)
 
 
-LION_RULE = Rule(lion_direction, ("mu",))
+LION_RULE = UpdateRule(lion_direction, ("mu",))
 
 
 def lion(
@@ -80,21 +98,14 @@ def lion(
     reference = optax.lion(
         learning_rate, b1, b2, array_dtype(mu_dtype), weight_decay, per_buffer(mask)
     )
-
-    def advance(state: Any) -> Advanced:
-        own, decay_state, rate_state = state
-        rate, rate_state = scheduled(learning_rate, rate_state)
-        decay, decay_state = scheduled(weight_decay, decay_state)
-        coefficients = LionCoefficients(
-            factor=None,
-            step_size=step_size(rate),
-            weight_decay=unless_zero(decay),
-            b1=b1,
-            b1_rest=1 - b1,
-            b2=b2,
-            b2_rest=1 - b2,
-        )
-        own = own._replace(count=optax.safe_increment(own.count))
-        return Advanced(coefficients, (own, decay_state, rate_state))
-
-    return fused_transformation(LION_RULE, reference, advance, mask, {"mu": mu_dtype})
+    coefficients = LionCoefficients(b1, 1 - b1, b2, 1 - b2)
+    return fused_transformation(
+        LION_RULE,
+        reference,
+        lambda count: coefficients,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        decay_part=1,  # of (momentum, decay, rate)
+        mask=mask,
+        slot_dtypes={"mu": mu_dtype},
+    )

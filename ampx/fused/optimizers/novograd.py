@@ -1,4 +1,12 @@
-"""NovoGrad: a second moment that is one number a parameter."""
+"""NovoGrad: a second moment that is one number a parameter.
+
+    nu = b2 nu + (1 - b2) |g|**2               |g| over the whole parameter; nu = |g|**2 at first
+    mu = b1 mu + g / (sqrt(nu + eps_root) + eps) + weight_decay p
+    p  = p - learning_rate mu
+
+The norm of a gradient is needed before anything else can be done with it, so a step reads the
+gradient twice, and kernels leave it to XLA.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +17,34 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size, unless_zero
 from ampx.fused.transformation import fused_transformation
+from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
 
 class NovogradCoefficients(NamedTuple):
-    """The numbers of a step; `squares` is filled in parameter by parameter."""
+    """The numbers of a step.
 
-    factor: Any
-    step_size: Any
-    weight_decay: Any
+    Attributes:
+      b1: decay of the trace.
+      b2: decay of the mean of squared norms; 0 in the first step, which so begins at |g|**2.
+      b2_rest: 1 - b2, and 1 in the first step.
+      eps: added to the root.
+      eps_root: added under the root.
+      squares: |g|**2, filled in parameter by parameter; of shape (parameters,) in a flat buffer.
+      factor: see `coefficients`, as for the next two.
+      step_size: minus the learning rate.
+      weight_decay: None where nothing decays.
+    """
+
     b1: Any
     b2: Any
     b2_rest: Any
     eps: Any
     eps_root: Any
-    squares: Any
+    squares: Any = None
+    factor: Any = None
+    step_size: Any = None
+    weight_decay: Any = None
 
 
 def novograd_direction(
@@ -40,7 +60,7 @@ def novograd_direction(
     return mu, (mu, nu)
 
 
-NOVOGRAD_RULE = Rule(novograd_direction, ("mu", "nu"), needs_squares=True)
+NOVOGRAD_RULE = UpdateRule(novograd_direction, ("mu", "nu"), needs_squares=True)
 
 
 def novograd(
@@ -84,22 +104,20 @@ def novograd(
     decay: Any = weight_decay
     reference = optax.novograd(learning_rate, b1, b2, eps, eps_root, decay)
 
-    def advance(state: Any) -> Advanced:
-        own, rate_state = state
-        rate, rate_state = scheduled(learning_rate, rate_state)
-        is_first = own.count == 0
-        coefficients = NovogradCoefficients(
-            factor=None,
-            step_size=step_size(rate),
-            weight_decay=unless_zero(weight_decay),
+    def coefficients_at(count: jax.Array) -> NovogradCoefficients:
+        is_first = count == 1
+        return NovogradCoefficients(
             b1=b1,
             b2=jnp.where(is_first, 0.0, b2),
             b2_rest=jnp.where(is_first, 1.0, 1 - b2),
             eps=eps,
             eps_root=eps_root,
-            squares=None,
         )
-        own = own._replace(count=optax.safe_increment(own.count))
-        return Advanced(coefficients, (own, rate_state))
 
-    return fused_transformation(NOVOGRAD_RULE, reference, advance)
+    return fused_transformation(
+        NOVOGRAD_RULE,
+        reference,
+        coefficients_at,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+    )

@@ -1,4 +1,10 @@
-"""Stochastic gradient descent, with momentum or without."""
+"""Stochastic gradient descent, with momentum or without.
+
+d = g                                   without momentum, and without any state
+m = momentum m + g;  d = m              heavy ball
+m = momentum m + g;  d = g + momentum m    Nesterov: where m will be one step later
+p = p - learning_rate d
+"""
 
 from __future__ import annotations
 
@@ -10,17 +16,24 @@ import optax
 from jax.typing import ArrayLike
 
 from ampx.fused.moments.formats import SlotDtype, array_dtype
-from ampx.fused.rules import Advanced, Operations, Rule, Slots, scheduled, step_size
 from ampx.fused.transformation import fused_transformation
+from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
 
 class SgdCoefficients(NamedTuple):
-    """The numbers of a step."""
+    """The numbers of a step.
 
-    factor: Any
-    step_size: Any
-    weight_decay: Any
+    Attributes:
+      momentum: decay of the trace; None without one.
+      factor: see `coefficients`, as for the next two.
+      step_size: minus the learning rate.
+      weight_decay: always None: SGD has none.
+    """
+
     momentum: Any
+    factor: Any = None
+    step_size: Any = None
+    weight_decay: Any = None
 
 
 def sgd_direction(
@@ -73,12 +86,12 @@ def sgd(
     """
     reference = optax.sgd(learning_rate, momentum, nesterov, array_dtype(accumulator_dtype))
     direction = functools.partial(sgd_direction, nesterov=nesterov)
-    rule = Rule(direction, () if momentum is None else ("trace",))
-
-    def advance(state: Any) -> Advanced:
-        own, rest = state
-        rate, rest = scheduled(learning_rate, rest)
-        return Advanced(SgdCoefficients(None, step_size(rate), None, momentum), (own, rest))
-
-    slot_dtypes = {} if momentum is None else {"trace": accumulator_dtype}
-    return fused_transformation(rule, reference, advance, slot_dtypes=slot_dtypes)
+    rule = UpdateRule(direction, () if momentum is None else ("trace",))
+    coefficients = SgdCoefficients(momentum)
+    return fused_transformation(
+        rule,
+        reference,
+        lambda count: coefficients,
+        learning_rate=learning_rate,
+        slot_dtypes={} if momentum is None else {"trace": accumulator_dtype},
+    )

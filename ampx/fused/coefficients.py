@@ -1,0 +1,113 @@
+"""The scalars of one step: what schedules say, what a rate's complement is, packed in a vector.
+
+An optimizer declares its scalars as a NamedTuple. The last three fields are the same everywhere:
+
+    factor        multiplies the gradient first: 1 / loss scale, times a clip
+    step_size     multiplies the direction last: minus the learning rate
+    weight_decay  of this parameter
+
+A field of None takes no part in the arithmetic: without weight decay, for example, the parameter
+is not read at all to compute an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+# From the number of the step, int32 from 1 on, or None where the optimizer does not count, to a
+# NamedTuple of the optimizer's own numbers; the three shared fields are filled in later.
+CoefficientsAt = Callable[[Any], Any]
+
+
+def advance(
+    state: tuple[Any, ...],
+    own_part: int,
+    coefficients_at: CoefficientsAt,
+    *,
+    learning_rate: Any,
+    weight_decay: Any = None,
+    decay_part: int | None = None,
+) -> tuple[Any, tuple[Any, ...]]:
+    """All that an optimizer knows before it sees a gradient.
+
+    Args:
+      state: that of optax's chain, whose last part belongs to the learning rate.
+      own_part: the place in it of the optimizer's own part: the slots, and perhaps a count.
+      coefficients_at: the optimizer's own numbers in a step.
+      learning_rate: a number, a schedule, or None for a step of plus the direction, as in optax.
+      weight_decay: a number, a schedule, or None.
+      decay_part: the place of the part that belongs to the weight decay; None if none does.
+
+    Returns:
+      The coefficients, and the state after the step, its slots still the old ones.
+    """
+    parts = list(state)
+    own = parts[own_part]
+    count = None
+    # `hasattr` would not do: every tuple has a method of this name.
+    if "count" in own._fields:
+        count = optax.safe_increment(own.count)
+        parts[own_part] = own._replace(count=count)
+    rate, parts[-1] = _scheduled(learning_rate, parts[-1])
+    if decay_part is not None:
+        weight_decay, parts[decay_part] = _scheduled(weight_decay, parts[decay_part])
+    coefficients = coefficients_at(count)._replace(
+        step_size=None if rate is None else -rate, weight_decay=_unless_zero(weight_decay)
+    )
+    return coefficients, tuple(parts)
+
+
+def _scheduled(value: Any, state: Any) -> tuple[Any, Any]:
+    """A number that may be a schedule, and the state of that schedule one step later."""
+    if not callable(value):
+        return value, state
+    if isinstance(state, optax.MaskedState):
+        number, inner = _scheduled(value, state.inner_state)
+        return number, optax.MaskedState(inner)
+    # optax's schedules count from 0: the first step sees `value(0)`.
+    return value(state.count), state._replace(count=optax.safe_increment(state.count))
+
+
+def _unless_zero(weight_decay: Any) -> Any:
+    """The decay, or None where it is known to be none and parameters need not be read."""
+    is_number = isinstance(weight_decay, int | float)
+    return None if is_number and weight_decay == 0 else weight_decay
+
+
+class PackedCoefficients(NamedTuple):
+    """The coefficients of a step in one vector, shared by all parameters that have the same.
+
+    XLA merges the loops over parameters that share an operand that is an array. It does not merge
+    those that share nothing but scalars. A kernel takes the vector as it is.
+
+    Attributes:
+      vector: float32 or float64 of shape (numbers,), those that are not None, in the order of the
+        fields.
+      numbers: the NamedTuple of coefficients again, its numbers read out of the vector.
+      is_bad: bool scalar, whether one of them is not finite.
+    """
+
+    vector: jax.Array
+    numbers: Any
+    is_bad: jax.Array
+
+
+def pack_coefficients(coefficients: Any, dtype: Any) -> PackedCoefficients:
+    """Puts the coefficients that are not None into one vector."""
+    given = [number for number in coefficients if number is not None]
+    # Without the barrier XLA looks through the vector and sees scalars again.
+    vector = lax.optimization_barrier(jnp.stack([jnp.asarray(n, dtype) for n in given]))
+    numbers = unpack_coefficients(coefficients, vector)
+    return PackedCoefficients(vector, numbers, ~jnp.all(jnp.isfinite(vector)))
+
+
+def unpack_coefficients(coefficients: Any, vector: Iterable[Any]) -> Any:
+    """The NamedTuple with numbers of a vector in the places of those that are not None."""
+    numbers = iter(vector)
+    return type(coefficients)(*[None if n is None else next(numbers) for n in coefficients])
