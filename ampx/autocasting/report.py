@@ -20,6 +20,7 @@ from ampx.autocasting.transform import CustomVjp, Output, settings_of, traced
 from ampx.autocasting.values import AS_TRACED, is_float32
 from ampx.jaxprs import pure_calls, reading, source_info
 from ampx.jaxprs.reading import Jaxpr
+from ampx.text_tables import format_rows
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
@@ -95,11 +96,7 @@ class Explanation:
             )
             for row in self.equations
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = [
-            "  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1])).rstrip()
-            for row in rows
-        ]
+        lines = format_rows(rows)
         half, products = self.products_in_half()
         lines.append(f"{half} of {products} matrix products and convolutions in {self.half_dtype}")
         if self.unknown:

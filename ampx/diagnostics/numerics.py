@@ -49,6 +49,7 @@ from ampx.jaxprs import reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, is_opaque
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.jaxprs.reading import Equation
+from ampx.text_tables import format_rows
 from ampx.trees import path_name
 
 Counts = collections.defaultdict[Key, Histogram]
@@ -195,12 +196,8 @@ class NumericsReport:
             )
             count = f"{row.values}" + (f" +{row.non_finite} bad" if row.non_finite else "")
             rows.append((row.scope or "(rest)", row.direction, count, exponent, *shares))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        lines += [
+            *format_rows(rows),
             "",
             f"% of nonzero values that become zero/subnormal/infinite, gradients times "
             f"{self.loss_scale:g}; exponent: the largest, unscaled",

@@ -19,6 +19,7 @@ from ampx.diagnostics.dataflow import Culprit, Flow, ReductionRecord
 from ampx.diagnostics.hlo import CompiledReduction, waits_of_outputs
 from ampx.jaxprs import pure_calls
 from ampx.jaxprs.pure_calls import split_arrays
+from ampx.text_tables import format_table
 from ampx.trees import path_name
 
 _LOOP = "A loop gives all of its results at once: reduce and update after it."
@@ -156,10 +157,10 @@ class OverlapReport:
             axes = ", ".join(map(str, r.axes))
             source = PurePath(r.source).name
             rows.append((str(r.place), r.primitive, axes, f"{r.dtype}[{r.elements}]", kind, source))
-        tables = [_table(rows)]
+        tables = [format_table(rows)]
         if self.compiled is not None:
             tables.append(
-                _table(
+                format_table(
                     [("compiled", "instruction", "opcode", "gradients merged")]
                     + [(str(r.place), r.name, r.opcode, str(r.gradients)) for r in self.compiled]
                 )
@@ -173,18 +174,10 @@ class OverlapReport:
             groups.setdefault((kind, *waits), []).append(output.path)
         head = ("output", "waits for") + ("compiled",) * (self.compiled is not None)
         rows = [(*key, _some(paths)) for key, paths in groups.items()]
-        tables.append(_table([(*head, "paths"), *rows]))
+        tables.append(format_table([(*head, "paths"), *rows]))
         return "\n\n".join((*tables, self._verdict()))
 
     __repr__ = __str__
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def _places(places: Iterable[int]) -> str:

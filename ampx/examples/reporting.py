@@ -13,6 +13,7 @@ import optax
 
 import ampx
 from ampx import drawing
+from ampx.text_tables import format_rows
 
 if TYPE_CHECKING:
     from ampx.examples.runs import Run
@@ -52,8 +53,7 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
                 drawing.format_scale(run.final_scale),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = format_rows(rows)
     lines.insert(1, "-" * len(lines[0]))
     for number, note in enumerate(notes, 1):
         lines += textwrap.wrap(f"[{number}] {note}", 100, subsequent_indent="    ")

@@ -22,6 +22,7 @@ from ampx.pipelining.pipeline_gradients import PipelineGradients
 from ampx.pipelining.planning.footprints import WIRES, DevicePlan, Footprint
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.simulation import Cost, Simulation
+from ampx.text_tables import format_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,9 @@ class Plan:
             time = [f"{self.seconds[name]:.3g} s"] if self.seconds else []
             wire.append([name, _size(size), *time])
         wire[0] += [""] * (len(wire[-1]) - 2)
-        return "\n\n".join(("\n".join(lines), _table(rows), _table(memory), _table(wire)))
+        return "\n\n".join(
+            ("\n".join(lines), format_table(rows), format_table(memory), format_table(wire))
+        )
 
     __repr__ = __str__
 
@@ -245,11 +248,3 @@ def _size(size: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
