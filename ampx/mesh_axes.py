@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-def as_axes(axis_name: str | Sequence[str]) -> tuple[str, ...]:
-    """One axis or several, as a tuple.
+def as_axes(
+    value: Any, argument: str = "axis_name", *, may_be_empty: bool = False
+) -> tuple[str, ...]:
+    """Converts what a caller gave for an axis argument to a tuple of names.
+
+    Args:
+      value: the name of an axis, or an iterable of names.
+      argument: the name of the argument, for the errors.
+      may_be_empty: whether None and an empty sequence are allowed, both as no axis.
 
     Raises:
-      ValueError: if there is none.
+      TypeError: if it is something else.
+      ValueError: if it is an empty sequence where an axis is needed.
+
+    Examples:
+      >>> from ampx import mesh_axes
+      >>> mesh_axes.as_axes("data"), mesh_axes.as_axes(["host", "data"])
+      (('data',), ('host', 'data'))
+      >>> mesh_axes.as_axes(None, may_be_empty=True)
+      ()
     """
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if not axes:
-        raise ValueError("axis_name must name at least one mesh axis, such as 'data'")
+    if value is None and may_be_empty:
+        return ()
+    axes = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(
+            f"{argument} must be the name of a mesh axis, such as 'data', or a sequence of names, "
+            f"such as ('host', 'data'), got {value!r}"
+        )
+    if not axes and not may_be_empty:
+        raise ValueError(f"{argument} must name at least one mesh axis, such as 'data'")
     return axes
 
 
-def bound_size(axes: Sequence[str]) -> int:
-    """How many devices there are along mapped axes together.
+def count_devices(axes: Sequence[str]) -> int:
+    """Counts the devices along mapped axes together.
 
     Raises:
       NameError: if one of them is not mapped here.
@@ -40,23 +62,46 @@ def bound_size(axes: Sequence[str]) -> int:
                 f"no axis {axis!r} is mapped here: call it inside jax.shard_map over a mesh with "
                 "that axis. Under plain jit arrays are global, and JAX reduces gradients itself"
             ) from error
-    return int(np.prod([lax.axis_size(axis) for axis in axes], dtype=int))
+    return math.prod(map(lax.axis_size, axes))
 
 
-def varying_over(leaf: Any) -> frozenset[str]:
-    """The mapped axes over which a value may differ; none where `shard_map` does not check it."""
-    return jax.typeof(leaf).manual_axis_type.varying
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The mapped axes over which a value may differ; none where `shard_map` does not check it.
+
+    Args:
+      tree: an array, or a tree of arrays: then the axes over which any of them may differ.
+    """
+    leaves = jax.tree.leaves(tree)
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
+
+
+def fold_in_device(key: jax.Array | None, axes: Sequence[str]) -> jax.Array | None:
+    """Folds this device's place along mapped axes into a key, so that each has its own; None stays.
+
+    The batch is split over these axes, and nothing else is: devices that hold parts of one model
+    keep the same key, as they must to draw the same dropout mask.
+    """
+    if key is None:
+        return None
+    for axis in axes:
+        key = jax.random.fold_in(key, lax.axis_index(axis))
+    return key
+
+
+def sum_over_axes(tree: Any, axes: Sequence[str]) -> Any:
+    """Sums what each device holds over mapped axes; over none, the tree as it is."""
+    # psum refuses a value that varies over some of its axes and not over the others.
+    return lax.psum(mark_varying(tree, axes), tuple(axes)) if axes else tree
 
 
 def sum_over_shards(number: jax.Array) -> jax.Array:
-    """What each device found in its shard, summed over the mapped axes over which it varies."""
-    axes = tuple(sorted(varying_over(number)))
-    return lax.psum(number, axes) if axes else number
+    """Sums what each device found in its shard over the mapped axes over which it varies."""
+    return sum_over_axes(number, sorted(varying_axes(number)))
 
 
 def tracks_varying(axis: str) -> bool:
     """Whether the `shard_map` around checks what varies over this axis."""
-    return axis in varying_over(lax.axis_index(axis))
+    return axis in varying_axes(lax.axis_index(axis))
 
 
 def _spec_of(leaf: Any) -> Any:
@@ -79,7 +124,7 @@ def unreduced_zeros(leaf: Any, dtype: Any) -> jax.Array:
     return jax.reshard(jnp.zeros(leaf.shape, dtype), spec)
 
 
-def divided(total: jax.Array, divisor: Any) -> jax.Array:
+def divide_sum(total: jax.Array, divisor: Any) -> jax.Array:
     """A quotient, also of a sum that is still due, which only a product can scale."""
     axes = unreduced_axes(total)
     if not axes:
@@ -95,8 +140,8 @@ def has_automatic_axes() -> bool:
     return any(size > 1 for name, size in mesh.shape.items() if name not in manual)
 
 
-def varying(tree: Any, axes: Sequence[str]) -> Any:
-    """The same values, marked as possibly different on devices along `axes`; no marks in `vmap`."""
+def mark_varying(tree: Any, axes: Sequence[str]) -> Any:
+    """Marks values as possibly different on devices along `axes`; sets no marks in `vmap`."""
 
     def mark(leaf: Any) -> Any:
         for axis in axes:
@@ -112,15 +157,20 @@ def is_spec(node: Any) -> bool:
     return isinstance(node, P)
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
+def axes_of_entry(entry: Any) -> tuple[Any, ...]:
     """The mesh axes of one entry of a `PartitionSpec`."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def placed(tree: Any, specs: Any, mesh: Mesh | None, axes: Sequence[str]) -> Any:
-    """The arrays laid out along Explicit mesh axes; along Auto axes that is left to the compiler.
+def axes_of_spec(spec: P) -> tuple[Any, ...]:
+    """The mesh axes along which a `PartitionSpec` divides an array."""
+    return tuple(axis for entry in spec for axis in axes_of_entry(entry))
+
+
+def place(tree: Any, specs: Any, mesh: Mesh | None, axes: Sequence[str]) -> Any:
+    """Lays arrays out along Explicit mesh axes; along Auto axes that is left to the compiler.
 
     Args:
       tree: global arrays.
@@ -135,17 +185,17 @@ def placed(tree: Any, specs: Any, mesh: Mesh | None, axes: Sequence[str]) -> Any
         return tree
 
     def entry(wanted: Any, held: Any) -> Any:
-        ours = [axis for axis in axes_of(wanted) if axis in explicit]
-        others = [axis for axis in axes_of(held) if axis not in axes]
+        ours = [axis for axis in axes_of_entry(wanted) if axis in explicit]
+        others = [axis for axis in axes_of_entry(held) if axis not in axes]
         return (*ours, *others) or None
 
-    def place(spec: P, leaf: Any) -> Any:
+    def place_leaf(spec: P, leaf: Any) -> Any:
         held = tuple(jax.typeof(leaf).sharding.spec)
         wanted = (*spec, *[None] * (len(held) - len(spec)))
         merged = P(*map(entry, wanted, held))
         return jax.sharding.reshard(leaf, merged if mesh is None else NamedSharding(mesh, merged))
 
     def place_all(spec: P, part: Any) -> Any:
-        return jax.tree.map(lambda leaf: place(spec, leaf), part)
+        return jax.tree.map(lambda leaf: place_leaf(spec, leaf), part)
 
     return jax.tree.map(place_all, specs, tree, is_leaf=is_spec)

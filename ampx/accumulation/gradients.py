@@ -17,12 +17,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ampx import flax_modules
-from ampx.accumulation.microbatches import (
-    batch_size,
-    fold_in_device,
-    pad_and_mask,
-    split_microbatches,
-)
+from ampx.accumulation.microbatches import batch_size, pad_and_mask, split_microbatches
 from ampx.accumulation.normalization import (
     AuxReduction,
     Normalize,
@@ -35,7 +30,7 @@ from ampx.accumulation.results import GradResult
 from ampx.accumulation.sparse_rows import densify, merge_sparse, read_tables, split_sparse
 from ampx.checking import check_choice, check_positive_int
 from ampx.flat_buffers.flat_params import as_tree, has_flat
-from ampx.mesh_axes import reduced_axes, unreduced_zeros, varying
+from ampx.mesh_axes import as_axes, fold_in_device, mark_varying, reduced_axes, unreduced_zeros
 from ampx.precision.opt_levels import Recipe, as_recipe
 from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.policies import Policy
@@ -112,7 +107,7 @@ def value_and_grad(
       1.6666666 5.3333335 3.0
     """
     _check_arguments(num_microbatches, normalize, remainder, aux_reduction)
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    axes = as_axes(axis_name, may_be_empty=True)
     tables = dict(sparse_rows or {})
 
     def grads_at(
@@ -140,7 +135,7 @@ def value_and_grad(
         key = fold_in_device(key, axes)
         # Under check_vma=True JAX sums the gradient of a replicated parameter over the devices by
         # itself, once a micro-batch; a sum by the caller would count every device n times.
-        params = varying(params, axes)
+        params = mark_varying(params, axes)
         has_state = model_state is not None
 
         def scaled_loss(params: Any, microbatch: Any, mask: Any, index: Any, state: Any) -> Any:

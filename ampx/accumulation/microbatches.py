@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -75,14 +74,3 @@ def pad_and_mask(batch: Any, num_microbatches: int) -> tuple[Any, jax.Array]:
     padding = -size % num_microbatches
     padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], padding, 0)]), batch)
     return padded, jnp.arange(size + padding) < size
-
-
-def fold_in_device(key: jax.Array | None, axes: Sequence[str]) -> jax.Array | None:
-    """Folds this device's place along mapped axes into a key, so that each has its own; None stays.
-
-    The batch is split over these axes, and nothing else is: devices that hold parts of one model
-    keep the same key, as they must to draw the same dropout mask.
-    """
-    for axis in axes:
-        key = key if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
-    return key

@@ -14,6 +14,7 @@ from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_choice, check_positive_int, check_transformation
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.state import LossScaleState
+from ampx.mesh_axes import as_axes, sum_over_axes
 from ampx.trees import find_nodes, has_mark, wider_dtype
 
 OnNonfinite = Literal["drop_window", "drop_micro_step"]
@@ -104,7 +105,7 @@ def multi_steps(
     check_choice("normalize", normalize, get_args(Normalize))
     check_choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
     inner = optax.with_extra_args_support(inner)
-    axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    axis_names = as_axes(axis_names, "axis_names", may_be_empty=True)
     window_length = every_k if callable(every_k) else lambda _: every_k
 
     def init(params: optax.Params) -> MultiStepsState:
@@ -143,7 +144,7 @@ def multi_steps(
         bad = jnp.sum(nonfinite.count_nonfinite((updates, weight), axis_names=axis_names)) > 0
         left_out = jnp.asarray(False if drop_if is None else drop_if(updates), bool)
         if axis_names and drop_if is not None:
-            left_out = jax.lax.psum(left_out.astype(jnp.int32), axis_names) > 0
+            left_out = sum_over_axes(left_out.astype(jnp.int32), axis_names) > 0
         if on_nonfinite == "drop_micro_step":
             left_out |= bad
             bad = jnp.zeros((), bool)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ampx.mesh_axes import divided
+from ampx.mesh_axes import count_devices, divide_sum, sum_over_axes
 from ampx.trees import is_floating, wider_dtype
 
 Normalize = Literal["mean", "sum", "weights"]
@@ -92,9 +91,9 @@ def normalize_sums(
       axes: mapped axes that the batch is split over. Gradients stay local.
       num_rows: rows of the batch without padding; None where there is none.
     """
-    number = losses.size * math.prod(jax.lax.axis_size(axis) for axis in axes)
+    number = losses.size * count_devices(axes)
     totals = (jnp.sum(losses), jnp.sum(weights) if normalize == "weights" else None)
-    loss, weight = jax.lax.psum(totals, axes) if axes else totals
+    loss, weight = sum_over_axes(totals, axes)
     if weight is None:
         # Known while tracing, so that the compiler may turn the division into a product.
         weight = divisor = jnp.float32(number)
@@ -106,7 +105,7 @@ def normalize_sums(
             return total
         if normalize == "mean" and number == 1:
             return total
-        mean = divided(total, number if normalize == "mean" else divisor.astype(total.dtype))
+        mean = divide_sum(total, number if normalize == "mean" else divisor.astype(total.dtype))
         if normalize == "mean":
             return mean
         return jnp.where(weight == 0, jnp.zeros_like(mean), mean)
@@ -136,9 +135,6 @@ def reduce_aux(
       num_rows: rows of the batch, if repeats were added at its end; else None.
     """
 
-    def over_devices(leaf: jax.Array) -> jax.Array:
-        return jax.lax.psum(leaf, axes) if axes else leaf
-
     def reduce_leaf(kind: AuxReduction, stacked: jax.Array) -> jax.Array:
         if kind == "stack":
             return stacked
@@ -152,7 +148,7 @@ def reduce_aux(
         if kind == "sum":
             least = jnp.float32 if is_floating(stacked) else jnp.int32
             dtype = wider_dtype(stacked.dtype, least)
-            return over_devices(jnp.sum(stacked, axis=0, dtype=dtype))
+            return sum_over_axes(jnp.sum(stacked, axis=0, dtype=dtype), axes)
         if not is_floating(stacked):
             raise TypeError(
                 f"aux_reduction='mean' needs floating leaves, got {stacked.dtype}: give 'sum' or "
@@ -161,7 +157,7 @@ def reduce_aux(
         wide = stacked.astype(wider_dtype(stacked.dtype, jnp.float32))
         per_row = weights.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
         weighted = jnp.sum(jnp.where(per_row == 0, jnp.zeros_like(wide), wide * per_row), axis=0)
-        return over_devices(weighted) / divisor.astype(wide.dtype)
+        return sum_over_axes(weighted, axes) / divisor.astype(wide.dtype)
 
     def reduce_subtree(kind: AuxReduction, subtree: Any) -> Any:
         return jax.tree.map(lambda leaf: reduce_leaf(kind, leaf), subtree)

@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from ampx.mesh_axes import as_axes, bound_size, varying, varying_over
+from ampx.mesh_axes import as_axes, count_devices, mark_varying, sum_over_axes, varying_axes
 from ampx.trees import is_float0, is_floating, path_name, wider_dtype
 
 
@@ -55,9 +54,9 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
       1.5
     """
     axes = as_axes(axis_name)
-    bound_size(axes)
+    count_devices(axes)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if varying_over(leaf) & set(axes):
+        if varying_axes(leaf) & set(axes):
             raise ValueError(
                 f"the parameter at {path_name(path) or 'the root'} may differ over {axes}, so that "
                 "its gradient is each device's own: take jax.value_and_grad of each device's share "
@@ -76,7 +75,7 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
 def _reducing(axes: tuple[str, ...]) -> Any:
     @jax.custom_vjp
     def identity(leaf: Any, added: Any) -> Any:
-        return varying(leaf, axes)
+        return mark_varying(leaf, axes)
 
     def forward(leaf: Any, added: Any) -> Any:
         return identity(leaf, added), added
@@ -88,7 +87,7 @@ def _reducing(axes: tuple[str, ...]) -> Any:
         wide = cotangent.astype(wider_dtype(cotangent.dtype, jnp.float32))
         if added is not None:
             wide = wide + added.astype(wide.dtype)
-        return lax.psum(varying(wide, axes), axes).astype(cotangent.dtype), none
+        return sum_over_axes(wide, axes).astype(cotangent.dtype), none
 
     identity.defvjp(forward, backward)
     return identity

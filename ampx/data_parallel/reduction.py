@@ -25,11 +25,11 @@ from ampx.flat_buffers.buckets import Bucket, bucket_layout
 from ampx.flat_buffers.flat_params import is_flat
 from ampx.mesh_axes import (
     as_axes,
-    bound_size,
+    count_devices,
     has_automatic_axes,
     tracks_varying,
     unreduced_axes,
-    varying_over,
+    varying_axes,
 )
 from ampx.trees import is_float0, is_floating, path_name, wider_dtype
 
@@ -111,13 +111,13 @@ class Reduction:
 
     def widened(self, grads: Any) -> Any:
         """Gradients ready to be summed: in `reduce_dtype`, and divided for a mean."""
-        size = bound_size(self.axes)
+        size = count_devices(self.axes)
         _check_not_reduced(grads, self.axes)
         return jax.tree.map(lambda g: self._widened(g, self._factors(size)[0]), grads)
 
     def summed(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, list[int]]:
         """The sums over all devices, bucket by bucket, and the bytes that went into each."""
-        size = bound_size(self.axes)
+        size = count_devices(self.axes)
         if size > 1 and not has_automatic_axes():
             return self._bucketed(grads, first)
         # With one device this only says that all agree. How axes that are not mapped shard a leaf
@@ -130,7 +130,7 @@ class Reduction:
 
     def narrowed(self, sums: Any, like: Any) -> Any:
         """What `widened` did undone, once it is summed."""
-        after = self._factors(bound_size(self.axes))[1]
+        after = self._factors(count_devices(self.axes))[1]
         return jax.tree.map(lambda g, to: _narrowed(g, after, to), sums, like)
 
     def _factors(self, size: int) -> tuple[float, float]:
@@ -156,7 +156,7 @@ class Reduction:
 
         def group(path: str, leaf: Any) -> Hashable:
             own = None if self.group_of is None else self.group_of(path, leaf)
-            return own, varying_over(leaf), flat.get(path)
+            return own, varying_axes(leaf), flat.get(path)
 
         layout = bucket_layout(
             tree,
@@ -192,8 +192,8 @@ class Reduction:
     def _chunks(self) -> int:
         """How many equal parts a buffer is divided into on its way."""
         if self.wire_dtype is not None:
-            return bound_size(self.axes)
-        return bound_size(self.axes[1:]) if self.hierarchical else 1
+            return count_devices(self.axes)
+        return count_devices(self.axes[1:]) if self.hierarchical else 1
 
     def _with_room(self, bucket: Bucket, chained: bool) -> Bucket:
         """A bucket with a spare element at its end, for what it has to wait for."""
@@ -226,7 +226,7 @@ class Reduction:
         def reduce(leaf: Any) -> Any:
             nonlocal size
             sharding = jax.typeof(leaf).sharding
-            size = int(np.prod([sharding.mesh.shape[axis] for axis in self.axes]))
+            size = math.prod(sharding.mesh.shape[axis] for axis in self.axes)
             spec = sharding.spec
             if size > 1 and leaf.size and self._is_due(leaf):
                 sent.append(math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
@@ -256,7 +256,7 @@ def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:
         if not tracks_varying(axis):
             continue
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-            if is_floating(leaf) and axis not in varying_over(leaf):
+            if is_floating(leaf) and axis not in varying_axes(leaf):
                 raise ValueError(
                     f"the gradient at {path_name(path) or 'the root'} is the same on all devices "
                     f"along {axis!r}: JAX has summed it already, and reducing it again would make "
@@ -290,7 +290,7 @@ def _without_last(buffer: jax.Array) -> jax.Array:
 
 def _sum_of_narrow(buffer: jax.Array, axes: tuple[str, ...], wire_dtype: Any) -> jax.Array:
     """A sum whose terms and result travel in `wire_dtype` and are added in the buffer's dtype."""
-    parts = buffer.astype(wire_dtype).reshape(bound_size(axes), -1)
+    parts = buffer.astype(wire_dtype).reshape(count_devices(axes), -1)
     received = lax.all_to_all(parts, axes, 0, 0)
     own = jnp.sum(received.astype(buffer.dtype), axis=0).astype(wire_dtype)
     return lax.all_gather(own, axes, tiled=True, to="invarying").astype(buffer.dtype)

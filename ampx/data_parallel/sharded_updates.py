@@ -17,7 +17,7 @@ from jax import lax
 
 from ampx.jaxprs import reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
-from ampx.mesh_axes import bound_size, varying
+from ampx.mesh_axes import count_devices, mark_varying
 
 _ELEMENTWISE = frozenset(
     """abs neg sign floor ceil round is_finite exp exp2 expm1 log log1p logistic tanh sin cos tan
@@ -60,8 +60,10 @@ def own_shard(value: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
     """This device's shard of an array that every device holds whole."""
     if dim is None:
         return value
-    size = value.shape[dim] // bound_size(axes)
-    return lax.dynamic_slice_in_dim(varying(value, axes), lax.axis_index(axes) * size, size, dim)
+    size = value.shape[dim] // count_devices(axes)
+    return lax.dynamic_slice_in_dim(
+        mark_varying(value, axes), lax.axis_index(axes) * size, size, dim
+    )
 
 
 def partitioned(
@@ -142,7 +144,7 @@ class _Partition:
                     f"{part.dim} and {dim}"
                 )
             value = own_shard(part.value, dim, self.axes) if whole else part.value
-            return varying(value, self.axes)
+            return mark_varying(value, self.axes)
 
         return [Part(value, dim) for value in reading.bound(eqn, [aligned(p) for p in operands])]
 
@@ -175,7 +177,7 @@ class _Partition:
                     dims.append([part.dim for part in outputs])
                     return [part.value for part in outputs]
                 return [
-                    varying(part.value, self.axes)
+                    mark_varying(part.value, self.axes)
                     if part.dim is not None
                     else own_shard(part.value, dim, self.axes)
                     for part, dim in zip(outputs, dims_of_all, strict=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -23,7 +23,7 @@ from ampx.data_parallel.reduction import (
 )
 from ampx.data_parallel.sharded_updates import Part, own_shard, partitioned, shard_dim
 from ampx.flat_buffers.buckets import bucket_layout
-from ampx.mesh_axes import as_axes, bound_size, varying, varying_over
+from ampx.mesh_axes import as_axes, count_devices, sum_over_axes, varying_axes
 from ampx.trees import find_nodes, path_name
 
 
@@ -219,7 +219,7 @@ class _Exchange:
     def __init__(self, reduction: Reduction, params: Any) -> None:
         self.reduction = reduction
         self.axes = reduction.axes
-        self.count = bound_size(self.axes)
+        self.count = count_devices(self.axes)
         self.structure = jax.tree.structure(params)
         self.shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
         self.dims = [shard_dim(shape, self.count) for shape in self.shapes]
@@ -276,8 +276,8 @@ class _Exchange:
             [leaf for leaf, dim in self._with_dims(grads) if (dim is None) == is_whole]
             for is_whole in (False, True)
         )
-        own = varying(optax.tree.norm(divided, squared=True), self.axes)
-        total = lax.psum(jnp.asarray(own, jnp.float32), self.axes) if divided else jnp.float32(0)
+        own = jnp.asarray(optax.tree.norm(divided, squared=True), jnp.float32)
+        total = sum_over_axes(own, self.axes) if divided else jnp.float32(0)
         return jnp.sqrt(total + jnp.asarray(optax.tree.norm(whole, squared=True), jnp.float32))
 
     def _with_dims(self, tree: Any) -> list[tuple[Any, int | None]]:
@@ -303,7 +303,7 @@ class _Exchange:
         layout = bucket_layout(
             [jax.ShapeDtypeStruct(row.shape[-1:], row.dtype) for row in rows],
             bucket_bytes=self.reduction.bucket_bytes,
-            group_of=lambda path, leaf: varying_over(rows[int(path)]),
+            group_of=lambda path, leaf: varying_axes(rows[int(path)]),
         )
         moved: dict[int, jax.Array] = {}
         for number, bucket in enumerate(layout.buckets):
@@ -345,7 +345,7 @@ def zero1_specs(
       ((None, 'data'), ())
     """
     axes = as_axes(axis_name)
-    count = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+    count = math.prod(mesh.shape[axis] for axis in axes)
     state = jax.eval_shape(tx.init, params)
     if not find_nodes(state, Zero1State):
         raise ValueError("there is no ampx.zero1 in this transformation: its state is not divided")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ampx.mesh_axes import varying
+from ampx.mesh_axes import as_axes, sum_over_axes
 from ampx.trees import is_floating, wider_dtype
 
 
@@ -74,9 +74,9 @@ def count_nonfinite(
 
 def agree_on(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """The sum of each device's counts over mapped axes."""
-    axes = tuple(axis_names)
+    axes = as_axes(axis_names, "axis_names", may_be_empty=True)
     with jax.named_scope("ampx.verdict"):
-        return jax.lax.psum(varying(counts, axes), axes) if axes else counts
+        return sum_over_axes(counts, axes)
 
 
 def mark_overflowing(updates: Any, params: Any) -> Any:

@@ -23,6 +23,7 @@ from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, check_scale, parse_choice
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
+from ampx.mesh_axes import as_axes
 from ampx.trees import find_nodes, has_mark
 from ampx.updates.applying import apply_updates
 from ampx.updates.gradient_norms import fold_clip, measure_and_judge
@@ -48,7 +49,7 @@ def _scaled(
     check_transformation("inner", inner)
     check_positive_int("num_losses", num_losses)
     check_choice("nonfinite_updates", nonfinite_updates, get_args(NonfiniteUpdates))
-    axis_names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    axis_names = as_axes(axis_names, "axis_names", may_be_empty=True)
     inner = optax.with_extra_args_support(inner)
     shape = () if num_losses == 1 else (num_losses,)
     can_fold = num_losses == 1 and saturation_dtype is None and nonfinite_updates == "hold"

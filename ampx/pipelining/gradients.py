@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_choice
 from ampx.data_parallel.reduction import checked_reduction
+from ampx.mesh_axes import as_axes
 from ampx.pipelining.pipeline_gradients import PipelineGradients
 from ampx.pipelining.runtime.lowering import Edge
 from ampx.pipelining.runtime.models import Model, Stash
@@ -144,7 +145,7 @@ def value_and_grad(
     )
     if not model.schedule.has_backward:
         raise ValueError(f"the schedule {schedule.name!r} has no backward: there are no gradients")
-    data = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    data = as_axes(data_axes, "data_axes", may_be_empty=True)
     if axis_name in data:
         raise ValueError(f"{axis_name!r} is the axis of the stages: leave it out of data_axes")
 

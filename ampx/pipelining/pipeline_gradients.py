@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from ampx import flax_modules
-from ampx.accumulation.microbatches import batch_size, fold_in_device, reshape_into_microbatches
+from ampx.accumulation.microbatches import batch_size, reshape_into_microbatches
 from ampx.accumulation.normalization import as_scale, normalize_sums
 from ampx.accumulation.results import GradResult
 from ampx.data_parallel.reduction import Reduction
 from ampx.loss_scaling.nonfinite import count_nonfinite
-from ampx.mesh_axes import axes_of, is_spec, placed, varying
+from ampx.mesh_axes import axes_of_spec, fold_in_device, is_spec, mark_varying, place
 from ampx.pipelining.runtime.assembly import assemble, stage_parameters
 from ampx.pipelining.runtime.executor import Executor, Totals
 from ampx.pipelining.runtime.layouts import Layout, separate_layout, stacked_layout
@@ -203,7 +203,7 @@ class PipelineGradients:
 
         def local(params: Any, batch: Any, key: Any, scale: jax.Array) -> GradResult:
             key = fold_in_device(key, self.data_axes)
-            params, batch, key, scale = varying((params, batch, key, scale), own)
+            params, batch, key, scale = mark_varying((params, batch, key, scale), own)
             if replicas:
                 scale = scale / math.prod(map(lax.axis_size, replicas))
             executor = assemble(
@@ -227,7 +227,7 @@ class PipelineGradients:
             return result._replace(grads=_summed(result.grads, specs, replicas))
 
         out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
-        place = functools.partial(placed, mesh=self.mesh, axes=self._axes)
+        place_params = functools.partial(place, mesh=self.mesh, axes=self._axes)
         in_specs = (specs, P(self.data_axes or None), P(), P())
         result = jax.shard_map(
             local,
@@ -236,7 +236,7 @@ class PipelineGradients:
             out_specs=GradResult(*out_specs),
             axis_names=set(self._axes),
             check_vma=self.check_vma,
-        )(*place((computed, batch, key, scale), in_specs))
+        )(*place_params((computed, batch, key, scale), in_specs))
         if not model.schedule.has_backward:
             return result
         structure = jax.tree.structure(parts["stages"])  # lists may have been tuples
@@ -289,8 +289,7 @@ class PipelineGradients:
         named = [
             axis
             for spec in jax.tree.leaves(self.param_specs, is_leaf=is_spec)
-            for entry in spec
-            for axis in axes_of(entry)
+            for axis in axes_of_spec(spec)
         ]
         return tuple(dict.fromkeys((self.axis_name, *self.data_axes, *named)))
 
@@ -338,7 +337,7 @@ def _summed(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
         return grads
 
     def add_up(spec: P, part: Any) -> Any:
-        divided = {axis for entry in spec for axis in axes_of(entry)}
+        divided = axes_of_spec(spec)
         return lax.psum(part, tuple(axis for axis in axes if axis not in divided))
 
     return jax.tree.map(add_up, specs, grads, is_leaf=is_spec)

@@ -24,6 +24,7 @@ from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite, unscale
 from ampx.loss_scaling.state import LossScaleState, current_loss_scale, find_outermost_loss_scale
 from ampx.loss_scaling.wrappers import loss_scale as choose_loss_scale
+from ampx.mesh_axes import as_axes
 from ampx.pipelining.pipeline_gradients import PipelineGradients
 from ampx.precision.follow_schedule import follow_schedule, precision_phase
 from ampx.precision.opt_levels import Recipe, as_recipe
@@ -406,9 +407,9 @@ def _refuse_options(**options: Any) -> None:
 def _reduction(
     axis_name: str | Sequence[str] | None, bucket_bytes: int | None, tail_overlap: bool | None
 ) -> Reduction | None:
-    if axis_name:
+    if axes := as_axes(axis_name, may_be_empty=True):
         return checked_reduction(
-            axis_name, op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap
+            axes, op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap
         )
     for name, value in (("tail_overlap", tail_overlap), ("bucket_bytes", bucket_bytes)):
         if value:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.mesh_axes import sum_over_shards, varying, varying_over
+from ampx.mesh_axes import mark_varying, sum_over_shards, varying_axes
 from ampx.trees import is_floating, wider_dtype
 from ampx.updates.tails import Tail
 
@@ -54,12 +54,12 @@ def measure_and_judge(
     # Otherwise XLA would share the casts of half gradients with the update, through memory.
     # One by one: in jax 0.10 a joint barrier makes all vary over what any of them does.
     leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
-    axes = sorted(frozenset[str]().union(*map(varying_over, leaves)))
+    axes = sorted(varying_axes(leaves))
     multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
     total = _over_shards((squares or sum_squares)(leaves))
 
     def all_is_well() -> JudgedNorm:
-        return JudgedNorm(jnp.sqrt(total) * multiplier, varying(jnp.zeros(2, jnp.int32), axes))
+        return JudgedNorm(jnp.sqrt(total) * multiplier, mark_varying(jnp.zeros(2, jnp.int32), axes))
 
     def second_look() -> JudgedNorm:
         # A number for each: one that reductions share XLA writes out, as an array.
@@ -69,7 +69,7 @@ def measure_and_judge(
         sums = jnp.stack([s.astype(widest) for s in large])
         found = jnp.stack([jnp.isinf(sums), jnp.isnan(sums)], axis=1)
         norm = jnp.sqrt(_over_shards(large)) * multiplier * _LARGE_UNIT
-        return JudgedNorm(norm, varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
+        return JudgedNorm(norm, mark_varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
 
     return lax.cond(jnp.isfinite(total), all_is_well, second_look)
 
@@ -89,7 +89,7 @@ def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:
     """The sum of one number from each leaf over all shards: one reduction for equal axes."""
     sums: dict[frozenset[str], jax.Array] = {}
     for number in numbers:
-        axes, own = varying_over(number), number.astype(jnp.float32)
+        axes, own = varying_axes(number), number.astype(jnp.float32)
         sums[axes] = sums[axes] + own if axes in sums else own
     return sum(map(sum_over_shards, sums.values()), jnp.zeros((), jnp.float32))
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
-from ampx.mesh_axes import varying_over
+from ampx.mesh_axes import varying_axes
 from ampx.param_storage.rounding import element_index
 
 LONGEST_TPU_ROW = 8192  # where elements share scales: there a TPU's blocks are 32 whole rows
@@ -97,10 +97,10 @@ def checked(
     )
     if len(set(shapes)) != 1:
         raise ValueError(f"one map needs arrays of one shape, not {shapes}")
-    axes = frozenset().union(*map(varying_over, (scalars, *jax.tree.leaves(items))))
+    axes = varying_axes((scalars, *items))
 
     def vary(array: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - varying_over(array)))
+        missing = tuple(sorted(axes - varying_axes(array)))
         return lax.pcast(array, missing, to="varying") if missing else array
 
     return vary(scalars), jax.tree.map(vary, list(read)), jax.tree.map(vary, list(written))

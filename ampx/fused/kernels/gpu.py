@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ampx.fused.kernels import blocks
 from ampx.fused.moments.int8_blocks import BLOCK
-from ampx.mesh_axes import varying_over
+from ampx.mesh_axes import varying_axes
 
 _THREADS = 128
 _ELEMENTS = 1024  # of a thread block
@@ -75,7 +75,7 @@ def map_leaves(
     """
     results: list[Any] = [None] * len(leaves)
     checked = [blocks.checked(*leaf) for leaf in leaves]
-    if any(varying_over(scalars) for scalars, _, _ in checked):
+    if any(varying_axes(scalars) for scalars, _, _ in checked):
         raise NotImplementedError(
             "a Mosaic GPU kernel that updates arrays in place cannot take arrays that vary over "
             "mesh axes: pass check_vma=False to the jax.shard_map around it"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.mesh_axes import varying_over
+from ampx.mesh_axes import varying_axes
 
 
 class Shard(NamedTuple):
@@ -112,7 +112,7 @@ def _on_one_device(array: Any) -> bool:
 
 
 def _varying(leaf: Any) -> tuple[str, ...]:
-    return tuple(sorted(frozenset[str]().union(*map(varying_over, jax.tree.leaves(leaf)))))
+    return tuple(sorted(varying_axes(leaf)))
 
 
 def _spec(leaf: Any) -> Any:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.mesh_axes import varying
+from ampx.mesh_axes import mark_varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,11 @@ class ArrayType:
 
     def zeros(self, *leading: int) -> jax.Array:
         """Zeros of this type, with more axes in front."""
-        return varying(jnp.zeros((*leading, *self.shape), self.dtype), tuple(self.axes))
+        return mark_varying(jnp.zeros((*leading, *self.shape), self.dtype), tuple(self.axes))
 
     def of(self, value: jax.Array) -> jax.Array:
         """The value, marked as possibly different wherever this type may be."""
-        return varying(value, tuple(self.axes))
+        return mark_varying(value, tuple(self.axes))
 
     @property
     def size(self) -> int:
@@ -53,7 +53,7 @@ def type_of(leaf: Any) -> ArrayType:
 
 def as_varying_as(value: jax.Array, aval: Any) -> jax.Array:
     """The value, marked as possibly different wherever an abstract value may be."""
-    return varying(value, tuple(aval.manual_axis_type.varying))
+    return mark_varying(value, tuple(aval.manual_axis_type.varying))
 
 
 def as_numbers(leaf: Any) -> Any:

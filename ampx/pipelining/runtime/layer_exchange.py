@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.mesh_axes import varying, varying_over
+from ampx.mesh_axes import mark_varying, varying_axes
 
 Place = tuple[int, int]  # a device, and which of its blocks
 
@@ -76,8 +76,8 @@ def exchanged(tree: Any, rounds: Sequence[Round], size: int, axis_name: str) -> 
     device = lax.axis_index(axis_name)
 
     def exchange(leaf: jax.Array) -> jax.Array:
-        arrived = varying(
-            jnp.zeros((size + 1, *leaf.shape[1:]), leaf.dtype), tuple(varying_over(leaf))
+        arrived = mark_varying(
+            jnp.zeros((size + 1, *leaf.shape[1:]), leaf.dtype), tuple(varying_axes(leaf))
         )
         for pairs, taken, put in rounds:
             block = lax.dynamic_index_in_dim(leaf, jnp.asarray(taken)[device], keepdims=False)

@@ -14,7 +14,7 @@ from jax import lax
 
 from ampx.accumulation.normalization import Normalize, as_loss_and_weight, unpack_output
 from ampx.checking import check_choice
-from ampx.mesh_axes import varying, varying_over
+from ampx.mesh_axes import mark_varying, varying_axes
 from ampx.pipelining.runtime.assembly import StageKind
 from ampx.pipelining.runtime.buffers import as_varying_as
 from ampx.pipelining.runtime.layouts import StackedLayers
@@ -116,7 +116,7 @@ class Model:
             if is_first:
                 x = first(params["first"], params["shared"], inputs.microbatch, _folded(key, 0))
                 # Constants, too: layers mix them with what differs between devices.
-                x = varying(x, tuple(varying_over(inputs.stage)))
+                x = mark_varying(x, tuple(varying_axes(inputs.stage)))
             x, skipped, extra_loss = own(params["stages"], x, inputs)
             if not is_last:
                 return StageOutputs((x, *skipped), extra_loss)
@@ -146,7 +146,7 @@ class Model:
             new, loss = _with_loss(out) if self.has_aux_loss else (out, None)
             _check_same_type(x, new)
             # A sum over devices is the same on all of them: no carry of a loop, but for a mark.
-            return varying(new, tuple(varying_over(number))), loss
+            return mark_varying(new, tuple(varying_axes(number))), loss
 
         layer = self._with_stash(layer)
 
@@ -215,7 +215,7 @@ def _check_signature(name: str, function: Any) -> None:
 def _as_layers_leave_it(body: Callable[..., Any], x: Any, params: Any, start: jax.Array) -> Any:
     """What the first layer takes, marked as different between devices wherever its result is."""
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
-    if set(manual) <= varying_over(start):
+    if set(manual) <= varying_axes(start):
         return x
     first = jax.tree.map(lambda leaf: leaf[0], params)
     given = jax.make_jaxpr(lambda *args: body(args[0], args[1:])[0])(x, first, start).out_avals

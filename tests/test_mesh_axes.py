@@ -1,0 +1,112 @@
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from pipeline_models import first, last, stage
+
+import ampx
+from ampx import mesh_axes
+
+
+@pytest.mark.parametrize(
+    ("value", "axes"),
+    [
+        ("data", ("data",)),
+        (("host", "data"), ("host", "data")),
+        (["host", "data"], ("host", "data")),
+        (iter(("data",)), ("data",)),
+    ],
+)
+def test_one_name_or_several_become_a_tuple(value, axes):
+    assert mesh_axes.as_axes(value) == axes
+
+
+@pytest.mark.parametrize("value", [None, (), []])
+def test_no_axis_is_a_choice_only_where_it_may_be(value):
+    assert mesh_axes.as_axes(value, may_be_empty=True) == ()
+    with pytest.raises((TypeError, ValueError), match="axis_name must"):
+        mesh_axes.as_axes(value)
+
+
+CALLS = {
+    "all_reduce": ("axis_name", lambda bad: ampx.all_reduce(bad)),
+    "reduce_in_backward": ("axis_name", lambda bad: ampx.reduce_in_backward(jnp.ones(2), bad)),
+    "zero1": ("axis_name", lambda bad: ampx.zero1(optax.sgd(0.1), bad)),
+    "value_and_grad": ("axis_name", lambda bad: ampx.value_and_grad(jnp.sum, axis_name=bad)),
+    "train_step": (
+        "axis_name",
+        lambda bad: ampx.train_step(jnp.sum, optax.sgd(0.1), axis_name=bad),
+    ),
+    "dynamic_loss_scale": (
+        "axis_names",
+        lambda bad: ampx.dynamic_loss_scale(optax.sgd(0.1), axis_names=bad),
+    ),
+    "multi_steps": ("axis_names", lambda bad: ampx.multi_steps(optax.sgd(0.1), 2, axis_names=bad)),
+    "count_nonfinite": (
+        "axis_names",
+        lambda bad: ampx.count_nonfinite(jnp.ones(2), axis_names=bad),
+    ),
+    "pipelining.value_and_grad": (
+        "data_axes",
+        lambda bad: ampx.pipelining.value_and_grad(
+            first=first,
+            stage=stage,
+            last=last,
+            schedule=ampx.pipelining.gpipe(2, 2),
+            axis_name="stage",
+            data_axes=bad,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", [3, ("data", 3)], ids=repr)
+@pytest.mark.parametrize("call", CALLS)
+def test_every_axis_argument_refuses_what_is_no_name(call, bad):
+    argument, function = CALLS[call]
+    with pytest.raises(TypeError) as error:
+        function(bad)
+    assert str(error.value) == (
+        f"{argument} must be the name of a mesh axis, such as 'data', or a sequence of names, "
+        f"such as ('host', 'data'), got {bad!r}"
+    )
+
+
+def test_a_name_alone_is_not_taken_for_its_letters():
+    def count(x):
+        return ampx.count_nonfinite(x, axis_names="data")
+
+    counts = jax.vmap(count, axis_name="data")(jnp.array([1.0, jnp.inf, jnp.nan, jnp.inf]))
+    assert counts.tolist() == [[2, 1]] * 4
+
+
+def test_axes_of_a_spec_are_those_of_its_entries():
+    assert mesh_axes.axes_of_spec(P(None, "data", ("host", "stage"))) == ("data", "host", "stage")
+    assert mesh_axes.axes_of_spec(P()) == ()
+
+
+def test_keys_differ_between_devices():
+    key = jax.random.key(0)
+    folded = jax.vmap(
+        jax.vmap(lambda _: mesh_axes.fold_in_device(key, ("a", "b")), axis_name="b"), axis_name="a"
+    )(jnp.zeros((2, 3)))
+    assert len(set(map(bytes, jax.random.key_data(folded).reshape(6, -1).__array__()))) == 6
+    assert mesh_axes.fold_in_device(None, ("a",)) is None
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_sum_over_axes_takes_values_that_vary_over_some_of_them(check_vma):
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("host", "data"), axis_types=axes)
+
+    def total(x):
+        host = jax.lax.axis_index("host").astype(jnp.float32)
+        values = (jnp.ones(()), jnp.sum(x), jnp.sum(x) + host, None)
+        return mesh_axes.sum_over_axes(values, ("host", "data"))
+
+    sums = jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma)(
+        jnp.arange(4.0)
+    )
+    assert list(map(float, sums[:3])) == [8.0, 12.0, 16.0] and sums[3] is None
+    assert mesh_axes.sum_over_axes("anything", ()) == "anything"
