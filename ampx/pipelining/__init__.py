@@ -8,7 +8,6 @@ Examples:
 """
 
 from ampx.pipelining.gradients import value_and_grad
-from ampx.pipelining.pipeline_gradients import PipelineGradients
 from ampx.pipelining.planning.balancing import balance, layer_costs
 from ampx.pipelining.planning.plans import Plan, plan
 from ampx.pipelining.schedules.actions import Action
@@ -23,6 +22,7 @@ from ampx.pipelining.schedules.generators import (
 )
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.zero_bubbles import zero_bubble, zero_bubble_v
+from ampx.pipelining.shard_map_program import PipelineGradients
 
 __all__ = [
     "Action",

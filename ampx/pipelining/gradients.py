@@ -15,10 +15,10 @@ from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_choice
 from ampx.data_parallel.reduction import checked_reduction
 from ampx.mesh_axes import as_axes
-from ampx.pipelining.pipeline_gradients import PipelineGradients
-from ampx.pipelining.runtime.lowering import Edge
 from ampx.pipelining.runtime.models import Model, Stash
+from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
+from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.precision.opt_levels import Recipe, as_recipe
 from ampx.precision.policies import Policy
 

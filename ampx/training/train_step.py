@@ -25,7 +25,7 @@ from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite, unscale
 from ampx.loss_scaling.state import LossScaleState, current_loss_scale, find_outermost_loss_scale
 from ampx.loss_scaling.wrappers import loss_scale as choose_loss_scale
 from ampx.mesh_axes import as_axes
-from ampx.pipelining.pipeline_gradients import PipelineGradients
+from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.precision.follow_schedule import follow_schedule, precision_phase
 from ampx.precision.opt_levels import Recipe, as_recipe
 from ampx.precision.policies import Policy

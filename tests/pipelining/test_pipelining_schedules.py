@@ -293,6 +293,7 @@ def test_schedules_need_neither_devices_nor_plotting():
     run = [sys.executable, "-c", code]
     out = subprocess.run(run, cwd=root.parent, check=True, capture_output=True, text=True).stdout
     assert out.strip() == "False"
-    own = "actions grid schedule generators zero_bubbles validation simulation lifetimes rendering"
-    for module in own.split():
-        assert "import jax" not in (root / "pipelining" / "schedules" / f"{module}.py").read_text()
+    modules = sorted((root / "pipelining" / "schedules").glob("*.py"))
+    assert len(modules) > 10
+    for module in modules:
+        assert "import jax" not in module.read_text()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ampx.pipelining.runtime.lowering import lower
 from ampx.pipelining.schedules.actions import Action
 from ampx.pipelining.schedules.generators import (
     eager_one_f_one_b,
@@ -250,16 +251,38 @@ def test_interleaved_keeps_what_megatron_warms_up(chunks):
     assert peak == tuple(2 * (3 - device) + (chunks - 1) * 4 + 1 for device in range(4))
 
 
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_activations_in_lockstep_have_their_closed_form(stages, microbatches):
+    kept = one_f_one_b(stages, microbatches).liveness(mode="lockstep").peak
+    assert kept == tuple(min(microbatches, 2 * (stages - 1 - s) + 1) for s in range(stages))
+    kept = gpipe(stages, microbatches).liveness(mode="lockstep").peak
+    assert kept == (microbatches,) * stages
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_liveness_in_lockstep_is_that_of_the_program(name):
+    schedule = make_schedule(name, 4, 8)
+    edges = [(stage, stage + 1) for stage in range(schedule.num_stages - 1)]
+    tables = lower(schedule, [edges])
+    liveness = schedule.liveness(mode="lockstep")
+    assert tables.residuals.used == liveness.peak
+    assert liveness.live.shape == (4, tables.num_ticks)
+    with pytest.raises(ValueError, match=r"mode must be"):
+        schedule.liveness(mode="program")
+
+
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
 @pytest.mark.parametrize("merge_chunks", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_slots_are_never_shared_and_as_few_as_can_be(name, merge_chunks):
+def test_slots_are_never_shared_and_as_few_as_can_be(name, merge_chunks, mode):
     schedule = make_schedule(name, 3, 7)
-    liveness = schedule.liveness(merge_chunks=merge_chunks)
-    assert liveness.live.shape == (3, schedule.num_ticks)
+    liveness = schedule.liveness(merge_chunks=merge_chunks, mode=mode)
+    ticks = schedule.num_ticks if mode == "async" else liveness.live.shape[1]
+    assert liveness.live.shape == (3, ticks)
     for device in range(3):
         keys = [key for key in liveness.slots if key[0] in schedule.stages_on(device)]
         assert {liveness.slots[key] for key in keys} == set(range(liveness.peak[device]))
-        for tick in range(schedule.num_ticks):
+        for tick in range(ticks):
             alive = {
                 (key[1] if merge_chunks else key, liveness.slots[key])
                 for key in keys

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ampx.jaxprs import reading
-from ampx.pipelining.pipeline_gradients import PipelineGradients
 from ampx.pipelining.planning.device_programs import device_program, size_in_bytes, traffic
 from ampx.pipelining.runtime.buffers import ArrayType
 from ampx.pipelining.runtime.executor import Executor
-from ampx.pipelining.runtime.lowering import Route, Storage
+from ampx.pipelining.runtime.lowering import Route
+from ampx.pipelining.shard_map_program import PipelineGradients
 
 WIRES = "activations", "cotangents"
 
@@ -213,7 +213,7 @@ class Footprint:
                     stages,
                     sum(layers[stage] for stage in stages),
                     _bytes(used) + sum(map(self._stage_bytes, stages)),
-                    _used(self.stored.tables.residuals, device),
+                    self.stored.tables.residuals.used[device],
                     self._stash(device),
                     0.0,
                     {name: round(size) for name, size in self._sent(device).items()},
@@ -231,15 +231,15 @@ class Footprint:
         stored, tables = self.stored, self.stored.tables
         return (
             sum(
-                size * _used(route.storage, device)
+                size * route.storage.used[device]
                 for routes, sizes in (
                     (tables.activations, stored.activations),
                     (tables.cotangents, stored.cotangents),
                 )
                 for route, size in zip(routes, sizes, strict=True)
             )
-            + stored.kept * _used(tables.residuals, device)
-            + stored.deferred * _used(tables.deferred, device)
+            + stored.kept * tables.residuals.used[device]
+            + stored.deferred * tables.deferred.used[device]
         )
 
     def _sent(self, device: int) -> dict[str, float]:
@@ -300,10 +300,3 @@ def _slots(routes: Sequence[Route], sizes: Sequence[int]) -> int:
     """Bytes of the buffers of some wires, with the slot that is nobody's."""
     pairs = zip(routes, sizes, strict=True)
     return sum((route.storage.num_slots + 1) * size for route, size in pairs)
-
-
-def _used(storage: Storage, device: int) -> int:
-    """How many slots a device uses."""
-    readers = (storage.forward, storage.backward, storage.weight)
-    slots = {int(slot) for table in readers for slot in np.unique(table[:, device])}
-    return len(slots - {storage.num_slots})

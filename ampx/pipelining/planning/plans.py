@@ -18,10 +18,10 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ampx.pipelining.pipeline_gradients import PipelineGradients
 from ampx.pipelining.planning.footprints import WIRES, DevicePlan, Footprint
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.simulation import Cost, Simulation
+from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.text_tables import format_table
 
 

@@ -15,7 +15,7 @@ from ampx.jaxprs import reading, source_info
 from ampx.pipelining.runtime.buffers import ArrayType, carrier, pool, type_of
 from ampx.pipelining.runtime.executor import Executor, Parameters
 from ampx.pipelining.runtime.layouts import Layout, chunk_numbers
-from ampx.pipelining.runtime.lowering import Edge, lower
+from ampx.pipelining.runtime.lowering import lower
 from ampx.pipelining.runtime.stage_programs import (
     Compute,
     StageInputs,
@@ -23,6 +23,7 @@ from ampx.pipelining.runtime.stage_programs import (
     floating_leaves,
     trace_stage,
 )
+from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.trees import wider_dtype
 

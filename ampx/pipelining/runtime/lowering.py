@@ -1,46 +1,72 @@
 """A schedule as tables of small integers: what each device does at each tick, and where things lie.
 
 What a device keeps (an activation until its backward, a cotangent until it is used) lies in a slot
-of a ring buffer. Slots are given out so that two things share one if they never live at the same
-time. How many are needed is what a schedule costs in memory.
+of a buffer. `intervals` says when each value lives, and gives out the slots, so that two values
+share one if they never live at the same time. Here both are written down as arrays of shape
+(ticks, devices), which the program reads row by row. Of `1f1b` with 2 stages and 3 micro-batches,
+one column for each device:
+
+  tick  forward.microbatch  backward.microbatch  activations.storage.forward  .backward
+   0          0  -1               -1  -1                     1  1                1  1
+   1          1   0               -1   0                     1  0                1  0
+   2          2   1                0   1                     1  0                1  0
+   3         -1   2                1   2                     1  0                1  0
+   4         -1  -1                2  -1                     1  1                1  1
+
+  -1                idle
+  0 (of a slot)     the only slot: micro-batch 1 arrives at the end of tick 1, after micro-batch 0
+                    was read for the last time, by the backward of tick 1
+  1 (of a slot)     nobody's: device 0 receives no activations
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ampx.pipelining.schedules.actions import Action
-from ampx.pipelining.schedules.lifetimes import lowest_free_slots
-from ampx.pipelining.schedules.schedule import Schedule
-from ampx.pipelining.schedules.ticks import Placement, lockstep
+from ampx.pipelining.schedules.grid import Grid
+from ampx.pipelining.schedules.intervals import Edge, Intervals, Slots, Timeline, assign_slots
+from ampx.pipelining.schedules.ticks import Placement, place_in_lockstep
 
-Edge = tuple[int, int]  # from one stage to another
-Key = tuple[int, int]  # a stage and a micro-batch
 IDLE = -1
-# The order of events within a tick.
-_FORWARD, _BACKWARD, _WEIGHT, _EXCHANGE, _PHASES = range(5)
 
 
 class Work(NamedTuple):
-    """What is done in one slot of every tick: int32 of shape (ticks, devices); -1 is idle."""
+    """What is done in one slot of every tick.
+
+    Attributes:
+      stage: int32[ticks, devices], the stage of each device's action; -1 is idle.
+      microbatch: int32[ticks, devices], its micro-batch; -1 is idle.
+    """
 
     stage: Any
     microbatch: Any
 
 
 class Storage(NamedTuple):
-    """Where the things of one kind lie; int32 of shape (ticks, devices), one array a reader.
+    """Where the values of one kind lie: a table for each sort of action that may read or write.
 
-    The slot `num_slots` is nobody's: whoever has nothing to write or to read uses it.
+    The slot `num_slots` is nobody's. Whoever has nothing to write or to read uses it, so that the
+    program needs no condition around its writes.
+
+    Attributes:
+      used: for each device how many slots it uses.
+      forward: int32[ticks, devices], the slot for the forward of this tick.
+      backward: int32[ticks, devices], that for the backward, whole or its first half.
+      weight: int32[ticks, devices], that for the weight gradient.
     """
 
-    num_slots: int
+    used: tuple[int, ...]
     forward: Any
     backward: Any
     weight: Any
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots the fullest device needs; all devices have as many."""
+        return max(self.used)
 
 
 class Route(NamedTuple):
@@ -48,8 +74,8 @@ class Route(NamedTuple):
 
     Attributes:
       links: for each exchange the pairs (sender, receiver); no device occurs twice on one side.
-      arrivals: int32 of shape (exchanges + 1, ticks, devices), the slots that what arrives is
-        written to; the last row is for results that stay on their device.
+      arrivals: int32[exchanges + 1, ticks, devices], the slots that what arrives is written to; the
+        last row is for results that stay on their device.
       storage: where they lie, for the receiver.
     """
 
@@ -63,9 +89,12 @@ class Tables(NamedTuple):
 
     Attributes:
       num_ticks: how many ticks there are.
-      forward, backward, weight: the three slots of a tick; `halved` shares that of `backward`, for
-        gradients of inputs alone.
-      activations, cotangents: a route for each wire.
+      forward: what is done in the first slot of a tick.
+      backward: what is done in the second: whole backwards.
+      halved: what else is done in the second: gradients of inputs alone.
+      weight: what is done in the third: gradients of weights.
+      activations: a route for each wire.
+      cotangents: a route for each wire, the other way.
       residuals: what a forward keeps for its backward.
       deferred: what a gradient of inputs keeps for that of weights.
     """
@@ -81,141 +110,84 @@ class Tables(NamedTuple):
     deferred: Storage
 
 
-def lower(
-    schedule: Schedule, wires: Sequence[Sequence[Edge]], *, keeps_inputs: bool = True
-) -> Tables:
-    """The tables of a schedule.
+def lower(schedule: Grid, wires: Sequence[Sequence[Edge]], *, keeps_inputs: bool = True) -> Tables:
+    """Writes a schedule down as tables.
 
     Args:
       schedule: a valid one.
       wires: the edges of each wire: for the first one from every stage to the next.
       keeps_inputs: whether the backward of a stage reads its input again.
     """
-    placement = lockstep(schedule.rows, schedule.num_stages)
-    planner = _Planner(schedule, placement)
-    last_use = planner.released if keeps_inputs else planner.moment_of("F", _FORWARD)
+    placement = place_in_lockstep(schedule.rows, schedule.num_stages)
+    timeline = Timeline(placement, schedule.num_microbatches)
+    writer = _TableWriter(schedule, placement)
+    returns = [[(target, source) for source, target in edges] for edges in wires]
     return Tables(
         placement.num_ticks,
-        planner.work("F"),
-        planner.work("B"),
-        planner.work("I"),
-        planner.work("W"),
-        tuple(planner.route(edges, planner.moment_of("F", _EXCHANGE), last_use) for edges in wires),
+        writer.work("F"),
+        writer.work("B"),
+        writer.work("I"),
+        writer.work("W"),
         tuple(
-            planner.route(
-                [(target, source) for source, target in edges],
-                planner.moment_of("BI", _EXCHANGE),
-                planner.moment_of("BI", _BACKWARD),
-            )
+            writer.route(edges, timeline.activations(edges, read_again=keeps_inputs))
             for edges in wires
         ),
-        planner.storage(planner.lifetimes("F", _FORWARD, planner.released)),
-        planner.storage(planner.lifetimes("I", _BACKWARD, planner.moment_of("W", _WEIGHT))),
+        tuple(writer.route(edges, timeline.cotangents(edges)) for edges in returns),
+        writer.storage(timeline.residuals()),
+        writer.storage(timeline.deferred()),
     )
 
 
-class _Planner:
-    """The ticks of a schedule, seen as moments: the events of a tick one after the other."""
+class _TableWriter:
+    """Writes what is known of actions and values into arrays of shape (ticks, devices)."""
 
-    def __init__(self, schedule: Schedule, placement: Placement) -> None:
-        self.schedule, self.ticks = schedule, placement.tick_of
-        self.shape = (placement.num_ticks, schedule.num_devices)
+    def __init__(self, schedule: Grid, placement: Placement) -> None:
+        self.device_of, self.tick_of = schedule.device_of, placement.tick_of
+        self.shape = placement.num_ticks, schedule.num_devices
 
-    def moment_of(self, kinds: str, phase: int) -> Callable[[Key], int | None]:
-        """When the action of a stage on a micro-batch is at a phase; None if there is none."""
-
-        def moment(key: Key) -> int | None:
-            stage, microbatch = key
-            for kind in kinds:
-                tick = self.ticks.get(Action(stage, kind, microbatch))  # type: ignore[arg-type]
-                if tick is not None:
-                    return tick * _PHASES + phase
-            return None
-
-        return moment
-
-    def released(self, key: Key) -> int | None:
-        """When nothing of a stage's work on a micro-batch is needed any more."""
-        for kinds, phase in (("W", _WEIGHT), ("B", _BACKWARD), ("F", _FORWARD)):
-            moment = self.moment_of(kinds, phase)(key)
-            if moment is not None:
-                return moment
-        return None
-
-    def work(self, kinds: str) -> Work:
+    def work(self, kind: str) -> Work:
         stages, microbatches = (np.full(self.shape, IDLE, np.int32) for _ in range(2))
-        for action, tick in self.ticks.items():
-            if action.kind in kinds:
-                place = tick, self.schedule.device_of[action.stage]
+        for action, tick in self.tick_of.items():
+            if action.kind == kind:
+                place = tick, self.device_of[action.stage]
                 stages[place], microbatches[place] = action.stage, action.microbatch
         return Work(stages, microbatches)
 
-    def lifetimes(
-        self, kinds: str, phase: int, death: Callable[[Key], int | None]
-    ) -> dict[Key, tuple[int, int]]:
-        """From when to when a stage's own things of each micro-batch live."""
-        birth = self.moment_of(kinds, phase)
-        keys = {(a.stage, a.microbatch) for a in self.ticks if a.kind in kinds}
-        return _alive((key, birth(key), death(key)) for key in sorted(keys))
+    def storage(self, intervals: Intervals) -> Storage:
+        return self._storage(assign_slots(intervals, self.device_of))
 
-    def route(
-        self,
-        edges: Sequence[Edge],
-        sent: Callable[[Key], int | None],
-        death: Callable[[Key], int | None],
-    ) -> Route:
-        """Sends of one wire; what is sent belongs to the receiving stage."""
-        source_of = {target: source for source, target in edges}
-        lives = _alive(
-            ((target, microbatch), sent((source, microbatch)), death((target, microbatch)))
-            for target, source in source_of.items()
-            for microbatch in range(self.schedule.num_microbatches)
-        )
-        slots, num_slots = self._slots(lives)
-        device_of = self.schedule.device_of
-        links = _links({(device_of[source], device_of[target]) for source, target in edges})
-        arrivals = np.full((len(links) + 1, *self.shape), num_slots, np.int32)
-        for (stage, microbatch), (birth, _) in lives.items():
-            pair = device_of[source_of[stage]], device_of[stage]
-            exchange = next((i for i, group in enumerate(links) if pair in group), len(links))
-            arrivals[exchange, birth // _PHASES, pair[1]] = slots[stage, microbatch]
-        return Route(links, arrivals, self._storage(slots, num_slots))
-
-    def storage(self, lives: dict[Key, tuple[int, int]]) -> Storage:
-        return self._storage(*self._slots(lives))
-
-    def _storage(self, slots: dict[Key, int], num_slots: int) -> Storage:
+    def _storage(self, slots: Slots) -> Storage:
         def table(kinds: str) -> np.ndarray:
-            array = np.full(self.shape, num_slots, np.int32)
-            for (stage, kind, microbatch), tick in self.ticks.items():
-                if kind in kinds and (stage, microbatch) in slots:
-                    array[tick, self.schedule.device_of[stage]] = slots[stage, microbatch]
+            array = np.full(self.shape, max(slots.used), np.int32)
+            for (stage, kind, microbatch), tick in self.tick_of.items():
+                if kind in kinds and (stage, microbatch) in slots.slot_of:
+                    array[tick, self.device_of[stage]] = slots.slot_of[stage, microbatch]
             return array
 
-        return Storage(num_slots, table("F"), table("BI"), table("W"))
+        # `B` and `I` share a table: a device does at most one of them in a tick.
+        return Storage(slots.used, table("F"), table("BI"), table("W"))
 
-    def _slots(self, lives: dict[Key, tuple[int, int]]) -> tuple[dict[Key, int], int]:
-        """A slot for each, and how many the fullest device needs."""
-        slots: dict[Key, int] = {}
-        for device in range(self.schedule.num_devices):
-            own = [key for key in lives if self.schedule.device_of[key[0]] == device]
-            found = lowest_free_slots([lives[key] for key in own])
-            slots |= zip(own, found, strict=True)
-        return slots, max(slots.values(), default=-1) + 1
-
-
-def _alive(
-    lives: Iterable[tuple[Key, int | None, int | None]],
-) -> dict[Key, tuple[int, int]]:
-    return {
-        key: (birth, death)
-        for key, birth, death in lives
-        if birth is not None and death is not None
-    }
+    def route(self, edges: Sequence[Edge], intervals: Intervals) -> Route:
+        """Sends along one wire; what is sent belongs to the stage that receives it."""
+        slots = assign_slots(intervals, self.device_of)
+        device_of_source = {target: self.device_of[source] for source, target in edges}
+        links = _group_links({(self.device_of[s], self.device_of[t]) for s, t in edges})
+        arrivals = np.full((len(links) + 1, *self.shape), max(slots.used), np.int32)
+        for (stage, microbatch), interval in intervals.items():
+            pair = device_of_source[stage], self.device_of[stage]
+            exchange = next((i for i, group in enumerate(links) if pair in group), len(links))
+            sent, _ = interval.ticks
+            arrivals[exchange, sent, pair[1]] = slots.slot_of[stage, microbatch]
+        return Route(links, arrivals, self._storage(slots))
 
 
-def _links(pairs: set[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Pairs of devices in groups that can be exchanged at once; a device sends itself nothing."""
+def _group_links(pairs: set[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Pairs of devices in groups that can be exchanged at once; a device sends itself nothing.
+
+    Each group is one `ppermute`, which takes at most one value from a device and gives it at most
+    one. Stages in a row, d to d + 1, are one group; with chunks so are those in a ring. Zero-bubble
+    V, which goes down the devices and up again, needs two.
+    """
     groups: list[list[tuple[int, int]]] = []
     for source, target in sorted(pairs):
         if source == target:

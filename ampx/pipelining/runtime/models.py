@@ -18,8 +18,8 @@ from ampx.mesh_axes import mark_varying, varying_axes
 from ampx.pipelining.runtime.assembly import StageKind
 from ampx.pipelining.runtime.buffers import as_varying_as
 from ampx.pipelining.runtime.layouts import StackedLayers
-from ampx.pipelining.runtime.lowering import Edge
 from ampx.pipelining.runtime.stage_programs import Compute, StageInputs, StageOutputs
+from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.precision.opt_levels import Recipe
 from ampx.trees import path_name

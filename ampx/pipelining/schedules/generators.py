@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ampx.checking import check_choice, check_positive_int
 from ampx.pipelining.schedules.actions import Action
+from ampx.pipelining.schedules.orders import check_sizes, schedule_from_orders
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.zero_bubbles import zero_bubble, zero_bubble_v
 
@@ -138,7 +139,7 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
       device 0 (stages 0, 2)  0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1
       device 1 (stages 1, 3)  .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 .
     """
-    _check_sizes(num_stages, num_microbatches)
+    check_sizes(num_stages, num_microbatches)
     _check_chunks(chunks, "one_f_one_b")
     groups = _groups(num_stages, num_microbatches)
     return _alternating(
@@ -213,15 +214,14 @@ def forward_only(num_stages: int, num_microbatches: int, chunks: int = 1) -> Sch
       device 1  .  F0 F1 F2 F3 .
       device 2  .  .  F0 F1 F2 F3
     """
-    _check_sizes(num_stages, num_microbatches)
+    check_sizes(num_stages, num_microbatches)
     check_positive_int("chunks", chunks)
     groups = _groups(num_stages, num_microbatches)
-    return _from_orders(
+    return schedule_from_orders(
         "forward-only",
-        num_stages,
-        num_microbatches,
-        lambda device: iter(_forwards(device, num_stages, chunks, groups)),
+        lambda device: _forwards(device, num_stages, chunks, groups),
         tuple(range(num_stages)) * chunks,
+        num_microbatches,
         has_backward=False,
     )
 
@@ -272,11 +272,6 @@ def make_schedule(
     return _GENERATORS[name](num_stages, num_microbatches, chunks)
 
 
-def _check_sizes(num_stages: int, num_microbatches: int) -> None:
-    check_positive_int("num_stages", num_stages)
-    check_positive_int("num_microbatches", num_microbatches)
-
-
 def _check_chunks(chunks: int, instead: str) -> None:
     check_positive_int("chunks", chunks)
     if chunks < 2:
@@ -293,7 +288,7 @@ def _alternating(
     groups: Sequence[range] | None = None,
 ) -> Schedule:
     """So many forwards ahead on each device, then a backward and a forward in turn."""
-    _check_sizes(num_stages, num_microbatches)
+    check_sizes(num_stages, num_microbatches)
 
     def order(device: int) -> Iterator[Action]:
         forwards = _forwards(device, num_stages, chunks, groups or [range(num_microbatches)])
@@ -308,8 +303,7 @@ def _alternating(
             yield backward
             yield from forwards[ahead + place : ahead + place + 1]
 
-    device_of = tuple(range(num_stages)) * chunks
-    return _from_orders(name, num_stages, num_microbatches, order, device_of)
+    return schedule_from_orders(name, order, tuple(range(num_stages)) * chunks, num_microbatches)
 
 
 def _groups(num_stages: int, num_microbatches: int) -> list[range]:
@@ -328,17 +322,3 @@ def _forwards(device: int, num_stages: int, chunks: int, groups: Sequence[range]
         for chunk in range(chunks)
         for microbatch in group
     ]
-
-
-def _from_orders(
-    name: str,
-    num_stages: int,
-    num_microbatches: int,
-    order_of: Callable[[int], Iterator[Action]],
-    device_of: tuple[int, ...] | None = None,
-    *,
-    has_backward: bool = True,
-) -> Schedule:
-    orders = tuple(tuple(order_of(device)) for device in range(num_stages))
-    devices = tuple(range(num_stages)) if device_of is None else device_of
-    return Schedule(name, orders, devices, num_microbatches, has_backward).aligned()

@@ -20,7 +20,7 @@ from ampx.pipelining.schedules.actions import (
     split_backwards,
 )
 from ampx.pipelining.schedules.grid import Grid
-from ampx.pipelining.schedules.lifetimes import Liveness, find_liveness
+from ampx.pipelining.schedules.liveness import Liveness, find_liveness
 from ampx.pipelining.schedules.rendering import render_grid
 from ampx.pipelining.schedules.simulation import Cost, Simulation, run_schedule
 from ampx.pipelining.schedules.validation import check_schedule
@@ -38,12 +38,7 @@ class Schedule(Grid):
     The rows are a grid: each action takes one tick, and what it needs is done in an earlier one.
     `simulate` says how long it takes when actions are not equally long.
 
-    Attributes:
-      name: what it is called.
-      rows: for each device its actions; column t is tick t, and None an idle tick.
-      device_of: for each stage of the model, counted along the model, the device that runs it.
-      num_microbatches: into how many parts the batch of a step is divided.
-      has_backward: whether there are gradients; False for inference.
+    Its fields, `name`, `rows`, `device_of`, `num_microbatches` and `has_backward`, are `Grid`'s.
 
     Examples:
       >>> from ampx.pipelining.schedules.generators import one_f_one_b
@@ -202,7 +197,9 @@ class Schedule(Grid):
             communication=communication,
         )
 
-    def liveness(self, *, merge_chunks: bool = False) -> Liveness:
+    def liveness(
+        self, *, merge_chunks: bool = False, mode: Literal["async", "lockstep"] = "async"
+    ) -> Liveness:
         """Which activations each device holds, tick by tick, and how many places they need.
 
         A stage holds the activations of a micro-batch from its forward to its backward, or to its
@@ -211,12 +208,16 @@ class Schedule(Grid):
         Args:
           merge_chunks: whether a micro-batch has one place for all stages of a device, from the
             first forward to the last backward.
+          mode: as for `simulate`. `"async"`: in the ticks of this grid, the figures of the papers.
+            `"lockstep"`: in those of ampx's one compiled program, which runs forwards as early as
+            they can run, and so keeps more.
 
         Returns:
           A `Liveness`.
 
         Raises:
-          ValueError: if a backward has no forward before it, or there are none at all.
+          ValueError: if a backward has no forward before it, a forward has no backward, or the
+            mode is unknown.
 
         References:
           `analyze_pipeline_activation_liveness` in torch.distributed.pipelining.
@@ -227,8 +228,10 @@ class Schedule(Grid):
           (8, 8, 8, 8)
           >>> one_f_one_b(num_stages=4, num_microbatches=8).liveness().peak
           (4, 3, 2, 1)
+          >>> one_f_one_b(num_stages=4, num_microbatches=8).liveness(mode="lockstep").peak
+          (7, 5, 3, 1)
         """
-        return find_liveness(self, merge_chunks=merge_chunks)
+        return find_liveness(self, merge_chunks=merge_chunks, mode=mode)
 
     def render(self, start: int = 0, stop: int | None = None) -> str:
         """The grid as text; `print(schedule)` shows all of it.

@@ -11,7 +11,7 @@ import numpy as np
 from ampx.checking import check_choice
 from ampx.pipelining.schedules.actions import Action, needs_of, result_of
 from ampx.pipelining.schedules.grid import Grid
-from ampx.pipelining.schedules.ticks import lockstep
+from ampx.pipelining.schedules.ticks import place_in_lockstep
 
 Cost = float | Sequence[float]
 _Costs = dict[str, list[float]]
@@ -176,7 +176,7 @@ def _play_lockstep(
     schedule: Grid, costs: _Costs, communication: float
 ) -> dict[Action, tuple[float, float]]:
     """All devices begin a tick together; in it, a forward goes before a backward before a `W`."""
-    placement = lockstep(schedule.rows, schedule.num_stages)
+    placement = place_in_lockstep(schedule.rows, schedule.num_stages)
     slots: list[list[list[Action]]] = [
         [[] for _ in schedule.rows] for _ in range(placement.num_ticks)
     ]

@@ -1,4 +1,4 @@
-"""When each action of a schedule runs if all devices move in step.
+"""When each action of a schedule runs: on its own grid, or if all devices move in step.
 
 In one compiled program neighbours exchange their results together, at the end of every tick. A tick
 therefore has room for one action of each sort: a forward, a backward and a weight gradient, in this
@@ -8,6 +8,18 @@ backward, wait.
 A device runs its forwards in the order of the schedule, and as early as they can run; a backward
 waits for the forwards that the schedule puts before it. Gradients of weights keep nobody waiting:
 they are moved to the last ticks, where every device has some.
+
+`1f1b` with 3 stages and 4 micro-batches has 12 ticks on its grid, and 8 of these longer ones:
+
+  tick      0      1      2      3      4      5      6      7
+  device 0  F0     F1     F2     F3     B0     B1     B2     B3
+  device 1  .      F0     F1     F2 B0  F3 B1  B2     B3     .
+  device 2  .      .      F0 B0  F1 B1  F2 B2  F3 B3  .      .
+
+Stage s of S runs the forward of micro-batch m at tick s + m. The last stage goes backward in that
+same tick, and each stage before it one tick later, so stage s does at tick 2 (S - 1) - s + m. It
+therefore keeps a micro-batch for 2 (S - 1 - s) + 1 ticks, and as many micro-batches at once, where
+the grid keeps S - s. That is the price of early forwards. It does not grow with their number.
 """
 
 from __future__ import annotations
@@ -21,14 +33,41 @@ Rows = Sequence[Sequence[Action | None]]
 
 
 class Placement(NamedTuple):
-    """The tick of every action, and how many ticks there are."""
+    """The ticks of all actions.
+
+    Attributes:
+      tick_of: for each action its tick, counted from 0.
+      num_ticks: how many ticks there are.
+    """
 
     tick_of: dict[Action, int]
     num_ticks: int
 
 
+def placement_on_grid(rows: Rows) -> Placement:
+    """The ticks that the columns of a grid say.
+
+    Args:
+      rows: for each device its actions; column t is tick t.
+    """
+    tick_of: dict[Action, int] = {}
+    for row in rows:
+        for tick, action in enumerate(row):
+            # Rows may have faults: of a forward that is there twice the first one counts, since
+            # its activations are there from then on; of a backward the last one.
+            if action is not None and (action.kind != "F" or action not in tick_of):
+                tick_of[action] = tick
+    return Placement(tick_of, max(map(len, rows), default=0))
+
+
 class _Stream:
-    """The actions of one device that share a slot, in their order."""
+    """The actions of one device that share a slot of the ticks, in their order.
+
+    Attributes:
+      actions: all of them.
+      forwards_before: for each, how many forwards the schedule puts before it on its device.
+      done: how many have their ticks.
+    """
 
     def __init__(self, actions: list[Action], forwards_before: list[int]) -> None:
         self.actions, self.forwards_before, self.done = actions, forwards_before, 0
@@ -38,8 +77,8 @@ class _Stream:
         return self.actions[self.done] if self.done < len(self.actions) else None
 
 
-def lockstep(rows: Rows, num_stages: int) -> Placement:
-    """Places the actions of each device.
+def place_in_lockstep(rows: Rows, num_stages: int) -> Placement:
+    """Places the actions of each device, as the compiled program runs them.
 
     Args:
       rows: for each device its actions in their order; None is an idle place.
@@ -48,20 +87,27 @@ def lockstep(rows: Rows, num_stages: int) -> Placement:
     Raises:
       ValueError: if devices wait for each other for ever.
     """
-    forwards = [_stream(row, "F") for row in rows]
-    backwards = [_stream(row, "BI") for row in rows]
+    forwards = [_make_stream(row, "F") for row in rows]
+    backwards = [_make_stream(row, "BI") for row in rows]
     tick_of: dict[Action, int] = {}
     done: dict[Action, int] = {}  # the same, by result
     tick = 0
+    # Each pass fills one tick, forwards first: a backward may use the forward of its own tick. What
+    # is placed is final, and what an action needs was placed before it. A pass that places nothing
+    # would therefore be followed by another such, for ever.
     while any(stream.head for stream in forwards + backwards):
         before = len(tick_of)
         for streams in (forwards, backwards):
-            for action in _ready(streams, forwards, done, tick, num_stages):
+            for action in _take_ready(streams, forwards, done, tick, num_stages):
                 tick_of[action] = done[result_of(action)] = tick
         if len(tick_of) == before:
             heads = ", ".join(str(s.head) for s in forwards + backwards if s.head)
             raise ValueError(f"at tick {tick} the devices wait for each other, at {heads}")
         tick += 1
+    # A tick lasts as long as its fullest device. The H weight gradients of a device go into the
+    # last H ticks, in order: then the devices have them at the same time, instead of every tick
+    # having one somewhere. None comes before its `I`: there is at most one `I` a tick, so after the
+    # one at place p the other H - 1 - p need as many ticks, and it is at tick T - H + p at latest.
     for stream in backwards:
         halves = [action for action in stream.actions if action.kind == "I"]
         for place, action in enumerate(halves):
@@ -69,7 +115,7 @@ def lockstep(rows: Rows, num_stages: int) -> Placement:
     return Placement(tick_of, tick)
 
 
-def _stream(row: Sequence[Action | None], kinds: str) -> _Stream:
+def _make_stream(row: Sequence[Action | None], kinds: str) -> _Stream:
     actions, forwards_before, forwards = [], [], 0
     for action in row:
         if action is None:
@@ -81,7 +127,7 @@ def _stream(row: Sequence[Action | None], kinds: str) -> _Stream:
     return _Stream(actions, forwards_before)
 
 
-def _ready(
+def _take_ready(
     streams: list[_Stream],
     forwards: list[_Stream],
     done: dict[Action, int],
@@ -91,6 +137,8 @@ def _ready(
     """Takes the first action off each stream, if what it needs is there at this tick."""
     for stream, forward in zip(streams, forwards, strict=True):
         head = stream.head
+        # That forwards of the schedule come first is what bounds how far backwards can run ahead,
+        # and tells gpipe from 1f1b here: gpipe's first backward has all forwards before it.
         if head is None or forward.done < stream.forwards_before[stream.done]:
             continue
         if _has_inputs(head, done, tick, num_stages):
@@ -100,6 +148,8 @@ def _ready(
 
 def _has_inputs(action: Action, done: dict[Action, int], tick: int, num_stages: int) -> bool:
     """Whether a neighbour's result was sent before this tick, and the stage's own one is there."""
+    # What another stage makes in tick t is exchanged at its end and can be read from t + 1 on, even
+    # if that stage is on the same device. What the stage itself made can be read in t.
     return all(
         done.get(need, tick + 1) < tick + (need.stage == action.stage)
         for need in needs_of(action, num_stages)

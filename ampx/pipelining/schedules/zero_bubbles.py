@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampx.checking import check_positive_int
 from ampx.pipelining.schedules.actions import Action, parse_action
+from ampx.pipelining.schedules.orders import check_sizes, schedule_from_orders
 from ampx.pipelining.schedules.schedule import Schedule
 
 
@@ -39,8 +39,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
       device 1  .  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
       device 2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
     """
-    check_positive_int("num_stages", num_stages)
-    check_positive_int("num_microbatches", num_microbatches)
+    check_sizes(num_stages, num_microbatches)
 
     def order(device: int) -> Iterator[Action]:
         ahead = min(num_microbatches, num_stages - device)
@@ -54,8 +53,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
         late = range(max(0, num_microbatches - device), num_microbatches)
         yield from (Action(device, "W", m) for m in late)
 
-    rows = tuple(tuple(order(device)) for device in range(num_stages))
-    return Schedule("zero-bubble", rows, tuple(range(num_stages)), num_microbatches).aligned()
+    return schedule_from_orders("zero-bubble", order, range(num_stages), num_microbatches)
 
 
 def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
@@ -87,8 +85,7 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
       device 0 (stages 0, 3)  0F0 0F1 .   3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 .   0I1 0W1
       device 1 (stages 1, 2)  .   1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1 .
     """
-    check_positive_int("num_stages", num_stages)
-    check_positive_int("num_microbatches", num_microbatches)
+    check_sizes(num_stages, num_microbatches)
     # The order is that of a full pipeline; micro-batches that there are not are left out.
     full = max(num_microbatches, 2 * num_stages - 1)
 
@@ -109,5 +106,4 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
                 yield stream._replace(microbatch=microbatch)
 
     device_of = (*range(num_stages), *reversed(range(num_stages)))
-    rows = tuple(tuple(order(device)) for device in range(num_stages))
-    return Schedule("zero-bubble-v", rows, device_of, num_microbatches).aligned()
+    return schedule_from_orders("zero-bubble-v", order, device_of, num_microbatches)
