@@ -1,4 +1,8 @@
-"""The result of planning: what becomes of each equation of a jaxpr."""
+"""The result of planning: what becomes of each equation of a jaxpr.
+
+The planner makes these, the rewriter and the report read them. They say everything about the new
+program but its equations: `explain` prints a plan that was never rewritten.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,13 @@ from ampx.autocasting.values import Demand, Value
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What autocast was asked for; the identity of a plan together with a jaxpr."""
+    """What autocast was asked for. Equal settings share a planner, and so plans and jaxprs.
+
+    Attributes:
+      half_dtype: float16 or bfloat16, as a numpy dtype.
+      rules: the user's rules.
+      custom_vjp: `"transform"` or `"opaque"`, as for `ampx.autocast`.
+    """
 
     half_dtype: Any
     rules: Rules
@@ -22,11 +32,14 @@ class Decision(NamedTuple):
     """What becomes of one equation.
 
     Attributes:
-      precision: `"half"`, `"float32"`, or `"as traced"` where no float32 value is involved.
+      precision: `"half"`, `"float32"`, or `"as traced"` where no float32 value is involved. For an
+        equation with bodies, `"recurse"`, or `"as traced"` where no body changes.
       rule: what decided, for the report.
       operands: for each operand whether it is cast to half (True), to float32 (False) or left.
       outputs: what is known of each output.
       bodies: plans of the jaxprs that it holds, in the order of its parameters.
+      follows: whether it is in half only because its operands are. If all of its readers compute
+        in float32, the next pass lifts it to float32.
     """
 
     precision: str
@@ -39,7 +52,18 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-    """Decisions for the equations of one jaxpr, given the types of its inputs."""
+    """Decisions for the equations of one jaxpr, given its inputs and its readers.
+
+    Attributes:
+      inputs: what is known of each input.
+      demands: what the readers of each output ask.
+      decisions: one for each equation, in order.
+      outputs: what is known of each output, once it meets its demand.
+      input_demands: what the jaxpr's equations ask of each input.
+      around: where the jaxpr stands.
+      rewritten: the jaxpr that computes as planned, once the rewriter has made it. It is kept here
+        so that one plan gives one object: jit looks programs up by the identity of their jaxprs.
+    """
 
     inputs: tuple[Value, ...]
     demands: tuple[Demand, ...]

@@ -1,4 +1,19 @@
-"""Marks that a traced function carries: regions that autocast treats as their owner said."""
+"""Marks that a traced function carries: calls that autocast treats as their owner said.
+
+A function that is marked looks, outside of autocast, as if it were not. Under autocast its call is
+traced as a jitted function with a name of ours. grad, vmap, scan and remat keep the name of a
+jitted function, so the planner finds it whatever is around, and the rewriter opens the call again:
+
+    mark            made by                                 what autocast does
+    NATIVE_MARK     float_function, half_function,          leaves the region as it was traced
+                    autocast(enabled=False) and nested
+    PROMOTE_MARK    promote_function                        plans it with one precision for all
+    RELABEL_MARK    half_function, around its results       takes float32 for another name of half
+
+`half_function` needs the third because the program around it was traced in float32. Its operands
+are converted to half while it is traced, so that a kernel sees half; its results are converted back
+to float32, so that the program around type-checks. The rewriter drops that last conversion.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +30,7 @@ from ampx import flax_modules
 from ampx.jaxprs import pure_calls
 from ampx.jaxprs.pure_calls import is_array, split_arrays
 
-# Names of jitted regions: grad, vmap, scan and remat all keep them.
+# Names of jitted regions.
 NATIVE_MARK = "ampx_as_written"
 RELABEL_MARK = "ampx_half_under_the_name_of_float32"
 PROMOTE_MARK = "ampx_widest"
@@ -25,7 +40,7 @@ _tracing_for = jax.make_user_context(None)
 
 
 def tracing_for(half_dtype: Any) -> Any:
-    """A context in which functions are traced for autocast to `half_dtype`."""
+    """Makes a context in which functions are traced for autocast to `half_dtype`."""
     return _tracing_for(half_dtype)
 
 
@@ -37,11 +52,15 @@ def active_half_dtype() -> Any:
 def as_written(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls `fun` in a region that autocast leaves alone; nothing inside sees an autocast."""
     with _tracing_for(None):
-        return _marked(NATIVE_MARK, fun, args, kwargs)
+        return _call_marked(NATIVE_MARK, fun, args, kwargs)
 
 
-def _marked(mark: str, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls `fun` as a jitted region of this name, which the rewriter opens again."""
+def _call_marked(mark: str, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `fun` as a jitted region of this name, which the rewriter opens again.
+
+    Arrays are the region's operands and results. Everything else among arguments and results goes
+    around it; what nnx modules among the arguments write is written back.
+    """
     call = pure_calls.pure_call(fun, args, kwargs)
     arrays, merge = split_arrays(call.operands)
     merge_results: Callable[[Any], Any] = lambda results: results  # noqa: E731
@@ -58,8 +77,11 @@ def _marked(mark: str, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _cast(tree: Any, dtype: Any, only: Any = None) -> Any:
-    """Casts floating arrays; nnx objects stay, for a copy would lose what is written to it."""
+def _cast_floating(tree: Any, dtype: Any, only: Any = None) -> Any:
+    """Casts floating arrays, or only those of one dtype.
+
+    nnx objects stay as they are: a cast makes a copy, and what is written to a copy is lost.
+    """
 
     def cast_leaf(leaf: Any) -> Any:
         floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -68,6 +90,19 @@ def _cast(tree: Any, dtype: Any, only: Any = None) -> Any:
         return lax.convert_element_type(leaf, dtype)
 
     return jax.tree.map(cast_leaf, tree, is_leaf=flax_modules.is_nnx_object)
+
+
+def _under_autocast(
+    fun: Callable[..., Any], run: Callable[[Any, Any, Any], Any]
+) -> Callable[..., Any]:
+    """`fun` outside of autocast, and `run(half_dtype, args, kwargs)` where autocast traces."""
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        half = active_half_dtype()
+        return fun(*args, **kwargs) if half is None else run(half, args, kwargs)
+
+    return wrapped
 
 
 def half_function(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,19 +129,15 @@ def half_function(fun: Callable[..., Any]) -> Callable[..., Any]:
       ('bfloat16', 'float32')
     """
 
-    @functools.wraps(fun)
-    def in_half(*args: Any, **kwargs: Any) -> Any:
-        half = active_half_dtype()
-        if half is None:
-            return fun(*args, **kwargs)
-        args, kwargs = _cast((args, kwargs), half, only=jnp.float32)
+    def run_in_half(half: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = _cast_floating((args, kwargs), half, only=jnp.float32)
         result = as_written(fun, *args, **kwargs)
         return jax.tree.map(
-            lambda leaf: _relabelled(leaf) if is_array(leaf) and leaf.dtype == half else leaf,
+            lambda leaf: _relabel_half(leaf) if is_array(leaf) and leaf.dtype == half else leaf,
             result,
         )
 
-    return in_half
+    return _under_autocast(fun, run_in_half)
 
 
 def _relabel(leaf: Any) -> Any:
@@ -114,7 +145,7 @@ def _relabel(leaf: Any) -> Any:
 
 
 _relabel.__name__ = _relabel.__qualname__ = RELABEL_MARK
-_relabelled = jax.jit(_relabel)
+_relabel_half = jax.jit(_relabel)
 
 
 def float_function(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,14 +166,7 @@ def float_function(fun: Callable[..., Any]) -> Callable[..., Any]:
       >>> ampx.autocast(exact)(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype.name
       'float32'
     """
-
-    @functools.wraps(fun)
-    def in_float32(*args: Any, **kwargs: Any) -> Any:
-        if active_half_dtype() is None:
-            return fun(*args, **kwargs)
-        return as_written(fun, *args, **kwargs)
-
-    return in_float32
+    return _under_autocast(fun, lambda _half, args, kwargs: as_written(fun, *args, **kwargs))
 
 
 def promote_function(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,15 +193,9 @@ def promote_function(fun: Callable[..., Any]) -> Callable[..., Any]:
       >>> [y.dtype.name for y in ampx.autocast(f)(jnp.ones((2, 2)))]
       ['bfloat16', 'float32']
     """
-
-    @functools.wraps(fun)
-    def in_widest(*args: Any, **kwargs: Any) -> Any:
-        if active_half_dtype() is None:
-            return fun(*args, **kwargs)
-
-        return _marked(PROMOTE_MARK, fun, args, kwargs)
-
-    return in_widest
+    return _under_autocast(
+        fun, lambda _half, args, kwargs: _call_marked(PROMOTE_MARK, fun, args, kwargs)
+    )
 
 
 def banned_function(fun: Callable[..., Any], instead: str = "") -> Callable[..., Any]:
@@ -205,15 +223,12 @@ def banned_function(fun: Callable[..., Any], instead: str = "") -> Callable[...,
       log is banned under autocast: use a loss of logits
     """
 
-    @functools.wraps(fun)
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        if active_half_dtype() is None:
-            return fun(*args, **kwargs)
+    def refuse(_half: Any, _args: Any, _kwargs: Any) -> Any:
         name = getattr(fun, "__name__", repr(fun))
         advice = instead or "call it outside, or wrap it in ampx.float_function"
         raise RuntimeError(f"{name} is banned under autocast: {advice}")
 
-    return refused
+    return _under_autocast(fun, refuse)
 
 
 def cast(tree: Any, dtype: DTypeLike) -> Any:
@@ -241,10 +256,12 @@ def cast(tree: Any, dtype: DTypeLike) -> Any:
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype must be floating, got {dtype}")
-    converted = _cast(tree, dtype)
+    converted = _cast_floating(tree, dtype)
     if dtype != jnp.float32:
         return converted
-    # reduce_precision to float32's own size changes no number, and is opaque to autocast.
+    # A float32 -> float32 conversion would leave no equation. reduce_precision to float32's own
+    # size (8 bits of exponent, 23 of mantissa) changes no number, leaves an equation, and is opaque
+    # to autocast, so both sides of it are float32.
     return jax.tree.map(
         lambda leaf: (
             lax.reduce_precision(leaf, exponent_bits=8, mantissa_bits=23)

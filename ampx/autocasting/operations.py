@@ -1,4 +1,23 @@
-"""What becomes of one equation that holds no jaxprs."""
+"""Decides what becomes of one equation that holds no jaxprs.
+
+A decision starts from the precision that the rule asks for. The operands can stand against it:
+
+    rule            half if                                        otherwise
+    half            the program asks for no other precision        float32
+    float32         never                                          float32
+    widest, pass    some operand votes half and none objects       float32
+    opaque          never                                          the dtypes it was traced with
+
+Of an equation with the rule widest or pass there are three outcomes:
+
+    half                the operands are narrowed, the result is held in half
+    float32             the operands are widened, the result votes float32
+    float32, as half    the operands are widened, the result is held in float32 and votes half
+
+The third is for operations whose result belongs in half, but which lose something on the way there:
+a scale that half may not be able to hold, or a transpose that sums. It costs no accuracy, and what
+reads the result is half all the same.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +36,14 @@ from ampx.autocasting.values import (
     IN_HALF,
     Value,
     Vote,
-    blended,
-    filled_with,
-    fits,
+    compute_span,
+    describe_fill,
+    describe_moved,
+    describe_result_of,
+    fits_in,
     is_float32,
-    moved,
-    result,
-    serves_every_example,
-    span_of,
+    is_repeated_along_first_axis,
+    restrict_to_type,
 )
 from ampx.jaxprs import building, reading
 
@@ -39,7 +58,7 @@ def decide(
     half: Any,
     lift: bool,
 ) -> Decision:
-    """The decision for an equation whose rule gives it this precision.
+    """Decides for an equation whose rule gives it this precision.
 
     Args:
       eqn: the equation.
@@ -50,19 +69,21 @@ def decide(
       lift: whether to compute in float32, because every reader does.
     """
     name = eqn.primitive.name
-    forced = rule != name
+    forced = rule != name  # by a user's rule or a mark
     if name == "convert_element_type":
-        return _conversion(eqn, values, precision, rule, lift)
+        return _decide_conversion(eqn, values, precision, rule, lift)
     if not any(map(is_float32, eqn.invars)):
-        return full(eqn, values, rule)
+        return decide_float32(eqn, values, rule)
     if precision == "float32" or lift:
-        return full(eqn, values, "every reader is float32" if lift else rule)
+        return decide_float32(eqn, values, "every reader is float32" if lift else rule)
     if not forced and _is_reciprocal(eqn, values):
-        return full(eqn, values, "reciprocal")
-    if not forced and _sums_over_vmap(eqn):
-        return full(eqn, values, "a sum over an axis of vmap")
+        return decide_float32(eqn, values, "reciprocal")
+    if not forced and _reduces_vmap_axis(eqn):
+        return decide_float32(eqn, values, "a sum over an axis of vmap")
     if precision == "half":
-        return _asked_for_half(eqn, values, rule, half)
+        return _decide_requested_half(eqn, values, rule, half)
+    # A collective or a barrier over a tuple: output i has the dtype of operand i, and no operand
+    # speaks for another.
     if name in tables.ONE_TO_ONE and len(eqn.outvars) == len(eqn.invars):
         return Decision(
             "half" if any(v.half for v in values) else "float32",
@@ -71,19 +92,19 @@ def decide(
             values,
             follows=name not in tables.TRANSFERS,
         )
-    return _widest(eqn, values, rule, half)
+    return _decide_widest(eqn, values, rule, half)
 
 
-def opaque(eqn: Any, rule: str) -> Decision:
-    """An equation that gets and gives the dtypes it was traced with."""
+def decide_opaque(eqn: Any, rule: str) -> Decision:
+    """Decides that an equation gets and gives the dtypes it was traced with."""
     outputs = tuple(COMPUTED if is_float32(out) else AS_TRACED for out in eqn.outvars)
     operands = tuple(False if is_float32(atom) else None for atom in eqn.invars)
     involved = any(map(is_float32, (*eqn.invars, *eqn.outvars)))
     return Decision("float32" if involved else "as traced", rule, operands, outputs)
 
 
-def full(eqn: Any, values: tuple[Value, ...], rule: str) -> Decision:
-    """An equation whose float32 operands are float32 indeed."""
+def decide_float32(eqn: Any, values: tuple[Value, ...], rule: str) -> Decision:
+    """Decides that an equation computes in float32; its half operands are widened."""
     touched = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float32(atom)]
     name = eqn.primitive.name
     if name in tables.MOVING and not touched:
@@ -91,49 +112,58 @@ def full(eqn: Any, values: tuple[Value, ...], rule: str) -> Decision:
     if not touched:
         known = COMPUTED
     elif name in tables.MOVING:
-        known = moved(touched[0], spreads=_spreads(eqn))
+        # Moved, so still what it was: a parameter, a constant. Only half is not, once widened.
+        known = describe_moved(touched[0], spreads=_repeats_along_first_axis(eqn))
         if known.half or known.vote is Vote.HALF:
             known = COMPUTED
     else:
-        known = _folded(eqn, touched) or blended(touched, name in tables.PICKING)
+        known = _fold_constants(eqn, touched) or describe_result_of(touched, name in tables.PICKING)
     outputs = tuple(known if is_float32(out) else AS_TRACED for out in eqn.outvars)
     involved = touched or any(is_float32(out) for out in eqn.outvars)
     operands = tuple(False if is_float32(atom) else None for atom in eqn.invars)
     return Decision("float32" if involved else "as traced", rule, operands, outputs)
 
 
-def _folded(eqn: Any, operands: Sequence[Value]) -> Value | None:
-    """A constant computed from constants, such as the root of a head's size."""
+def _fold_constants(eqn: Any, operands: Sequence[Value]) -> Value | None:
+    """Computes a constant from constants, such as the root of a head's size.
+
+    `h / jnp.sqrt(64.0)` must stay half like `h / 8.0`. The number is only used to see whether half
+    can hold it; the program still computes it.
+    """
     compute = tables.FOLDED.get(eqn.primitive.name)
     constants = [value.constant for value in operands]
     if compute is None or None in constants or len(constants) != len(eqn.invars):
         return None
     with np.errstate(all="ignore"):
         number = compute(*map(np.float32, constants))
-    return filled_with(float(number)) if number == number else None
+    return describe_fill(float(number)) if number == number else None  # NaN has no magnitude
 
 
-def _half(eqn: Any, rule: str) -> Decision:
+def _decide_half(eqn: Any, rule: str) -> Decision:
     operands = tuple(True if is_float32(atom) else None for atom in eqn.invars)
     outputs = tuple(IN_HALF if is_float32(out) else AS_TRACED for out in eqn.outvars)
     return Decision("half", rule, operands, outputs)
 
 
-def _asked_for_half(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -> Decision:
+def _decide_requested_half(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -> Decision:
+    """Decides for an equation that a default or a user wants in half."""
     name = eqn.primitive.name
-    if _opts_out(eqn, half):
-        return full(eqn, values, "precision asked for")
+    if _requests_other_precision(eqn, half):
+        return decide_float32(eqn, values, "precision asked for")
     if name not in tables.DEFAULTS:
-        return _unknown_in_half(eqn, rule, half)
+        return _decide_unknown_in_half(eqn, rule, half)
     if name in tables.WITHOUT_HALF_FORM:
-        return full(eqn, values, "has no half form")
-    in_range = all(value.span is None or fits(value.span, half) for value in values)
+        return decide_float32(eqn, values, "has no half form")
+    # A product with a constant array keeps its half form, with the constant rounded; torch does the
+    # same. In what a user's rule makes half, `x + 1e-9` would silently become `x`.
+    in_range = all(value.span is None or fits_in(value.span, half) for value in values)
     if name not in tables.HALF_BY_DEFAULT and not in_range:
-        return full(eqn, values, OUT_OF_RANGE)
-    return _half(eqn, rule)
+        return decide_float32(eqn, values, OUT_OF_RANGE)
+    return _decide_half(eqn, rule)
 
 
-def _unknown_in_half(eqn: Any, rule: str, half: Any) -> Decision:
+def _decide_unknown_in_half(eqn: Any, rule: str, half: Any) -> Decision:
+    """Decides for a primitive that is in no table, by asking it what it gives for half operands."""
     made = building.output_dtypes(eqn, [half if is_float32(a) else None for a in eqn.invars])
     outputs = []
     for out, dtype in zip(eqn.outvars, made, strict=True):
@@ -144,76 +174,99 @@ def _unknown_in_half(eqn: Any, rule: str, half: Any) -> Decision:
             )
         if dtype != out.aval.dtype and not is_float32(out):
             raise TypeError(f"{eqn.primitive.name} changes {out.aval.dtype} to {dtype}")
-        outputs.append(IN_HALF if dtype != out.aval.dtype else result(out.aval, COMPUTED))
-    return _half(eqn, rule)._replace(outputs=tuple(outputs))
+        outputs.append(IN_HALF if dtype != out.aval.dtype else restrict_to_type(out.aval, COMPUTED))
+    return _decide_half(eqn, rule)._replace(outputs=tuple(outputs))
 
 
-def _widest(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -> Decision:
-    """Half if some operand is and all others agree, otherwise float32."""
+def _decide_widest(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -> Decision:
+    """Decides for half if some operand votes half and no other objects, otherwise for float32."""
     name = eqn.primitive.name
-    some_half, reason = False, ""
+    some_half = False
+    reason = ""  # to compute in float32 although the result belongs in half
     for atom, value in zip(eqn.invars, values, strict=True):
         if not is_float32(atom):
             continue
         if value.vote is Vote.HALF:
             some_half = True
         elif value.vote is Vote.NEUTRAL:
-            objection = _objection(name, atom, value, half)
+            objection = _find_objection(name, atom, value, half)
             if objection is not None:
-                return full(eqn, values, objection or rule)
+                return decide_float32(eqn, values, objection or rule)
             if value.span is None and name in tables.SPREADING:
                 reason = "float32, for a number that is not known"
-        elif not _yields(eqn, atom, value):
-            return full(eqn, values, rule)
+        elif not _is_bias_or_scale(eqn, atom, value):
+            return decide_float32(eqn, values, rule)
         elif name in ("mul", "div"):
+            # A scale of 1e-8 is 0 in float16, and a quotient by it infinite. A bias is harmless:
+            # what half cannot hold of it would be lost in the sum as well.
             reason = "float32, for the range of a parameter"
     if not some_half:
-        return full(eqn, values, rule)
-    if _sums_when_transposed(eqn):
-        fill = eqn.params.get("fill_value")
-        if fill is not None and not fits(span_of(float(fill)), half):
-            return full(eqn, values, OUT_OF_RANGE)
+        return decide_float32(eqn, values, rule)
+    if _transpose_sums(eqn):
+        fill = eqn.params.get("fill_value")  # of a gather, for indices out of bounds
+        if fill is not None and not fits_in(compute_span(float(fill)), half):
+            return decide_float32(eqn, values, OUT_OF_RANGE)
         reason = "float32, for the sum of its transpose"
     if reason:
         outputs = (Value(False, Vote.HALF),)
-        return full(eqn, values, reason)._replace(outputs=outputs, follows=True)
-    return _half(eqn, rule)._replace(follows=name not in tables.TRANSFERS)
+        return decide_float32(eqn, values, reason)._replace(outputs=outputs, follows=True)
+    return _decide_half(eqn, rule)._replace(follows=name not in tables.TRANSFERS)
 
 
-def _objection(name: str, atom: Any, constant: Value, half: Any) -> str | None:
-    """Why a constant operand must not become half, if so."""
+def _find_objection(name: str, atom: Any, constant: Value, half: Any) -> str | None:
+    """Finds why a constant operand must not become half.
+
+    Returns:
+      The reason for the report, `""` for the rule itself, or None where half can hold it.
+    """
     if name in tables.COMPARING:
+        # `u < 0.1` makes the mask of a dropout: with 0.1 rounded, other elements would be dropped.
         number = constant.constant
         exact = number is not None and float(np.asarray(number, half)) == number
         return None if exact else ""
+    # `jnp.zeros(shape).at[i].add(h)` has a float32 buffer so as to sum in float32.
     fill = not reading.is_literal(atom) and constant.constant == 0
     if fill and atom.aval.ndim and name in tables.ACCUMULATING:
         return "summed into zeros"
     if name in tables.SPREADING and constant.span is None:
         return None  # a number, or its operation would promote: computed in float32
+    # Where a number is picked and not computed with, -1e9 may become the lowest half number: both
+    # only have to lose against everything else.
     saturates = name in tables.SELECTING
-    return None if fits(constant.span, half, saturates) else OUT_OF_RANGE
+    return None if fits_in(constant.span, half, saturates) else OUT_OF_RANGE
 
 
-def _yields(eqn: Any, atom: Any, value: Value) -> bool:
-    """Whether a float32 operand is a bias or a scale that must not promote an activation."""
+def _is_bias_or_scale(eqn: Any, atom: Any, value: Value) -> bool:
+    """Whether a float32 operand is a bias or a scale that must not promote an activation.
+
+    Torch has biases inside of its linear layers. In a jaxpr there is only `add h b`, and what tells
+    a bias from a mask is that it is the same for every example.
+    """
     if eqn.primitive.name not in tables.SPREADING:
         return False
-    return value.vote is Vote.SPREAD or (
-        value.vote is Vote.PARAMETER and serves_every_example(atom, eqn.outvars[0])
+    return value.vote is Vote.REPEATED or (
+        value.vote is Vote.PARAMETER and is_repeated_along_first_axis(atom, eqn.outvars[0])
     )
 
 
-def _sums_when_transposed(eqn: Any) -> bool:
+def _transpose_sums(eqn: Any) -> bool:
+    """Whether the transpose of an equation adds up several cotangents for one number.
+
+    Of a broadcast that changes no size, such as a new axis of size 1, it does not.
+    """
     name = eqn.primitive.name
     resized = name not in tables.MOVING or eqn.invars[0].aval.size != eqn.outvars[0].aval.size
     return name in tables.SUMMING_WHEN_TRANSPOSED and resized
 
 
-def _conversion(
+def _decide_conversion(
     eqn: Any, values: tuple[Value, ...], precision: str, rule: str, lift: bool
 ) -> Decision:
-    """A conversion in the program was asked for; one that changes only weak typing was not."""
+    """Decides for a conversion that is in the program.
+
+    One from or to another dtype was asked for and stays. One from float32 to float32 only changes
+    weak typing: it passes its operand on, so that a half value stays half.
+    """
     (value,), (source,), (out,) = values, eqn.invars, eqn.outvars
     if is_float32(source) and is_float32(out):
         if lift or not value.half:
@@ -224,40 +277,43 @@ def _conversion(
         return Decision("as traced", rule, (None,), (AS_TRACED,))
     if precision == "half" and rule != eqn.primitive.name:
         return Decision("half", rule, (None,), (IN_HALF,))
+    # A mask as numbers is 0 or 1, which half holds exactly, so it does not promote.
     if source.aval.dtype == np.bool_:
-        return Decision("float32", rule, (None,), (filled_with(1.0)._replace(constant=None),))
+        return Decision("float32", rule, (None,), (describe_fill(1.0)._replace(constant=None),))
     if value.constant is not None:
         return Decision("float32", rule, (None,), (value,))
     return Decision("float32", rule, (None,), (COMPUTED,))
 
 
 def _is_reciprocal(eqn: Any, values: Sequence[Value]) -> bool:
+    """Whether an equation divides a constant: 1 / x leaves float16's range for x below 1.5e-5."""
     name = eqn.primitive.name
     return (name == "div" and values[0].constant is not None) or (
         name == "integer_pow" and eqn.params["y"] < 0
     )
 
 
-def _sums_over_vmap(eqn: Any) -> bool:
+def _reduces_vmap_axis(eqn: Any) -> bool:
     """Whether a collective reduces over an axis of its operand, as vmap makes it do."""
     return eqn.primitive.name in tables.SUMMING_COLLECTIVES and any(
         isinstance(axis, int) for axis in eqn.params["axes"]
     )
 
 
-def _spreads(eqn: Any) -> bool:
+def _repeats_along_first_axis(eqn: Any) -> bool:
     """Whether an equation repeats its operand along the first axis of its result."""
     name = eqn.primitive.name
     if name == "broadcast_to":
-        return serves_every_example(eqn.invars[0], eqn.outvars[0])
+        return is_repeated_along_first_axis(eqn.invars[0], eqn.outvars[0])
     if name != "broadcast_in_dim" or not eqn.outvars[0].aval.ndim:
         return False
     sizes = dict(zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True))
-    # A new first axis of size 1 is that of a bias in a batch of one.
+    # Repeated, unless axis 0 of the operand is axis 0 of the result. A new first axis of size 1 is
+    # that of a bias in a batch of one, and counts as repeated.
     return 0 not in sizes or (sizes[0] == 1 and eqn.outvars[0].aval.shape[0] != 1)
 
 
-def _opts_out(eqn: Any, half_dtype: Any) -> bool:
+def _requests_other_precision(eqn: Any, half_dtype: Any) -> bool:
     """Whether the program asks for a precision that half does not have."""
     for atom in eqn.invars:
         dtype = getattr(atom.aval, "dtype", None)

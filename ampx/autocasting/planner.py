@@ -1,8 +1,31 @@
 """Decides, before anything runs, which precision every equation of a jaxpr computes in.
 
-Two passes alternate until they agree. Forward, each equation decides from its rule and from what is
-known of its operands. Backward, an equation all of whose readers compute in float32 is lifted to
-float32 itself: only so are softmax, norms and variances exact from their inputs on.
+Two passes alternate until they agree. The forward pass walks from the inputs to the outputs. Each
+equation decides from the rule of its primitive and from what is known of its operands (a `Value`,
+with its `Vote`). The backward pass walks from the outputs to the inputs and collects what the
+readers of each value ask of it (a `Demand`). An equation that would follow its operands into half,
+although every reader computes in float32, is *lifted*: it computes in float32 itself. A lifted
+equation is a float32 reader of its own operands, so whole chains are lifted. Without that, softmax,
+norms and variances would round in half between their input and their sum.
+
+An example, for `sum(square(x @ w))`:
+
+    equation                  forward 1        backward 1        forward 2
+    c = dot_general x w       half             reads x, w: HALF  half
+    d = square c              half, follows    reads c: FLOAT32  float32, lifted
+    e = reduce_sum d          float32          reads d: FLOAT32  float32
+
+`dot_general` runs in half by its rule. `square` has the rule "pass" and follows c. The one reader
+of d is a float32 sum, so `square` is lifted, and c is widened before it. c is read in float32 alone
+as well, but a product does not follow its operands: it stays half. The second backward pass finds
+nothing more to lift, and the plan is done.
+
+Why this ends: no pass takes a lifting back. The set of lifted equations only grows, and each
+equation can join it once. What is asked of a call's outputs is derived from the decisions of their
+readers, and moves with these towards float32.
+
+Calls, loops and branches are planned by `calls.py`, which asks this planner for plans of their
+bodies; equations without bodies are decided by `operations.py`.
 """
 
 from __future__ import annotations
@@ -18,28 +41,28 @@ from ampx.autocasting.rules import NOWHERE, Surroundings
 from ampx.autocasting.values import (
     Demand,
     Value,
-    constant_value,
+    apply_demand,
+    describe_closed_over,
+    describe_literal,
     is_float32,
-    joined,
-    literal_value,
-    pinned,
-    result,
+    join_demands,
+    restrict_to_type,
 )
 from ampx.jaxprs import reading, source_info
 from ampx.jaxprs.reading import Jaxpr
 
-CLOSED_BOOK = "unknown function inside, left as traced"
+HIDDEN_FUNCTION = "unknown function inside, left as traced"
 
 
-class _Knowledge:
-    """The values of a jaxpr's variables during a forward pass."""
+class _KnownValues:
+    """What is known of a jaxpr's variables and literals during a forward pass."""
 
     def __init__(self, jaxpr: Any, inputs: Sequence[Value]) -> None:
         self.of_variable = dict(zip(jaxpr.invars, inputs, strict=True))
-        self.of_variable.update((var, constant_value(var.aval)) for var in jaxpr.constvars)
+        self.of_variable.update((var, describe_closed_over(var.aval)) for var in jaxpr.constvars)
 
     def __getitem__(self, atom: Any) -> Value:
-        return literal_value(atom) if reading.is_literal(atom) else self.of_variable[atom]
+        return describe_literal(atom) if reading.is_literal(atom) else self.of_variable[atom]
 
 
 class Planner:
@@ -56,45 +79,59 @@ class Planner:
         demands: Sequence[Demand],
         around: Surroundings = NOWHERE,
     ) -> Plan:
-        """The plan of `jaxpr`, whose inputs are as told and whose outputs serve these demands."""
+        """Plans a jaxpr.
+
+        Args:
+          jaxpr: what to plan.
+          inputs: what is known of each of its inputs.
+          demands: what the readers of each of its outputs ask.
+          around: where it stands.
+        """
+        # JAX caches the jaxprs of jitted functions and of loop bodies, so the same object comes
+        # back at the next trace and finds its plan, and with it the rewritten jaxpr, again. Weak
+        # keys let both go when JAX drops the jaxpr.
         plans = self._plans.setdefault(jaxpr, {})
         key = (tuple(inputs), tuple(demands), around)
         if key not in plans:
-            plans[key] = self._plan(reading.open_jaxpr(jaxpr), *key)
+            plans[key] = self._compute_plan(reading.open_jaxpr(jaxpr), *key)
         return plans[key]
 
-    def _plan(
+    def _compute_plan(
         self, jaxpr: Any, inputs: tuple[Value, ...], demands: tuple[Demand, ...], around: Any
     ) -> Plan:
-        lifted: set[int] = set()
-        asked: dict[int, tuple[Demand, ...]] = {}
-        known = _Knowledge(jaxpr, inputs)
+        lifted: set[int] = set()  # indices of equations
+        asked: dict[int, tuple[Demand, ...]] = {}  # by equation with bodies: per output
+        known = _KnownValues(jaxpr, inputs)
         decided: list[tuple[Any, Decision] | None] = [None] * len(jaxpr.eqns)
         while True:
-            decisions = self._forward(jaxpr, known, lifted, asked, around, decided)
-            more, now_asked, readers = _backward(jaxpr, decisions, demands)
+            decisions = self._decide_forward(jaxpr, known, lifted, asked, around, decided)
+            more, now_asked, readers = _lift_backward(jaxpr, decisions, demands)
             if more <= lifted and now_asked == asked:
                 break
             lifted |= more
             asked = now_asked
         outputs = tuple(
-            pinned(result(atom.aval, known[atom]), demand, is_float32(atom))
+            apply_demand(restrict_to_type(atom.aval, known[atom]), demand, is_float32(atom))
             for atom, demand in zip(jaxpr.outvars, demands, strict=True)
         )
-        _warn_of_closed_books(jaxpr, decisions)
+        _warn_of_hidden_functions(jaxpr, decisions)
         input_demands = tuple(readers.get(var, Demand.NONE) for var in jaxpr.invars)
         return Plan(inputs, demands, tuple(decisions), outputs, input_demands, around)
 
-    def _forward(
+    def _decide_forward(
         self,
         jaxpr: Any,
-        known: _Knowledge,
+        known: _KnownValues,
         lifted: set[int],
         asked: dict[int, tuple[Demand, ...]],
         around: Surroundings,
         decided: list[tuple[Any, Decision] | None],
     ) -> list[Decision]:
-        """Decides every equation; what an earlier pass decided on the same grounds stands."""
+        """Decides every equation; what an earlier pass decided on the same grounds stands.
+
+        `decided` holds, for each equation, the grounds and the decision of the pass before. Since a
+        lifting changes few equations, later passes look at few, and bodies are not planned anew.
+        """
         decisions = []
         for index, eqn in enumerate(jaxpr.eqns):
             values = tuple([known[atom] for atom in eqn.invars])
@@ -106,7 +143,7 @@ class Planner:
             wanted = asked.get(index) or (Demand.KEEP,) * len(eqn.outvars)
             decision = self._decide(eqn, values, wanted, index in lifted, around)
             for out, value in zip(eqn.outvars, decision.outputs, strict=True):
-                known.of_variable[out] = result(out.aval, value)
+                known.of_variable[out] = restrict_to_type(out.aval, value)
             decided[index] = grounds, decision
             decisions.append(decision)
         return decisions
@@ -120,7 +157,7 @@ class Planner:
         around: Surroundings,
     ) -> Decision:
         name = eqn.primitive.name
-        precision, rule, inside = self._precision(eqn, around)
+        precision, rule, inside = self._find_precision(eqn, around)
         if precision == "banned":
             raise RuntimeError(
                 f"{rule} is banned under autocast: call it outside, or in ampx.float_function, or "
@@ -129,19 +166,24 @@ class Planner:
         if tables.DEFAULTS.get(name) == "recurse":
             return calls.decide(self, eqn, values, wanted, rule, inside)
         if precision == "opaque":
-            rule = CLOSED_BOOK if _is_closed_book(eqn) else rule
-            return operations.opaque(eqn, rule)
+            rule = HIDDEN_FUNCTION if _hides_a_function(eqn) else rule
+            return operations.decide_opaque(eqn, rule)
         return operations.decide(eqn, values, precision, rule, self.settings.half_dtype, lift)
 
-    def _precision(
+    def _find_precision(
         self, eqn: Any, around: Surroundings
     ) -> tuple[tables.Precision, str, Surroundings]:
-        """The precision that rules and marks give an equation, who gave it, and for its body."""
+        """Finds the precision that rules and marks give an equation.
+
+        Returns:
+          The precision, who gave it (for the report), and the surroundings of the equation's body.
+        """
         name = eqn.primitive.name
         rules = self.settings.rules
         inside = around
         default = tables.DEFAULTS.get(name, "opaque")
         if around.forced is not None:
+            # Inside a promote_function.
             fixed = default in ("opaque", "recurse")
             return default if fixed else around.forced, f"{around.forced} region", around
         if not rules.entries:
@@ -150,11 +192,15 @@ class Planner:
         if default == "recurse":
             call = reading.call_name(eqn)
             scopes = (*around.scopes, *source_info.scope_of(eqn), *((call,) if call else ()))
+            # A rule that covers a call covers its body: the body's equations inherit its index, and
+            # only later rules can decide otherwise.
             inside = Surroundings(scopes, None, index)
         if index < 0:
             return default, name, inside
         entry = rules.entries[index]
         by_name = entry.name == name
+        # A rule for a module or a function covers all that is inside. Not meant are equations that
+        # cannot run in another dtype, such as random bits; a rule has to name their primitive.
         if default == "opaque" and not by_name and entry.precision != "banned":
             return default, name, inside
         if default == "opaque" and entry.precision != "banned":
@@ -167,16 +213,17 @@ class Planner:
         return entry.precision, entry.description, inside
 
 
-def _is_closed_book(eqn: Any) -> bool:
+def _hides_a_function(eqn: Any) -> bool:
+    """Whether an equation computes on float32 by a function that autocast cannot rewrite."""
     name = eqn.primitive.name
     unknown = name not in tables.DEFAULTS and reading.has_bodies(eqn)
     known = name in tables.CLOSED_BOOKS and any(map(is_float32, eqn.outvars))
     return (unknown or known) and any(map(is_float32, eqn.invars))
 
 
-def _warn_of_closed_books(jaxpr: Any, decisions: Sequence[Decision]) -> None:
+def _warn_of_hidden_functions(jaxpr: Any, decisions: Sequence[Decision]) -> None:
     for eqn, decision in zip(jaxpr.eqns, decisions, strict=True):
-        if decision.rule == CLOSED_BOOK:
+        if decision.rule == HIDDEN_FUNCTION:
             warnings.warn(
                 f"autocast cannot rewrite the function inside {eqn.primitive.name} "
                 f"({source_info.line_of(eqn)}) and runs it in float32: wrap the call in "
@@ -186,58 +233,73 @@ def _warn_of_closed_books(jaxpr: Any, decisions: Sequence[Decision]) -> None:
             )
 
 
-_ASKED_BY_A_PIN = {Demand.PIN_FLOAT32: Demand.FLOAT32, Demand.PIN_HALF: Demand.KEEP}
+# A pin is a border's order for the value that crosses it. To the equation that computes the value,
+# a float32 border is one more float32 reader; a half border is no reason to do anything else.
+_DEMAND_OF_A_PIN = {Demand.PIN_FLOAT32: Demand.FLOAT32, Demand.PIN_HALF: Demand.KEEP}
 
 
-def _backward(
+def _lift_backward(
     jaxpr: Any, decisions: Sequence[Decision], demands: Sequence[Demand]
 ) -> tuple[set[int], dict[int, tuple[Demand, ...]], dict[Any, Demand]]:
-    """Who can be lifted, what is asked of each call's outputs, and of the jaxpr's inputs."""
+    """Collects what readers ask of every value, from the outputs to the inputs.
+
+    Returns:
+      The equations that can be lifted, by index; what is asked of the outputs of each equation with
+      bodies; and what is asked of every variable, the jaxpr's inputs among them.
+    """
     readers: dict[Any, Demand] = {}
     lifted: set[int] = set()
     asked: dict[int, tuple[Demand, ...]] = {}
 
     def ask(atom: Any, demand: Demand) -> None:
-        demand = _ASKED_BY_A_PIN.get(demand, demand)
+        demand = _DEMAND_OF_A_PIN.get(demand, demand)
         if not reading.is_literal(atom) and demand is not Demand.NONE:
-            readers[atom] = joined(readers.get(atom, Demand.NONE), demand)
+            readers[atom] = join_demands(readers.get(atom, Demand.NONE), demand)
 
     for atom, demand in zip(jaxpr.outvars, demands, strict=True):
         ask(atom, demand)
+    # Backwards, all readers of an equation's outputs have been seen before the equation itself.
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         eqn, decision = jaxpr.eqns[index], decisions[index]
         wanted = tuple([readers.get(out, Demand.NONE) for out in eqn.outvars])
-        for atom, demand in zip(eqn.invars, _asks(eqn, decision, wanted), strict=True):
+        for atom, demand in zip(
+            eqn.invars, _find_operand_demands(eqn, decision, wanted), strict=True
+        ):
             ask(atom, demand)
         if decision.bodies:
             asked[index] = wanted
-        if decision.follows and decision.precision == "half" and _serves_float32(wanted):
+        if decision.follows and decision.precision == "half" and _is_read_in_float32(wanted):
             lifted.add(index)
     return lifted, asked, readers
 
 
-def _serves_float32(wanted: Sequence[Demand]) -> bool:
+def _is_read_in_float32(wanted: Sequence[Demand]) -> bool:
+    """Whether outputs have readers, and all of these compute in float32."""
     return any(d.is_float32 for d in wanted) and all(
         d.is_float32 or d is Demand.NONE for d in wanted
     )
 
 
-def _asks(eqn: Any, decision: Decision, wanted: Sequence[Demand]) -> Sequence[Demand]:
-    """What an equation asks of its operands."""
+def _find_operand_demands(
+    eqn: Any, decision: Decision, wanted: Sequence[Demand]
+) -> Sequence[Demand]:
+    """Finds what an equation asks of each operand, given what is asked of its outputs."""
     name = eqn.primitive.name
     if decision.bodies:
-        return calls.asks(eqn, decision)
+        return calls.find_operand_demands(eqn, decision)
     if name in tables.MOVING and len(eqn.outvars) == 1 and is_float32(eqn.outvars[0]):
-        # What is narrowed before it is repeated has its cotangents summed in half.
+        # A reshape, slice or broadcast computes nothing, so its readers are its operand's readers.
+        # But a broadcast whose reader wants half must not hand that on: narrowed before it is
+        # repeated, the operand would have the cotangents of all repetitions summed in half.
         sums = name in tables.SUMMING_WHEN_TRANSPOSED and wanted[0] is Demand.HALF
         passed = Demand.KEEP if sums else wanted[0]
         return [passed if is_float32(atom) else Demand.NONE for atom in eqn.invars]
-    if decision.follows and _serves_float32(wanted):
-        demand = Demand.FLOAT32
+    if decision.follows and _is_read_in_float32(wanted):
+        demand = Demand.FLOAT32  # about to be lifted
     elif decision.precision == "float32" and not decision.follows:
         demand = Demand.FLOAT32
     elif decision.follows and not any(is_float32(out) for out in eqn.outvars):
-        demand = Demand.NONE
+        demand = Demand.NONE  # a comparison or an argmax takes either
     elif decision.precision == "half" and name in tables.HALF_BY_DEFAULT:
         demand = Demand.HALF
     else:

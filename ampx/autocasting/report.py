@@ -13,10 +13,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ampx.autocasting.decisions import Decision, Plan
-from ampx.autocasting.planner import CLOSED_BOOK
+from ampx.autocasting.planner import HIDDEN_FUNCTION
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.tables import DEFAULTS, HALF_BY_DEFAULT
-from ampx.autocasting.transform import CustomVjp, Output, settings_of, traced
+from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
 from ampx.autocasting.values import AS_TRACED, is_float32
 from ampx.jaxprs import pure_calls, reading, source_info
 from ampx.jaxprs.reading import Jaxpr
@@ -76,7 +76,7 @@ class Explanation:
     @property
     def unknown(self) -> tuple[ExplainedEquation, ...]:
         """Equations that hold a function which autocast could not rewrite."""
-        return tuple(row for row in self.equations if row.rule == CLOSED_BOOK)
+        return tuple(row for row in self.equations if row.rule == HIDDEN_FUNCTION)
 
     def products_in_half(self) -> tuple[int, int]:
         """How many matrix products and convolutions run in half, and how many there are."""
@@ -90,8 +90,8 @@ class Explanation:
             (
                 "  " * len(row.inside) + row.primitive,
                 row.rule,
-                _arrows(row.operands),
-                _arrows(row.results),
+                _format_dtypes(row.operands),
+                _format_dtypes(row.results),
                 PurePath(row.source).name,
             )
             for row in self.equations
@@ -109,25 +109,25 @@ class Explanation:
     __repr__ = __str__
 
 
-def _short(dtype: str) -> str:
+def _abbreviate(dtype: str) -> str:
     letters = dtype.rstrip("0123456789")
     return _SHORT.get(letters, letters) + dtype[len(letters) :]
 
 
-def _arrows(dtypes: Iterable[tuple[str, str]]) -> str:
+def _format_dtypes(dtypes: Iterable[tuple[str, str]]) -> str:
     return " ".join(
-        _short(before) if before == after else f"{_short(before)}>{_short(after)}"
+        _abbreviate(before) if before == after else f"{_abbreviate(before)}>{_abbreviate(after)}"
         for before, after in dtypes
     )
 
 
-def _reason(primitive: str, decision: Decision) -> str:
+def _name_rule(primitive: str, decision: Decision) -> str:
     if decision.rule != primitive:
         return decision.rule
     return DEFAULTS.get(primitive, "opaque")
 
 
-def _before_and_after(atom: Any, in_half: bool, half: Any) -> tuple[str, str]:
+def _pair_dtypes(atom: Any, in_half: bool, half: Any) -> tuple[str, str]:
     before = str(getattr(atom.aval, "dtype", type(atom.aval).__name__))
     return before, half.name if in_half and is_float32(atom) else before
 
@@ -169,13 +169,13 @@ def explain(
       >>> explanation.products_in_half()
       (1, 1)
     """
-    settings = settings_of(half_dtype, rules, output, custom_vjp)
+    settings = make_settings(half_dtype, rules, output, custom_vjp)
 
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        call = traced(pure_calls.pure_call(fun, args, kwargs), settings, output)
+        call = trace_and_plan(pure_calls.pure_call(fun, args, kwargs), settings, output)
         half = np.dtype(settings.half_dtype)
-        rows = tuple(_rows(call.jaxpr, call.plan, half, ()))
+        rows = tuple(_list_equations(call.jaxpr, call.plan, half, ()))
         deciding = {row.rule for row in rows}
         idle = tuple(rule for rule in rules.descriptions() if rule not in deciding)
         return Explanation(rows, half.name, idle)
@@ -183,7 +183,7 @@ def explain(
     return explained
 
 
-def _rows(
+def _list_equations(
     jaxpr: Jaxpr, plan: Plan, half: Any, inside: tuple[str, ...]
 ) -> Iterator[ExplainedEquation]:
     opened = reading.open_jaxpr(jaxpr)
@@ -191,7 +191,7 @@ def _rows(
 
     def dtypes(atom: Any, target: bool | None) -> tuple[str, str]:
         value = AS_TRACED if reading.is_literal(atom) else known.get(atom, AS_TRACED)
-        return _before_and_after(atom, value.half if target is None else target, half)
+        return _pair_dtypes(atom, value.half if target is None else target, half)
 
     for eqn, decision in zip(opened.eqns, plan.decisions, strict=True):
         known.update(zip(eqn.outvars, decision.outputs, strict=True))
@@ -199,7 +199,7 @@ def _rows(
         yield ExplainedEquation(
             inside,
             name,
-            _reason(name, decision),
+            _name_rule(name, decision),
             tuple(map(dtypes, eqn.invars, decision.operands)),
             tuple(dtypes(out, None) for out in eqn.outvars),
             source_info.line_of(eqn),
@@ -209,4 +209,4 @@ def _rows(
         call = reading.call_name(eqn)
         around = (*inside, f"{name}:{call}" if call else name)
         for body, body_plan in zip(reading.bodies_of(eqn), decision.bodies, strict=True):
-            yield from _rows(body, body_plan, half, around)
+            yield from _list_equations(body, body_plan, half, around)

@@ -1,4 +1,29 @@
-"""Turns a planned jaxpr into one that computes as planned."""
+"""Turns a planned jaxpr into one that computes as planned.
+
+Equations are copied in order, with their operands converted to what the plan says and their results
+typed anew. `sum(square(x @ w) + b)` before and after, for x:f32[4,8], w:f32[8,8], b:f32[1,8]:
+
+    c:f32[4,8] = dot_general x w        x1:bf16[4,8] = convert x
+                                        w1:bf16[8,8] = convert w
+                                        c:bf16[4,8] = dot_general x1 w1
+                                        c1:f32[4,8] = convert c           (shared by all readers)
+    d:f32[4,8] = square c               d:f32[4,8] = square c1
+    e:f32[4,8] = add d b                e:f32[4,8] = add d b
+    f:f32[] = reduce_sum e              f:f32[] = reduce_sum e
+
+Widening is shared and narrowing is not. The transpose of a conversion converts the cotangent back,
+and JAX adds up the cotangents of one variable in the dtype of that variable. Take a weight w that n
+products read, each with a cotangent g_i for it:
+
+    one narrowing for all         w1 = convert(w)    grad = f32(g_1 + ... + g_n)         bf16 sum
+    one narrowing for each        w_i = convert(w)   grad = f32(g_1) + ... + f32(g_n)    f32 sum
+
+With n = 512 and every g_i = 1 the first gives 256, because 256 + 1 = 256 in bfloat16, and the
+second 512. The cache of casts of Apex and torch has this fault. XLA merges the equal conversions of
+the forward pass, so they cost no time; the price is residuals, since each reader keeps its own
+copy. For a half value that float32 operations read it is the other way round: shared, c1 collects
+the cotangents of all readers in float32, and they are narrowed once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +35,7 @@ import numpy as np
 
 from ampx.autocasting import custom_rules, tables
 from ampx.autocasting.decisions import Decision, Plan, Settings
-from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK
+from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK, tracing_for
 from ampx.autocasting.planner import Planner
 from ampx.autocasting.values import (
     IN_HALF,
@@ -19,13 +44,13 @@ from ampx.autocasting.values import (
     Vote,
     actual_aval,
     actual_dtype,
-    constant_value,
-    fits,
-    input_value,
+    describe_closed_over,
+    describe_input,
+    describe_literal,
+    fits_in,
+    have_same_shape,
     is_float32,
-    literal_value,
-    same_shape,
-    saturated,
+    saturate,
 )
 from ampx.jaxprs import building, reading
 from ampx.jaxprs.reading import Jaxpr
@@ -34,39 +59,51 @@ from ampx.jaxprs.reading import Jaxpr
 class Rewriter:
     """Plans and rewrites jaxprs for one `Settings`; the same jaxpr always gives the same object.
 
-    That a body is rewritten once is what keeps jit from compiling it anew at every call.
+    Outside of jit, JAX compiles each scan and each jitted function for itself, and finds the
+    compiled program again by the identity of the body's jaxpr. A body that is rewritten once is
+    compiled once.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.planner = Planner(settings)
 
-    def rewritten(self, jaxpr: Jaxpr, plan: Plan) -> Jaxpr:
-        """The jaxpr as planned."""
+    def rewrite(self, jaxpr: Jaxpr, plan: Plan) -> Jaxpr:
+        """Rewrites a jaxpr as planned."""
         if plan.changes_nothing:
             return jaxpr
         if plan.rewritten is None:
-            plan.rewritten = _Rewriting(self, jaxpr, plan).result()
+            plan.rewritten = _BodyRewriter(self, jaxpr, plan).run()
         return plan.rewritten
 
-    def transformed(
-        self,
-        fun: Callable[..., Any],
-        avals: Sequence[Any],
-        operands: Sequence[Any],
-        demands: Callable[[Sequence[Any]], Sequence[Demand]],
+    def run_autocast(
+        self, fun: Callable[..., Any], avals: Sequence[Any], operands: Sequence[Any]
     ) -> list[Any]:
-        """Traces `fun` at `avals`, and runs it as planned on operands in their actual dtypes."""
-        jaxpr, _ = reading.trace(fun, *avals)
-        known = [
-            IN_HALF if operand.dtype != aval.dtype else input_value(aval)
-            for aval, operand in zip(avals, operands, strict=True)
-        ]
-        plan = self.planner.plan(jaxpr, known, demands(reading.open_jaxpr(jaxpr).outvars))
-        return reading.evaluate(self.rewritten(jaxpr, plan), *operands)
+        """Traces `fun` at `avals`, plans its jaxpr and runs that on `operands`.
+
+        An operand may be half where its type says float32: it was rewritten, and `fun` was not.
+        """
+        with tracing_for(self.settings.half_dtype):
+            jaxpr, _ = reading.trace(fun, *avals)
+            known = [
+                IN_HALF if operand.dtype != aval.dtype else describe_input(aval)
+                for aval, operand in zip(avals, operands, strict=True)
+            ]
+            demands = [Demand.KEEP] * len(reading.open_jaxpr(jaxpr).outvars)
+            plan = self.planner.plan(jaxpr, known, demands)
+            return reading.evaluate(self.rewrite(jaxpr, plan), *operands)
 
 
-class _Rewriting:
+class _BodyRewriter:
+    """Rewrites one jaxpr.
+
+    Attributes:
+      eqns: the new equations so far.
+      atoms: the new variable or literal for each old variable.
+      values: what is known of each old variable.
+      widened: the float32 conversion of each new half variable that has one.
+    """
+
     def __init__(self, rewriter: Rewriter, jaxpr: Jaxpr, plan: Plan) -> None:
         self.rewriter = rewriter
         self.half = np.dtype(rewriter.settings.half_dtype)
@@ -78,10 +115,11 @@ class _Rewriting:
         self.values: dict[Any, Value] = {}
         self.widened: dict[Any, Any] = {}
 
-    def result(self) -> Jaxpr:
+    def run(self) -> Jaxpr:
+        """The new jaxpr."""
         for var in self.opened.constvars:
-            self._define(var, var, constant_value(var.aval))
-        invars = []
+            self._define(var, var, describe_closed_over(var.aval))
+        invars = []  # half where the caller gives half
         for var, value in zip(self.opened.invars, self.plan.inputs, strict=True):
             new = reading.variable(actual_aval(var.aval, value, self.half)) if value.half else var
             self._define(var, new, value)
@@ -89,12 +127,14 @@ class _Rewriting:
         for eqn, decision in zip(self.opened.eqns, self.plan.decisions, strict=True):
             self._rewrite(eqn, decision)
         outvars = [
-            self._as(atom, self.plan.outputs[i].half if is_float32(atom) else None, self._last())
+            self._convert(
+                atom, self.plan.outputs[i].half if is_float32(atom) else None, self._last_equation()
+            )
             for i, atom in enumerate(self.opened.outvars)
         ]
         return building.rebuilt(self.jaxpr, invars, outvars, self.eqns)
 
-    def _last(self) -> Any:
+    def _last_equation(self) -> Any:
         return self.opened.eqns[-1] if self.opened.eqns else None
 
     def _define(self, var: Any, atom: Any, value: Value) -> None:
@@ -104,10 +144,10 @@ class _Rewriting:
     def _rewrite(self, eqn: Any, decision: Decision) -> None:
         if self._is_alias(eqn, decision):
             for source, out, value in zip(eqn.invars, eqn.outvars, decision.outputs, strict=True):
-                self._define(out, self._as(source, None, eqn), value)
+                self._define(out, self._convert(source, None, eqn), value)
             return
         operands = [
-            self._operand(eqn, atom, target)
+            self._convert_operand(eqn, atom, target)
             for atom, target in zip(eqn.invars, decision.operands, strict=True)
         ]
         if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "shard_map"):
@@ -115,17 +155,18 @@ class _Rewriting:
                 self._splice(eqn, decision, operands)
                 return
         if reading.call_name(eqn) in (NATIVE_MARK, PROMOTE_MARK):
-            (body,) = self._rewritten_bodies(eqn, decision) or reading.bodies_of(eqn)
+            (body,) = self._rewrite_bodies(eqn, decision) or reading.bodies_of(eqn)
             if not reading.has_constants(body):
-                # Left a call, it would be compiled anew each time.
+                # Its jitted function is made anew at each trace. Left a call, it would be compiled
+                # as often; opened, its equations are part of the jaxpr around.
                 self._insert(eqn, decision, *building.opened_call(body, operands, eqn))
                 return
         outvars = [
-            self._output(out, value)
+            self._define_output(out, value)
             for out, value in zip(eqn.outvars, decision.outputs, strict=True)
         ]
         self.eqns.append(
-            eqn.replace(invars=operands, outvars=outvars, params=self._params(eqn, decision))
+            eqn.replace(invars=operands, outvars=outvars, params=self._change_params(eqn, decision))
         )
 
     def _is_alias(self, eqn: Any, decision: Decision) -> bool:
@@ -140,7 +181,7 @@ class _Rewriting:
         wanted = actual_dtype(out.aval, decision.outputs[0], self.half)
         return wanted == self.half
 
-    def _output(self, out: Any, value: Value) -> Any:
+    def _define_output(self, out: Any, value: Value) -> Any:
         if not value.half:
             new = out
         elif reading.is_dropped(out):
@@ -150,59 +191,65 @@ class _Rewriting:
         self._define(out, new, value)
         return new
 
-    def _value(self, atom: Any) -> Value:
-        return literal_value(atom) if reading.is_literal(atom) else self.values[atom]
+    def _known_value(self, atom: Any) -> Value:
+        return describe_literal(atom) if reading.is_literal(atom) else self.values[atom]
 
-    def _operand(self, eqn: Any, atom: Any, target: bool | None) -> Any:
+    def _convert_operand(self, eqn: Any, atom: Any, target: bool | None) -> Any:
         spreads = (
             target
             and eqn.primitive.name in (*tables.SPREADING, "max", "min")
             and not reading.is_literal(atom)
-            and not same_shape(atom, eqn.outvars[0])
+            and not have_same_shape(atom, eqn.outvars[0])
         )
         if not spreads:
-            return self._as(atom, target, eqn)
-        # Spread in float32, so that its cotangent is summed in float32.
-        self.eqns.append(building.spread(self._as(atom, False, eqn), eqn.outvars[0].aval, eqn))
-        return self._converted(self.eqns[-1].outvars[0], eqn)
+            return self._convert(atom, target, eqn)
+        # A bias f32[8] added to h:bf16[4,8]. Narrowed and then repeated, its cotangent would be a
+        # bf16 sum over 4 rows (over 70,000 rows of ones, 256). Repeated and then narrowed, forward
+        # gives the same numbers, and the transpose widens before it sums:
+        #   b1:f32[4,8] = broadcast_in_dim b;  b2:bf16[4,8] = convert b1;  add h b2
+        self.eqns.append(building.spread(self._convert(atom, False, eqn), eqn.outvars[0].aval, eqn))
+        return self._narrow(self.eqns[-1].outvars[0], eqn)
 
-    def _as(self, atom: Any, target: bool | None, eqn: Any) -> Any:
-        """`atom` in half (True), in float32 (False), or as it is (None)."""
+    def _convert(self, atom: Any, target: bool | None, eqn: Any) -> Any:
+        """Gives `atom` in half (True), in float32 (False), or as it is (None)."""
         new = atom if reading.is_literal(atom) else self.atoms[atom]
-        value = self._value(atom)
+        value = self._known_value(atom)
         if target is None or target == value.half:
             return new
         if not target:
-            # One conversion for all readers: their cotangents then meet in float32.
+            # One conversion for all readers, whose cotangents then meet in float32.
             if new not in self.widened:
                 self.eqns.append(building.conversion(new, np.float32, eqn))
                 self.widened[new] = self.eqns[-1].outvars[0]
             return self.widened[new]
-        # One conversion for each reader: a shared one would sum their cotangents in half.
+        # One conversion for each reader, as a shared one would sum their cotangents in half.
         if reading.is_literal(atom):
-            number = saturated(float(atom.val), self.half)
+            number = saturate(float(atom.val), self.half)
             return reading.literal(number, reading.with_dtype(atom.aval, self.half))
         if value.vote is Vote.NEUTRAL:
-            return self._narrowed_constant(new, value, eqn)
-        return self._converted(new, eqn)
+            return self._narrow_constant(new, value, eqn)
+        return self._narrow(new, eqn)
 
-    def _converted(self, atom: Any, eqn: Any) -> Any:
+    def _narrow(self, atom: Any, eqn: Any) -> Any:
         self.eqns.append(building.conversion(atom, self.half, eqn))
         return self.eqns[-1].outvars[0]
 
-    def _narrowed_constant(self, atom: Any, value: Value, eqn: Any) -> Any:
-        """A constant in half: what is finite stays finite."""
-        if fits(value.span, self.half):
-            return self._converted(atom, eqn)
-        eqns, (safe,) = building.spliced(_saturate(self.half), [atom], eqn)
+    def _narrow_constant(self, atom: Any, value: Value, eqn: Any) -> Any:
+        """Narrows a constant array; what is finite stays finite."""
+        if fits_in(value.span, self.half):
+            return self._narrow(atom, eqn)
+        eqns, (safe,) = building.spliced(_make_saturate(self.half), [atom], eqn)
         self.eqns.extend(eqns)
-        return self._converted(safe, eqn)
+        return self._narrow(safe, eqn)
 
-    def _params(self, eqn: Any, decision: Decision) -> dict[str, Any]:
+    def _change_params(self, eqn: Any, decision: Decision) -> dict[str, Any]:
         if decision.bodies:
             if decision.precision == "as traced":
                 return eqn.params
-            return reading.with_bodies(eqn, self._rewritten_bodies(eqn, decision))
+            return reading.with_bodies(eqn, self._rewrite_bodies(eqn, decision))
+        # A product that was traced in float32 asks for a float32 result (preferred_element_type).
+        # In half, with that result narrowed behind it, its transposes would multiply float32
+        # cotangents with half operands.
         params = eqn.params
         if decision.precision != "half" or not any(v.half for v in decision.outputs):
             return params
@@ -212,20 +259,21 @@ class _Rewriting:
             if params.get(name) == np.float32
         }
         if params.get("update_jaxpr") is not None:
-            changed["update_jaxpr"] = self._combiner(params["update_jaxpr"])
+            changed["update_jaxpr"] = self._narrow_combiner(params["update_jaxpr"])
         return {**params, **changed} if changed else params
 
-    def _combiner(self, jaxpr: Jaxpr) -> Jaxpr:
+    def _narrow_combiner(self, jaxpr: Jaxpr) -> Jaxpr:
+        """The jaxpr by which a scatter combines two scalars, in half."""
         opened = reading.open_jaxpr(jaxpr)
         known = [IN_HALF] * len(opened.invars)
         plan = self.rewriter.planner.plan(jaxpr, known, [Demand.PIN_HALF] * len(opened.outvars))
-        return self.rewriter.rewritten(jaxpr, plan)
+        return self.rewriter.rewrite(jaxpr, plan)
 
-    def _rewritten_bodies(self, eqn: Any, decision: Decision) -> list[Jaxpr]:
+    def _rewrite_bodies(self, eqn: Any, decision: Decision) -> list[Jaxpr]:
         if not decision.bodies:
             return []
         pairs = zip(reading.bodies_of(eqn), decision.bodies, strict=True)
-        return [self.rewriter.rewritten(body, plan) for body, plan in pairs]
+        return [self.rewriter.rewrite(body, plan) for body, plan in pairs]
 
     def _insert(self, eqn: Any, decision: Decision, eqns: Sequence[Any], atoms: Any) -> None:
         self.eqns.extend(eqns)
@@ -233,21 +281,26 @@ class _Rewriting:
             self._define(out, atom, value)
 
     def _splice(self, eqn: Any, decision: Decision, operands: Sequence[Any]) -> None:
-        """Equations that only their own public function can build."""
+        """Puts in equations that only their own public function can build.
+
+        `fun` is traced with the new operands, and the equations of its jaxpr are put in.
+        """
         if eqn.primitive.name == "shard_map":
-            # Its body is rewritten where the axes that values vary over are part of their types.
+            # The body is rewritten while shard_map traces it: only then is a mesh in context under
+            # which conversions get types that say over which mesh axes their values vary.
             def fun(*operands: Any) -> Any:
-                (body,) = self._rewritten_bodies(eqn, decision)
+                (body,) = self._rewrite_bodies(eqn, decision)
                 return tuple(reading.evaluate(reading.closed(body), *operands))
 
             fun = building.shard_mapped(eqn, fun)
         else:
-            (body,) = self._rewritten_bodies(eqn, decision)
-            fun = custom_rules.transformed(eqn, self.opened, body, self.rewriter)
+            (body,) = self._rewrite_bodies(eqn, decision)
+            fun = custom_rules.make_function(eqn, self.opened, body, self.rewriter.run_autocast)
         self._insert(eqn, decision, *building.spliced(fun, operands, eqn))
 
 
-def _saturate(half: Any) -> Callable[..., Any]:
+def _make_saturate(half: Any) -> Callable[..., Any]:
+    """A function that clips what is finite to the range of `half` and leaves infinities alone."""
     largest = float(jnp.finfo(half).max)
 
     def saturate(x: Any) -> Any:

@@ -50,13 +50,13 @@ class _Entry:
         if self.name is not None:
             if eqn.primitive.name == self.name or reading.call_name(eqn) == self.name:
                 return True
-            return _has_run(
+            return _contains_path(
                 (*around.scopes, *source_info.scope_of(eqn)), tuple(self.name.split("/"))
             )
-        return any(code in self.codes for code in _own_frames(eqn, around.function))
+        return any(code in self.codes for code in _list_own_frames(eqn, around.function))
 
 
-def _has_run(path: tuple[str, ...], run: tuple[str, ...]) -> bool:
+def _contains_path(path: tuple[str, ...], run: tuple[str, ...]) -> bool:
     # linen writes the path of a nested module as one scope per level or as "Model.block". What ampx
     # calls its own phases, for profilers, is nobody's path.
     named = (name for name in path if not name.startswith("ampx."))
@@ -64,7 +64,7 @@ def _has_run(path: tuple[str, ...], run: tuple[str, ...]) -> bool:
     return any(parts[i : i + len(run)] == run for i in range(len(parts) - len(run) + 1))
 
 
-def _own_frames(eqn: Equation, function: tuple[str, int] | None) -> Iterator[tuple[str, int]]:
+def _list_own_frames(eqn: Equation, function: tuple[str, int] | None) -> Iterator[tuple[str, int]]:
     """The functions an equation was traced in, not further out than its own jaxpr.
 
     A jitted function is traced once and called from many places: who called it the first time says
@@ -76,7 +76,7 @@ def _own_frames(eqn: Equation, function: tuple[str, int] | None) -> Iterator[tup
             return
 
 
-def _codes_of(target: Callable[..., Any]) -> frozenset[tuple[str, int]]:
+def _find_codes(target: Callable[..., Any]) -> frozenset[tuple[str, int]]:
     functions = [target]
     if inspect.isclass(target):
         functions = [f for f in vars(target).values() if callable(f)]
@@ -144,11 +144,11 @@ class Rules:
     def _with(self, precision: Precision, targets: tuple[Any, ...], when: Any) -> Rules:
         if not targets and when is None:
             raise TypeError(f"{precision}() needs a target: a name, a function, or when=predicate")
-        entries = [_entry(precision, target) for target in targets]
+        entries = [_make_entry(precision, target) for target in targets]
         if when is not None:
             if not callable(when):
                 raise TypeError(f"when must be a function of an equation, got {when!r}")
-            entries.append(_Entry(precision, predicate=when, label=_name_of(when)))
+            entries.append(_Entry(precision, predicate=when, label=_describe_target(when)))
         return Rules((*self.entries, *entries))
 
     def descriptions(self) -> tuple[str, ...]:
@@ -159,23 +159,23 @@ class Rules:
         return ".".join(("ampx.DEFAULT_RULES", *self.descriptions()))
 
 
-def _name_of(target: Any) -> str:
+def _describe_target(target: Any) -> str:
     return getattr(target, "__qualname__", None) or repr(target)
 
 
-def _entry(precision: Precision, target: Any) -> _Entry:
+def _make_entry(precision: Precision, target: Any) -> _Entry:
     if isinstance(target, str):
         if not target:
             raise ValueError("the name of a rule's target must not be empty")
         return _Entry(precision, name=target, label=repr(target))
     if reading.is_inlined(target):
         raise TypeError(
-            f"{_name_of(target)} is inlined by JAX, which leaves nothing to recognise it by: "
-            'give the name of its primitive, such as "dot_general", or wrap the call in '
+            f"{_describe_target(target)} is inlined by JAX, which leaves nothing to recognise it "
+            'by: give the name of its primitive, such as "dot_general", or wrap the call in '
             "ampx.half_function or ampx.float_function"
         )
     if callable(target):
-        return _Entry(precision, codes=_codes_of(target), label=_name_of(target))
+        return _Entry(precision, codes=_find_codes(target), label=_describe_target(target))
     raise TypeError(
         f"a rule's target must be a name, a function or a class, got {target!r}; for a predicate "
         "use when="
@@ -185,7 +185,7 @@ def _entry(precision: Precision, target: Any) -> _Entry:
 DEFAULT_RULES = Rules()
 
 
-def checked_rules(rules: Any) -> Rules:
+def check_rules(rules: Any) -> Rules:
     """The rules, if that is what they are.
 
     Raises:

@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 from ampx.autocasting.decisions import Plan, Settings
 from ampx.autocasting.marks import active_half_dtype, as_written, tracing_for
 from ampx.autocasting.rewriter import Rewriter
-from ampx.autocasting.rules import DEFAULT_RULES, Rules, checked_rules
-from ampx.autocasting.values import Demand, input_value
+from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
+from ampx.autocasting.values import Demand, describe_input
 from ampx.checking import check_choice
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.pure_calls import PureCall, split_arrays
@@ -26,7 +26,7 @@ CustomVjp = Literal["transform", "opaque"]
 
 
 @functools.lru_cache(maxsize=64)
-def _rewriter(settings: Settings) -> Rewriter:
+def _make_rewriter(settings: Settings) -> Rewriter:
     return Rewriter(settings)
 
 
@@ -41,11 +41,11 @@ class Traced(NamedTuple):
 
     def run(self) -> Any:
         """The result and the state of nnx modules, computed as planned."""
-        rewritten = self.rewriter.rewritten(self.jaxpr, self.plan)
+        rewritten = self.rewriter.rewrite(self.jaxpr, self.plan)
         return jax.tree.unflatten(self.structure, reading.evaluate(rewritten, *self.arrays))
 
 
-def traced(call: PureCall, settings: Settings, output: Output) -> Traced:
+def trace_and_plan(call: PureCall, settings: Settings, output: Output) -> Traced:
     """Traces a call in the dtypes it is given and plans its precision."""
     arrays, merge = split_arrays(call.operands)
     arrays = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arrays]
@@ -58,13 +58,13 @@ def traced(call: PureCall, settings: Settings, output: Output) -> Traced:
     results, state = (jax.tree.leaves(part) for part in shapes)
     of_results = Demand.KEEP if output == "as_is" else Demand.PIN_FLOAT32
     demands = [of_results] * len(results) + [Demand.PIN_FLOAT32] * len(state)
-    inputs = [input_value(var.aval) for var in reading.open_jaxpr(jaxpr).invars]
-    rewriter = _rewriter(settings)
+    inputs = [describe_input(var.aval) for var in reading.open_jaxpr(jaxpr).invars]
+    rewriter = _make_rewriter(settings)
     plan = rewriter.planner.plan(jaxpr, inputs, demands)
     return Traced(jaxpr, plan, rewriter, arrays, jax.tree.structure(shapes))
 
 
-def settings_of(
+def make_settings(
     half_dtype: DTypeLike, rules: Rules, output: Output, custom_vjp: CustomVjp
 ) -> Settings:
     """Checked settings.
@@ -78,7 +78,7 @@ def settings_of(
         raise ValueError(f"half_dtype must be float16 or bfloat16, got {half}")
     check_choice("output", output, get_args(Output))
     check_choice("custom_vjp", custom_vjp, get_args(CustomVjp))
-    return Settings(half, checked_rules(rules), custom_vjp)
+    return Settings(half, check_rules(rules), custom_vjp)
 
 
 def autocast(
@@ -130,7 +130,7 @@ def autocast(
       >>> half_loss(w, x).dtype.name, jax.jit(jax.grad(half_loss))(w, x).dtype.name
       ('float32', 'float32')
     """
-    settings = settings_of(half_dtype, rules, output, custom_vjp)
+    settings = make_settings(half_dtype, rules, output, custom_vjp)
 
     @functools.wraps(fun)
     def at_mixed_precision(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ def autocast(
         call = pure_calls.pure_call(fun, args, kwargs)
 
         def run(*operands: Any) -> Any:
-            return traced(call._replace(operands=operands), settings, output).run()
+            return trace_and_plan(call._replace(operands=operands), settings, output).run()
 
         nested = active_half_dtype() is not None
         result, state = as_written(run, *call.operands) if nested else run(*call.operands)

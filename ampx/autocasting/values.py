@@ -1,4 +1,19 @@
-"""What the planner knows of a value, and what its readers ask of it."""
+"""What the planner knows of a value, and what its readers ask of it.
+
+Forward, knowledge of operands becomes knowledge of results: a `Value`. Backward, readers ask things
+of the values that they read: a `Demand`.
+
+A `Value` says two things that are easily taken for one. `half` is the dtype in which the value will
+be held. `vote` is what it stands for when operands must agree on a dtype. They differ where an
+operation on half values runs in float32 for its accuracy alone: `h / s` with a half activation `h`
+and a scale `s` that is known only when it runs. The quotient is held in float32, since to narrow
+`s` = 1e-8 first would make it 0 in float16. But it votes half: it is an activation like `h`, and a
+reader with several operands must not become float32 because of it.
+
+Numbers written into the program have no dtype of their own: JAX traced them as float32 because
+everything was. They are NEUTRAL, whatever array they fill, and what is known of their magnitude
+tells whether half can hold them.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +28,25 @@ from ampx.jaxprs import reading
 
 
 class Vote(enum.IntEnum):
-    """What a float32 value asks of an operation that takes the widest of its operands."""
+    """How a value counts in an operation that takes the widest dtype of its operands.
+
+    HALF operands make the operation half unless another operand objects. FLOAT32 objects always.
+    PARAMETER and REPEATED object unless the operation uses them as a bias or a scale, since a
+    float32 bias would otherwise make everything after a layer float32. NEUTRAL never objects.
+    """
 
     NEUTRAL = 0  # a constant, or weakly typed: follows the others
-    SPREAD = 1  # a parameter repeated for every example: yields to an activation in half
-    PARAMETER = 2  # an input that nothing has computed on
-    FLOAT32 = 3
-    HALF = 4
+    REPEATED = 1  # a parameter that was broadcast, the same for every example: a bias or a scale
+    PARAMETER = 2  # an input of the function that nothing has computed on
+    FLOAT32 = 3  # computed in float32
+    HALF = 4  # computed in half, or a result that belongs in half
 
 
 class Value(NamedTuple):
     """What is known of a value that was traced as float32. Every other type is neutral.
 
     Attributes:
-      half: whether it really is half. A value may vote half and still be float32.
+      half: whether it is held in half. A value may vote half and still be held in float32.
       vote: see `Vote`.
       constant: the number it is filled with, where that is known.
       span: least and largest magnitude of its finite numbers other than zero, where that is known.
@@ -38,29 +58,39 @@ class Value(NamedTuple):
     span: tuple[float, float] | None = None
 
 
+# Three values that most results have: of a type that autocast does not touch, or a number of which
+# nothing is known; computed in float32; computed in half.
 AS_TRACED = Value(False, Vote.NEUTRAL)
 COMPUTED = Value(False, Vote.FLOAT32)
 IN_HALF = Value(True, Vote.HALF)
 
 
 class Demand(enum.IntEnum):
-    """What the readers of a value ask of it, all together."""
+    """What the readers of a value ask of it, all together.
 
-    NONE = 0  # nobody reads it, or whoever does is as happy with either
+    FLOAT32 lifts what computes the value. HALF lets a scan convert the value once, before the loop.
+    The two pins are not requests of readers but orders at a border: the outputs of a body.
+    """
+
+    NONE = 0  # nobody reads it, or its readers take either dtype
     FLOAT32 = 1  # every reader computes in float32
-    HALF = 2  # one reader, which converts it to half
-    KEEP = 3  # as its operation makes it
-    PIN_FLOAT32 = 4  # a boundary that must be float32
-    PIN_HALF = 5  # a boundary that must be half
+    HALF = 2  # there is exactly one reader, and it converts the value to half
+    KEEP = 3  # readers differ, or follow: the value stays as its operation makes it
+    PIN_FLOAT32 = 4  # a border that must be float32
+    PIN_HALF = 5  # a border that must be half
 
     @property
     def is_float32(self) -> bool:
-        """Whether making the value float32 loses nobody anything."""
+        """Whether every reader computes in float32, so that it may as well be float32."""
         return self in (Demand.FLOAT32, Demand.PIN_FLOAT32)
 
 
-def joined(first: Demand, second: Demand) -> Demand:
-    """What two readers ask together."""
+def join_demands(first: Demand, second: Demand) -> Demand:
+    """Joins what two readers ask of one value.
+
+    HALF and HALF give KEEP. Two readers that narrow a value do so each for itself: one conversion
+    for both would add their two cotangents in half.
+    """
     if first is Demand.NONE or second is Demand.NONE:
         return max(first, second)
     if first.is_float32 and second.is_float32:
@@ -68,66 +98,87 @@ def joined(first: Demand, second: Demand) -> Demand:
     return Demand.KEEP
 
 
-def pinned(value: Value, demand: Demand, float32: bool) -> Value:
-    """What is known of an output of a jaxpr, once it meets what was asked of it."""
+def apply_demand(value: Value, demand: Demand, float32: bool) -> Value:
+    """Computes what is known of an output of a jaxpr, once it meets what was asked of it.
+
+    Args:
+      value: what is known of it inside.
+      demand: what is asked of it outside.
+      float32: whether it was traced as float32.
+    """
     if not float32:
         return AS_TRACED
     if demand is Demand.PIN_HALF:
         return IN_HALF
     if demand is Demand.PIN_FLOAT32 and (value.half or value.vote is Vote.HALF):
         return COMPUTED
+    # It belongs in half and was held in float32 for accuracy: narrowed where it leaves the jaxpr.
     if demand is Demand.KEEP and value.vote is Vote.HALF:
         return IN_HALF
     return value
 
 
 def is_float32(atom: Any) -> bool:
-    """Whether autocast may touch an atom: whether it was traced as float32."""
+    """Whether an atom was traced as float32. Autocast touches no other type.
+
+    A float16 or float64 in a program was asked for, and tokens and references have no dtype.
+    """
     return getattr(atom.aval, "dtype", None) == np.float32
 
 
-def input_value(aval: Any) -> Value:
-    """What is known of an input of the whole function."""
+def describe_input(aval: Any) -> Value:
+    """Describes an input of the whole function."""
     if getattr(aval, "dtype", None) != np.float32:
         return AS_TRACED
-    # A weakly typed array came from somewhere; a weakly typed scalar is a number of the program.
+    # JAX marks Python numbers as weakly typed, so a weak scalar is a number of the program. A weak
+    # array is the result of some operation on numbers, such as `jnp.full`, and is data like others.
     weak_number = aval.weak_type and aval.ndim == 0
     return Value(False, Vote.NEUTRAL if weak_number else Vote.PARAMETER)
 
 
-def constant_value(aval: Any) -> Value:
-    """What is known of an array that the function closes over."""
+def describe_closed_over(aval: Any) -> Value:
+    """Describes an array that the function closes over.
+
+    A scalar is taken for a number of the program (`jnp.sqrt(d)`, computed before), a larger array
+    for a parameter.
+    """
     if getattr(aval, "dtype", None) == np.float32 and aval.ndim == 0:
         return AS_TRACED
-    return input_value(aval)
+    return describe_input(aval)
 
 
-def literal_value(atom: Any) -> Value:
-    """What is known of a constant written into an equation."""
+def describe_literal(atom: Any) -> Value:
+    """Describes a constant written into an equation."""
     number = np.asarray(atom.val)
     if number.ndim or number.dtype.kind not in "fiub" or number != number:
         return AS_TRACED
-    return filled_with(float(number))
+    return describe_fill(float(number))
 
 
-def filled_with(constant: float) -> Value:
-    """What is known of an array filled with a number."""
-    return Value(False, Vote.NEUTRAL, constant, span_of(constant))
+def describe_fill(constant: float) -> Value:
+    """Describes an array filled with a number."""
+    return Value(False, Vote.NEUTRAL, constant, compute_span(constant))
 
 
-NOTHING = (np.inf, 0.0)  # the span of zeros
+# No number but zeros and infinities: an empty range, so that the union of spans is (min, max).
+SPAN_OF_ZEROS = (np.inf, 0.0)
 
 
-def span_of(constant: float) -> tuple[float, float]:
-    """The span of one number."""
+def compute_span(constant: float) -> tuple[float, float]:
+    """Computes the span of one number: half has zeros and infinities, so these have none."""
     counts = constant != 0 and np.isfinite(constant)
-    return (abs(constant), abs(constant)) if counts else NOTHING
+    return (abs(constant), abs(constant)) if counts else SPAN_OF_ZEROS
 
 
-def fits(span: tuple[float, float] | None, dtype: Any, saturates: bool = False) -> bool:
+def fits_in(span: tuple[float, float] | None, dtype: Any, saturates: bool = False) -> bool:
     """Whether numbers of this span keep their kind in `dtype`: nonzero and finite stay so.
 
-    With `saturates`, too large ones may become the largest one.
+    Rounding is not asked about. 0.1 fits in float16, 1e6 (infinite) and 1e-9 (zero) do not.
+
+    Args:
+      span: least and largest magnitude, or None where it is not known, which fits in nothing.
+      dtype: the half dtype.
+      saturates: whether numbers that are too large may become the largest one.
     """
     if span is None:
         return False
@@ -137,23 +188,27 @@ def fits(span: tuple[float, float] | None, dtype: Any, saturates: bool = False) 
     return enough and least >= float(limits.smallest_subnormal)
 
 
-def saturated(constant: float, dtype: Any) -> np.ndarray:
-    """A number in `dtype`, a finite one kept finite."""
+def saturate(constant: float, dtype: Any) -> np.ndarray:
+    """Converts a number to `dtype`, and keeps it finite if it was.
+
+    A mask's fill of -1e9 becomes -65504 in float16, not -inf: softmax over a row that is masked out
+    altogether is then uniform, and not NaN.
+    """
     largest = float(jnp.finfo(dtype).max)
     if np.isfinite(constant):
         constant = min(max(constant, -largest), largest)
     return np.asarray(constant, dtype)
 
 
-def moved(value: Value, spreads: bool) -> Value:
-    """What is known of a value that was only moved, perhaps repeated for every example."""
+def describe_moved(value: Value, spreads: bool) -> Value:
+    """Describes a value that was only moved, perhaps repeated for every example."""
     if spreads and value.vote is Vote.PARAMETER:
-        return value._replace(vote=Vote.SPREAD)
+        return value._replace(vote=Vote.REPEATED)
     return value
 
 
-def blended(values: Iterable[Value], picks: bool) -> Value:
-    """What is known of a float32 result of these operands: constants make a constant.
+def describe_result_of(values: Iterable[Value], picks: bool) -> Value:
+    """Describes a float32 result of these operands: constants make a constant.
 
     Args:
       values: of the float32 operands.
@@ -168,35 +223,43 @@ def blended(values: Iterable[Value], picks: bool) -> Value:
     return AS_TRACED._replace(span=(min(s[0] for s in spans), max(s[1] for s in spans)))
 
 
-def same_shape(first: Any, second: Any) -> bool:
+def have_same_shape(first: Any, second: Any) -> bool:
     """Whether two atoms have the same shape, whose sizes may be symbolic."""
     return tuple(first.aval.shape) == tuple(second.aval.shape)
 
 
-def serves_every_example(first: Any, second: Any) -> bool:
-    """Whether a smaller atom is repeated along the first axis of a larger one, as biases are."""
+def is_repeated_along_first_axis(first: Any, second: Any) -> bool:
+    """Whether a smaller atom is repeated along the first axis of a larger one, as biases are.
+
+    By convention the first axis counts examples. f32[8] or f32[1, 8] added to f32[4, 8] is the same
+    for all four; f32[4, 1] is a weight for each example, and f32[4, 8] may be a mask.
+    """
     small, large = first.aval.shape, second.aval.shape
     if not large or len(small) < len(large):
         return bool(large)
     return small[0] == 1 and large[0] != 1
 
 
-def result(aval: Any, value: Value) -> Value:
-    """What is known of an output, by its type: weakly typed numbers stay neutral."""
+def restrict_to_type(aval: Any, value: Value) -> Value:
+    """Restricts what is known of an output to what its type allows.
+
+    A scalar that is still weakly typed is a number, whatever computed it, and stays neutral.
+    """
     if getattr(aval, "dtype", None) != np.float32:
         return value if value.vote is Vote.NEUTRAL else AS_TRACED
     if value.half or value.vote is not Vote.NEUTRAL:
         weak_number = aval.weak_type and aval.ndim == 0 and not value.half
         return value._replace(vote=Vote.NEUTRAL) if weak_number else value
-    # Of an array of unknown numbers, only those written into the program are neutral.
+    # Nothing is known of the numbers in this array but that constants went into it. Only arrays
+    # filled with numbers of the program stay neutral; this one is data, computed in float32.
     return COMPUTED if aval.ndim and value.span is None else value
 
 
 def actual_dtype(aval: Any, value: Value, half_dtype: Any) -> Any:
-    """The dtype a value really has."""
+    """The dtype in which a value is held."""
     return np.dtype(half_dtype) if value.half else aval.dtype
 
 
 def actual_aval(aval: Any, value: Value, half_dtype: Any) -> Any:
-    """The type a value really has."""
+    """The type with which a value is held."""
     return reading.with_dtype(aval, half_dtype) if value.half else aval

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from ampx import flax_modules
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
-from ampx.autocasting.transform import CustomVjp, Output, settings_of, traced
+from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
 from ampx.diagnostics.overflow_blame import (
     COMPILED_ONLY,
     MASKING,
@@ -93,7 +93,7 @@ def trace_overflow(
     """
     if half_dtype is None and rules != DEFAULT_RULES:
         raise ValueError("rules are those of autocast: give the half_dtype to cast to, too")
-    settings = None if half_dtype is None else settings_of(half_dtype, rules, output, custom_vjp)
+    settings = None if half_dtype is None else make_settings(half_dtype, rules, output, custom_vjp)
 
     @functools.wraps(fun)
     def reported(*args: Any, **kwargs: Any) -> OverflowReport:
@@ -162,8 +162,8 @@ def _program(call: PureCall, leaf_names: Sequence[str], settings: Any, output: O
     if settings is None:
         jaxpr, shapes = reading.trace(lambda *arrays: call.fun(*merge(arrays)), *arrays)
     else:
-        program = traced(call, settings, output)
-        jaxpr = program.rewriter.rewritten(program.jaxpr, program.plan)
+        program = trace_and_plan(call, settings, output)
+        jaxpr = program.rewriter.rewrite(program.jaxpr, program.plan)
         shapes = jax.tree.unflatten(program.structure, jaxpr.out_avals)
     result, state = map(jax.tree_util.tree_leaves_with_path, shapes)
     results = [path_name(path) for path, _ in result]

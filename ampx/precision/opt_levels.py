@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
-from ampx.autocasting.rules import DEFAULT_RULES, Rules, checked_rules
+from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
 from ampx.autocasting.transform import autocast
 from ampx.flat_buffers.flattening import on_tree
 from ampx.precision.policies import PathRule, Policy, cast_by_path, get_policy, is_norm_path
@@ -240,7 +240,7 @@ def opt_level(
             loss_scale="dynamic" if loss_scale is _LEVEL_DEFAULT else loss_scale,
             level=level,
             autocast_dtype=half,
-            rules=checked_rules(rules),
+            rules=check_rules(rules),
         )
     if rules is not _LEVEL_DEFAULT:
         raise ValueError(f"{level} contradicts an override: rules are those of autocast, so of O1")

@@ -86,10 +86,12 @@ def _without_shardings(params, *_):
 
 
 def _every_dot_rewritten(decision, self, eqn, *_):
-    return operations._half(eqn, "fault") if eqn.primitive.name == "dot_general" else decision
+    return (
+        operations._decide_half(eqn, "fault") if eqn.primitive.name == "dot_general" else decision
+    )
 
 
-def _inlined_rule(eqn, parent, body, rewriter):
+def _inlined_rule(eqn, parent, body, run_autocast):
     return lambda *operands: tuple(reading.evaluate(body, *operands))
 
 
@@ -121,12 +123,12 @@ def _unpinned(known, demand, float32):
 
 def _every_conversion_dropped(is_alias, self, eqn, decision):
     return is_alias or (
-        eqn.primitive.name == "convert_element_type" and self._value(eqn.invars[0]).half
+        eqn.primitive.name == "convert_element_type" and self._known_value(eqn.invars[0]).half
     )
 
 
 def _without_spreading(original):
-    return lambda self, eqn, atom, target: self._as(atom, target, eqn)
+    return lambda self, eqn, atom, target: self._convert(atom, target, eqn)
 
 
 def _sharing(original):
@@ -183,10 +185,15 @@ def _spread(how):
     )
 
 
-NOTHING_LIFTED = ("nothing is lifted", planner, "_backward", then(_unlifted))
-LITERALS_VOTE = ("a literal votes float32", planner, "literal_value", then(_as_float32))
-CARRIES_FREE = ("a carry is not pinned", calls, "_carry_demands", lambda _: [Demand.KEEP].__mul__)
-RULE_INLINED = ("a rule is inlined", custom_rules, "transformed", value(_inlined_rule))
+NOTHING_LIFTED = ("nothing is lifted", planner, "_lift_backward", then(_unlifted))
+LITERALS_VOTE = ("a literal votes float32", planner, "describe_literal", then(_as_float32))
+CARRIES_FREE = (
+    "a carry is not pinned",
+    calls,
+    "_demand_float32_carry",
+    lambda _: [Demand.KEEP].__mul__,
+)
+RULE_INLINED = ("a rule is inlined", custom_rules, "make_function", value(_inlined_rule))
 NATIVE_IGNORED = ("the mark is ignored", calls, "NATIVE_MARK", value("unknown"))
 
 
@@ -201,20 +208,20 @@ MUTANTS = [
     Mutant(2, *defaults("exp and sums in half", exp="pass", reduce_sum="pass")),
     Mutant(3, *NOTHING_LIFTED),
     Mutant(4, *NOTHING_LIFTED),
-    Mutant(5, "literals overflow", rewriter, "saturated", value(_plain_cast)),
-    Mutant(5, "fills overflow", rewriter, "_saturate", result(lambda x: x)),
+    Mutant(5, "literals overflow", rewriter, "saturate", value(_plain_cast)),
+    Mutant(5, "fills overflow", rewriter, "_make_saturate", result(lambda x: x)),
     Mutant(
         acceptance.test_infinite_fills_beside_finite_ones_stay_infinite,
         "infinities are clipped",
         rewriter,
-        "_saturate",
+        "_make_saturate",
         value(_clipping),
     ),
     Mutant(6, *LITERALS_VOTE),
     Mutant(6, "zeros follow", tables, "ACCUMULATING", value(frozenset())),
-    Mutant(6, "every input yields", operations, "_yields", result(True)),
+    Mutant(6, "every input yields", operations, "_is_bias_or_scale", result(True)),
     Mutant(6, *defaults("sums in half", reduce_sum="pass")),
-    Mutant(7, "the opt-out is ignored", operations, "_opts_out", result(False)),
+    Mutant(7, "the opt-out is ignored", operations, "_requests_other_precision", result(False)),
     Mutant(8, "every product is half", planner.Planner, "_decide", then(_every_dot_rewritten)),
     Mutant(9, *CARRIES_FREE, TypeError, "carry"),
     Mutant(9, *defaults("scan is left as traced", scan="opaque")),
@@ -226,17 +233,19 @@ MUTANTS = [
         12,
         "branches differ",
         calls,
-        "_agreement",
+        "_agree_on_dtype",
         value(lambda outputs, demand: demand),
         ValueError,
         "mismatched return types",
     ),
-    Mutant(12, "branches are float32", calls, "_agreement", result(Demand.PIN_FLOAT32)),
+    Mutant(12, "branches are float32", calls, "_agree_on_dtype", result(Demand.PIN_FLOAT32)),
     Mutant(13, *RULE_INLINED),
     Mutant(14, *RULE_INLINED),
-    Mutant(14, "never opaque", transform, "settings_of", _with_custom_vjp("transform")),
-    Mutant(14, "always opaque", transform, "settings_of", _with_custom_vjp("opaque")),
-    Mutant(15, "no cast", marks, "_cast", value(_identity), TypeError, "knows only bfloat16"),
+    Mutant(14, "never opaque", transform, "make_settings", _with_custom_vjp("transform")),
+    Mutant(14, "always opaque", transform, "make_settings", _with_custom_vjp("opaque")),
+    Mutant(
+        15, "no cast", marks, "_cast_floating", value(_identity), TypeError, "knows only bfloat16"
+    ),
     Mutant(15, "the relabelling stays", calls, "RELABEL_MARK", value("unknown")),
     Mutant(16, *NATIVE_IGNORED),
     Mutant(17, "the mark is ignored", calls, "PROMOTE_MARK", value("unknown")),
@@ -259,19 +268,33 @@ MUTANTS = [
     Mutant(22, *defaults("shard_map is left as traced", shard_map="opaque")),
     Mutant(23, "shardings are dropped", reading, "with_bodies", then(_without_shardings)),
     Mutant(23, *defaults("jit is left as traced", jit="opaque", pjit="opaque")),
-    Mutant(24, "outputs are not pinned", planner, "pinned", value(_unpinned)),
+    Mutant(24, "outputs are not pinned", planner, "apply_demand", value(_unpinned)),
     Mutant(24, *defaults("products in float32", dot_general="float32")),
-    Mutant(25, "the unknown gets half", operations, "opaque", then(_uncast), ValueError, "bits"),
+    Mutant(
+        25, "the unknown gets half", operations, "decide_opaque", then(_uncast), ValueError, "bits"
+    ),
     Mutant(25, *defaults("ampx.cast is ignored", reduce_precision="pass")),
     Mutant(
         25,
         "conversions are dropped",
-        rewriter._Rewriting,
+        rewriter._BodyRewriter,
         "_is_alias",
         then(_every_conversion_dropped),
     ),
-    Mutant(_bias((2,)), "spread in half", rewriter._Rewriting, "_operand", _without_spreading),
-    Mutant(_bias((1, 1)), "spread in half", rewriter._Rewriting, "_operand", _without_spreading),
+    Mutant(
+        _bias((2,)),
+        "spread in half",
+        rewriter._BodyRewriter,
+        "_convert_operand",
+        _without_spreading,
+    ),
+    Mutant(
+        _bias((1, 1)),
+        "spread in half",
+        rewriter._BodyRewriter,
+        "_convert_operand",
+        _without_spreading,
+    ),
     Mutant(
         _spread(lambda h: h[jax.numpy.zeros(9, int)]),
         "broadcasts in half",
@@ -282,22 +305,22 @@ MUTANTS = [
     Mutant(
         acceptance.test_cotangents_of_a_weight_used_twice_are_added_in_float32,
         "one narrow cast for all",
-        rewriter._Rewriting,
-        "_converted",
+        rewriter._BodyRewriter,
+        "_narrow",
         _sharing,
     ),
     Mutant(
         acceptance.test_weights_of_a_scan_over_layers_are_cast_once_before_it,
         "nothing is hoisted",
         planner,
-        "_asks",
+        "_find_operand_demands",
         then(lambda asked, *_: [Demand.KEEP if d is Demand.HALF else d for d in asked]),
     ),
     Mutant(
         acceptance.test_closed_over_arrays_are_read_at_every_call,
         "a call is traced once",
         transform,
-        "traced",
+        "trace_and_plan",
         _remembering,
     ),
     Mutant(
@@ -320,9 +343,9 @@ def _name(mutant):
 
 @pytest.fixture(autouse=True)
 def no_plan_outlives_a_mutant():
-    transform._rewriter.cache_clear()
+    transform._make_rewriter.cache_clear()
     yield
-    transform._rewriter.cache_clear()
+    transform._make_rewriter.cache_clear()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=_name)
@@ -339,7 +362,7 @@ def test_a_fault_is_caught(mutant, monkeypatch):
 
 
 def test_calls_that_rewrite_anew_are_caught(monkeypatch, caplog):
-    monkeypatch.setattr(rewriter.Rewriter, "rewritten", _forgetful(rewriter.Rewriter.rewritten))
+    monkeypatch.setattr(rewriter.Rewriter, "rewrite", _forgetful(rewriter.Rewriter.rewrite))
     with pytest.raises(AssertionError):
         acceptance.test_calls_without_jit_compile_nothing_anew(caplog)
 
