@@ -9,13 +9,21 @@ BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-gpu lint bench bench-gpu aot docs clean help
+.PHONY: demo test test-all test-gpu mutants lint bench bench-gpu aot docs clean help
 
 demo: $(VENV)/.ready ## train a small language model in six precisions and compare them
 	$(BIN)/python -m ampx.examples.language_model $(ARGS)
 
-test: $(VENV)/.ready ## run the tests: unit tests, doctests, notebooks
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.ready ## run the tests but for the slow ones: unit tests, doctests, a notebook
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.ready ## run all tests: the slow ones too (every notebook, many processes, kernels)
+	$(PYTEST) $(ARGS)
+
+mutants: $(VENV)/.ready ## put faults into the library, one at a time: each must fail a test
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 test-gpu: $(VENV)/.ready-cuda ## run the tests that need an NVIDIA GPU; installs CUDA's libraries
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu $(ARGS)

@@ -33,8 +33,43 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.set_threshold(50_000, 20, 50)  # tracing makes many objects that live on
 
+LONG_FILES = (
+    "test_documentation",
+    "test_processes",
+    "test_fused_low_bit_kernels",
+    "test_pipelining_gradients",
+    "test_examples",
+    "test_examples_pipeline",
+    "test_public_api",
+    "test_autocast_matrix",
+    "test_autocast_models",
+    "test_autocast_lists",
+    "test_pipelining_executor",
+    "test_pipelining_flax",
+    "test_pipelining_regressions",
+    "test_pipelining_stages",
+    "test_pipelining_training",
+    "test_pipelining_processes",
+    "test_loss_scaling",
+    "test_training",
+)
+
 hypothesis.settings.register_profile("ampx", deadline=None, derandomize=True, max_examples=15)
 hypothesis.settings.load_profile("ampx")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m "not slow"`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks slow cases, and puts long files first: workers take whole files, and end together.
+
+    `slow_but("a", "b")`: of a parametrized test only the cases with these ids are quick.
+    """
+    for item in items:
+        mark = item.get_closest_marker("slow_but")
+        if mark and item.callspec.id not in mark.args:
+            item.add_marker("slow")
+    ranks = {name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

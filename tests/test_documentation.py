@@ -109,6 +109,7 @@ def test_readme_links_exist() -> None:
         assert target.startswith("http") or (ROOT / target).exists(), target
 
 
+@pytest.mark.slow_but("03_data_parallel")
 @pytest.mark.parametrize(
     "notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
 )

@@ -1,5 +1,6 @@
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import os
@@ -33,6 +34,10 @@ def test_every_public_name_has_a_docstring_with_an_example(face, name):
     assert (value.__name__ if inspect.ismodule(value) else value.__module__) in MODULES
 
 
+EXAMPLES = "ampx.examples."  # whole programs, which the tests of the demo run too
+
+
+@pytest.mark.slow_but(*(module for module in MODULES if not module.startswith(EXAMPLES)))
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run_under_strict_promotion(module):
     assert jax.config.jax_numpy_dtype_promotion == "strict"
@@ -78,17 +83,40 @@ def imports_at_module_level(path):
             nodes.extend(ast.iter_child_nodes(node))
 
 
-def test_imports_point_one_way():
-    graph = {
+@functools.cache
+def import_graph():
+    """From each module to the modules of ampx that it imports when it is loaded."""
+    return {
         name: set(imports_at_module_level(Path(importlib.import_module(name).__file__)))
         & {"ampx", *MODULES}
         for name in ("ampx", *MODULES)
     }
-    order = list(TopologicalSorter(graph).static_order())  # raises CycleError, naming the cycle
+
+
+def test_imports_point_one_way():
+    order = list(TopologicalSorter(import_graph()).static_order())  # CycleError names the cycle
     names = ("ampx.trees", "ampx.loss_scaling.wrappers", "ampx")
     ranks = [order.index(name) for name in names]
     assert ranks == sorted(ranks)
-    assert not graph["ampx.flax_modules"]
+    assert not import_graph()["ampx.flax_modules"]
+
+
+PACKAGES = sorted({name.rpartition(".")[0] for name in MODULES})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_between_the_rooms_of_a_package_point_one_way(package):
+    """Two packages that import each other are one idea, even where no files form a circle."""
+
+    def room(module):
+        inside = module.removeprefix(f"{package}.")
+        return inside.split(".")[0] if inside != module else None
+
+    graph = {}
+    for module, imported in import_graph().items():
+        if own := room(module):
+            graph.setdefault(own, set()).update({room(other) for other in imported} - {own, None})
+    list(TopologicalSorter(graph).static_order())  # CycleError names the cycle
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

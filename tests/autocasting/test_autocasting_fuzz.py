@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import assert_bit_equal
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -88,6 +89,7 @@ def program(steps, looked_at):
     return run
 
 
+@pytest.mark.slow
 @settings(
     max_examples=30,
     deadline=None,

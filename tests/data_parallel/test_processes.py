@@ -48,6 +48,7 @@ def assert_same_part(result, left, right):
 # --- 1. equivalence -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("2")
 @pytest.mark.parametrize("count, hows", [(2, HOWS), (4, ["all_reduce"])], ids=["2", "4"])
 def test_processes_train_as_one_process_does(count, hows, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # does not get in
@@ -72,6 +73,7 @@ def test_processes_train_as_one_process_does(count, hows, monkeypatch):
 # --- 2. one process overflows ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_overflow_in_one_process_is_skipped_by_all():
     results = run_processes("overflow", 2, args={"hows": HOWS, "bad_step": 2})
     assert_same_on_all(results)
@@ -91,6 +93,7 @@ def test_an_overflow_in_one_process_is_skipped_by_all():
 # --- 3. a process ends ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim, by", [(0, "SIGKILL"), (1, "SIGKILL"), (1, "exception")])
 def test_a_process_that_ends_takes_the_others_with_it(victim, by):
     args = {"how": "all_reduce", "victim": victim, "by": by}
@@ -107,6 +110,7 @@ def test_a_process_that_ends_takes_the_others_with_it(victim, by):
         assert "ValueError: the rows of this process cannot be read" in message
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_ends_the_others():
     args = {"how": "all_reduce", "victim": 1, "by": "SIGSTOP"}
     with pytest.raises(ProcessesFailed) as caught:
@@ -126,6 +130,7 @@ def test_processes_that_never_end_are_killed():
 # --- 4. checkpoints -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_processes_that_were_killed_resume_bit_equal(tmp_path):
     args = {"how": "all_reduce", "directory": str(tmp_path)}
     with pytest.raises(ProcessesFailed, match="SIGKILL"):
@@ -142,6 +147,7 @@ def test_processes_that_were_killed_resume_bit_equal(tmp_path):
 # --- 5. overlap -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parameters_are_updated_while_the_last_bucket_is_late():
     """A proof of order, not of speed: what need not wait for a late process does not."""
     stall = 0.5
@@ -157,6 +163,7 @@ def test_parameters_are_updated_while_the_last_bucket_is_late():
 # --- the guide ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_script_of_the_guide_runs_in_all_its_ways(tmp_path):
     text = (ROOT / "docs/guides/many_processes.md").read_text()
     script, shell = (

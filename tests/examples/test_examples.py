@@ -209,6 +209,7 @@ def test_a_mesh_changes_rounding_only(short, model, alone, changes) -> None:
         assert leaf.shape == expected.shape and leaf.dtype == expected.dtype
 
 
+@pytest.mark.slow
 def test_a_mesh_finds_its_scale_by_skipping_together(short, model, scaled) -> None:
     float16 = dict(precision="O2", half="float16", loss_scale="dynamic", init_scale=2.0**24)
     config = dataclasses.replace(CONFIG, steps=20, mesh="data=4", **float16)
@@ -436,12 +437,14 @@ def test_main_trains(short, model, monkeypatch, tmp_path, capsys) -> None:
 # --- in processes of their own --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_command_line_makes_virtual_devices(tmp_path, alone) -> None:
     ((out, _, losses),) = run_commands(tmp_path, f"{FLAGS} --layers 1 --mesh data=4 --zero1")
     assert "Trained over 4 devices in 1 process;" in out
     np.testing.assert_allclose(losses[0], alone.held_out_loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path, alone) -> None:
     with reserved_port() as port:
         flags = f"{FLAGS} --layers 1 --mesh data=2 --coordinator 127.0.0.1:{port} --num-processes 2"

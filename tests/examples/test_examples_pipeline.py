@@ -98,6 +98,7 @@ def test_layers_and_their_moments_are_divided(model) -> None:
 # --- training -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("stage=2-interleaved")
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [
@@ -120,6 +121,7 @@ def test_a_pipeline_changes_rounding_only(short, model, alone, mesh, schedule) -
         assert len(leaf.devices()) == 1
 
 
+@pytest.mark.slow
 def test_a_pipeline_keeps_the_precision(short) -> None:
     """Against the same micro-batches on the same parts of the data, without stages."""
     model = make_model(short, layers=2, width=16, heads=2)
@@ -221,6 +223,7 @@ def test_unknown_schedule_is_refused() -> None:
 # --- in processes of their own --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_command_line_trains_a_pipeline(tmp_path, alone) -> None:
     flags = "--layers 4 --mesh data=2,stage=2 --schedule interleaved"
     ((out, _, losses),) = run_commands(tmp_path, f"{FLAGS} {flags}")
@@ -230,6 +233,7 @@ def test_command_line_trains_a_pipeline(tmp_path, alone) -> None:
     np.testing.assert_allclose(losses[1:], alone.history.loss, rtol=2e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path, alone) -> None:
     """Each process has both stages, for half of the data."""
     with reserved_port() as port:

@@ -142,6 +142,7 @@ def test_a_long_vector_of_odd_length_equals_optax(case):
     assert_near(actual, expected)
 
 
+@pytest.mark.slow
 def test_two_thousand_parameters_are_updated_as_one_array_of_them():
     case = "sgd, momentum"
     params, *steps = (normal(i, (2000, 3)) for i in range(4))

@@ -122,6 +122,7 @@ def test_long_rows_and_short_rows(kernel):
         check(*both(kernel, adamw, hyperparameters(), *leaf(shape), num_sums=2))
 
 
+@pytest.mark.slow
 def test_many_leaves_in_one_gpu_kernel():
     shapes = [(2048,), (1500,), (64,), (300,), (), (17, 128)]
     leaves = [
@@ -212,6 +213,7 @@ print("lowered")
 """
 
 
+@pytest.mark.slow
 def test_kernels_lower_in_place_without_an_accelerator():
     tests = pathlib.Path(__file__).parent
     paths = os.pathsep.join(map(str, (tests, tests.parent, tests.parents[1])))

@@ -190,6 +190,7 @@ def test_random_bits_repeat_and_differ_by_seed_step_and_parameter():
     assert np.any((moved[0] - moved[1]) != (moved[1] - moved[2]))
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_sharding():
     mesh = make_mesh((4,), ("data",))
     tx = fused.stochastic_rounding(fused.adamw(1e-2, **INT8))

@@ -98,6 +98,7 @@ def interpreted_gpu(monkeypatch):
     monkeypatch.setattr(pallas_updates, "_map_leaves", lambda backend: interpreted)
 
 
+@pytest.mark.slow_but("stochastic, int8-tpu")
 @pytest.mark.parametrize(
     "case, platform",
     [*((case, "tpu") for case in CASES if case != "int8, float16"), ("int8, float16", "gpu")],
@@ -113,6 +114,7 @@ def test_kernels_equal_xla(case, platform, monkeypatch):
     same_but_for_last_bits(actual, by("xla", *args))
 
 
+@pytest.mark.slow_but("stochastic, int8-tpu")
 @pytest.mark.parametrize(
     "case, platform",
     [("int8, float16", "tpu"), ("split 8, int8", "gpu"), ("stochastic, int8", "tpu")],
@@ -146,6 +148,7 @@ def test_a_half_that_would_overflow_keeps_its_error_bits(error_bits, backend):
     assert before[7] == after[7] and before[7] > 3.35e38 and before[8] > after[8]
 
 
+@pytest.mark.slow
 def test_masks_see_arrays_and_wrappers_wrap_wrappers():
     def large(params):
         return jax.tree.map(lambda p: isinstance(p, jax.Array) and p.size > 2000, params)
@@ -178,6 +181,7 @@ SPECS = {"w": P("data", "model"), "t": P("data"), "m": P(None, "data")}
 SHARDED = {"w": (20, 512), "t": (4, 6, 256), "m": (6, 4, 256)}
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_the_place_in_the_whole(monkeypatch):
     """`m` is divided in its middle, where a shard does not know its rows, and is left to XLA."""
     mesh = make_mesh((2, 2), ("data", "model"), "Explicit")
@@ -215,6 +219,7 @@ def encoded_places(scalars, read, written, cell):
     return [Int8Blocks(codes, scales)], [int8_blocks.from_codes(*written[0])]
 
 
+@pytest.mark.slow_but("map_blocks0-(1, 1024)", "map_blocks1-(1, 1024)", "map_whole-(1, 1024)")
 @pytest.mark.parametrize("shape", [(1, 1024), (70, 512), (4, 11, 256), (1536,)], ids=str)
 @pytest.mark.parametrize("kernel", [gpu.map_blocks, tpu.map_blocks, blocks.map_whole])
 def test_blocks_and_places(kernel, shape):
@@ -235,6 +240,7 @@ def test_scales_of_other_blocks_are_refused():
         tpu.map_blocks(encoded_places, jnp.ones(1), [jnp.zeros((8, 512))], [half])
 
 
+@pytest.mark.slow
 def test_rows_longer_than_a_tpu_kernel_holds_are_left_to_xla(monkeypatch):
     calls = count_kernels(monkeypatch)
     tx, params = adamw8(), {"w": jnp.ones((2, 16384)), "v": jnp.ones((2, 8192))}
@@ -276,5 +282,6 @@ with jax.sharding.use_abstract_mesh(tpu):
 """
 
 
+@pytest.mark.slow
 def test_low_bit_kernels_lower_in_place_without_an_accelerator():
     in_a_process(_LOWERING, devices=1)

@@ -65,6 +65,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(Pool, "fill", poisoned_fill)
 
 
+@pytest.mark.slow_but("1f1b-residuals")
 @pytest.mark.parametrize(
     ("schedule", "stash"),
     [

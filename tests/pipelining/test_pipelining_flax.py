@@ -107,6 +107,7 @@ def test_linen_layers_with_dropout_equal_the_sequence():
     assert np.any(found.grads["stages"]["params"]["Dense_1"]["bias"])
 
 
+@pytest.mark.slow
 def test_linen_trains_in_half_precision_with_norms_in_float32():
     seen = set()
 
@@ -167,6 +168,7 @@ def nnx_stacked(how, norm=nnx.LayerNorm):
     return layers[0][0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *[s for _, s in layers])
 
 
+@pytest.mark.slow
 def test_nnx_layers_with_dropout_equal_the_sequence():
     graphdef, stages = nnx_stacked("vmap")
     found = assert_equal_to_the_sequence(
@@ -175,6 +177,7 @@ def test_nnx_layers_with_dropout_equal_the_sequence():
     assert isinstance(found.grads["stages"], nnx.State)
 
 
+@pytest.mark.slow
 def test_a_stacked_nnx_module_trains_as_parameters_do():
     """A module is a pytree; the step on one device takes it too."""
 
@@ -194,6 +197,7 @@ def test_a_stacked_nnx_module_trains_as_parameters_do():
     assert_close(*(state.params for state in states))
 
 
+@pytest.mark.slow
 def test_nnx_modules_train_in_half_precision_with_norms_in_float32():
     seen = set()
 

@@ -153,6 +153,7 @@ CASES = {
 LOOSE = "1f1b, unequal stages", "1f1b, dropout"
 
 
+@pytest.mark.slow_but("1f1b", "gpipe, dots")
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_the_compiler_says_of_the_real_program(name):
     schedule, shape, options, more = CASES[name]
@@ -167,6 +168,7 @@ def test_memory_is_what_the_compiler_says_of_the_real_program(name):
     assert min(found.memory.values()) >= 0
 
 
+@pytest.mark.slow
 def test_memory_of_stages_that_differ():
     schedule = pipelining.one_f_one_b(4, 8)
     mesh = make_mesh((2, 4), ("data", "stage"))
