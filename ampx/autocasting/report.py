@@ -1,4 +1,21 @@
-"""What autocast does to a function, equation by equation."""
+"""Shows what autocast does to a function, equation by equation.
+
+`print(ampx.explain(f)(w, x))` for `f = lambda w, x: jnp.sum(lax.square(x @ w))` gives
+
+    equation     rule                     operands           results   written in
+    dot_general  half                     f32>bf16 f32>bf16  f32>bf16  model.py:4:8 (f)
+    square       every reader is float32  f32                f32       model.py:5:11 (f)
+    reduce_sum   float32                  f32                f32       model.py:5:3 (f)
+    1 of 1 matrix products and convolutions in bfloat16
+
+One row for each equation of the traced function, in the order in which it computes; equations
+inside a call or a loop stand below it, indented. "rule" is the table in `tables.py` that decided, a
+rule of the user's, or the reason why the table was overruled. "f32>bf16" is a float32 of the trace
+that is bfloat16 under autocast. The conversions themselves have no rows: where an operand's dtype
+differs from that of the result it comes from, there is one.
+
+The report reads the plan and the traced jaxpr. Nothing is rewritten or run.
+"""
 
 from __future__ import annotations
 
@@ -110,6 +127,7 @@ class Explanation:
 
 
 def _abbreviate(dtype: str) -> str:
+    """`float32` as `f32`, as in a printed jaxpr."""
     letters = dtype.rstrip("0123456789")
     return _SHORT.get(letters, letters) + dtype[len(letters) :]
 
@@ -122,6 +140,7 @@ def _format_dtypes(dtypes: Iterable[tuple[str, str]]) -> str:
 
 
 def _name_rule(primitive: str, decision: Decision) -> str:
+    # A decision that nothing overruled names its own primitive; the reader wants the table.
     if decision.rule != primitive:
         return decision.rule
     return DEFAULTS.get(primitive, "opaque")
@@ -186,9 +205,11 @@ def explain(
 def _list_equations(
     jaxpr: Jaxpr, plan: Plan, half: Any, inside: tuple[str, ...]
 ) -> Iterator[ExplainedEquation]:
+    """Gives a row for each equation of a jaxpr and of the jaxprs that its equations hold."""
     opened = reading.open_jaxpr(jaxpr)
     known = dict(zip(opened.invars, plan.inputs, strict=True))
 
+    # An operand that is neither widened nor narrowed (None) is read as it is held.
     def dtypes(atom: Any, target: bool | None) -> tuple[str, str]:
         value = AS_TRACED if reading.is_literal(atom) else known.get(atom, AS_TRACED)
         return _pair_dtypes(atom, value.half if target is None else target, half)

@@ -1,4 +1,18 @@
-"""What a user says about precision: immutable rules by primitive, function, scope or predicate."""
+"""What a user says about precision: immutable rules by primitive, function, scope or predicate.
+
+An equation of a jaxpr has a primitive, parameters, and a record of where it was traced: a stack of
+name scopes and a stack of Python frames. A rule recognises an equation by one of these.
+
+    target                  compared with
+    "exp"                   the primitive's name, or the name of a jitted function
+    "encoder/head"          a run of name scopes (modules, jax.named_scope) and jitted functions
+    my_norm, MyModule       (file, first line) of the frames that the equation was traced in
+    when=predicate          the equation, given to the predicate
+
+Rules are a tuple, searched from the end: the last that matches decides. The index of the match is
+handed down into the bodies of calls and loops (`Surroundings.inherited`), where only rules after it
+can decide otherwise. Rules are hashable, and part of the key by which plans are found again.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +48,16 @@ NOWHERE = Surroundings()
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
+    """One rule: a precision and one way to recognise what it is for.
+
+    Attributes:
+      precision: what it gives.
+      name: of a primitive, a jitted function, or a run of scopes.
+      codes: (file, first line) of Python functions.
+      predicate: of an equation.
+      label: the target as the user wrote it, for reports.
+    """
+
     precision: Precision
     name: str | None = None
     codes: frozenset[tuple[str, int]] = frozenset()
@@ -42,9 +66,11 @@ class _Entry:
 
     @property
     def description(self) -> str:
+        """The rule as it was written, e.g. `"float32('head')"`."""
         return f"{self.precision}({self.label})"
 
     def matches(self, eqn: Equation, around: Surroundings) -> bool:
+        """Whether the rule is for this equation."""
         if self.predicate is not None:
             return bool(self.predicate(eqn))
         if self.name is not None:
@@ -57,18 +83,20 @@ class _Entry:
 
 
 def _contains_path(path: tuple[str, ...], run: tuple[str, ...]) -> bool:
-    # linen writes the path of a nested module as one scope per level or as "Model.block". What ampx
-    # calls its own phases, for profilers, is nobody's path.
+    """Whether the scopes of a rule stand next to each other, in order, in those of an equation."""
+    # linen writes the path of a nested module as one scope per level or as "Model.block". Scopes
+    # that start with "ampx." are for profilers; no module of the user's is meant by them.
     named = (name for name in path if not name.startswith("ampx."))
     parts = tuple(part for name in named for part in name.split("."))
     return any(parts[i : i + len(run)] == run for i in range(len(parts) - len(run) + 1))
 
 
 def _list_own_frames(eqn: Equation, function: tuple[str, int] | None) -> Iterator[tuple[str, int]]:
-    """The functions an equation was traced in, not further out than its own jaxpr.
+    """Lists the functions an equation was traced in, not further out than its own jaxpr.
 
-    A jitted function is traced once and called from many places: who called it the first time says
-    nothing about the others.
+    A jitted function is traced once and called from many places. The frames of its equations go on
+    into the first caller, which says nothing about the others, so they are cut off where the
+    jaxpr's own function was entered.
     """
     for frame in source_info.frames_of(eqn):
         yield frame.file_name, frame.function_start_line
@@ -77,6 +105,7 @@ def _list_own_frames(eqn: Equation, function: tuple[str, int] | None) -> Iterato
 
 
 def _find_codes(target: Callable[..., Any]) -> frozenset[tuple[str, int]]:
+    """Finds where a function, or each method of a class, is defined: what frames record of it."""
     functions = [target]
     if inspect.isclass(target):
         functions = [f for f in vars(target).values() if callable(f)]
@@ -164,6 +193,7 @@ def _describe_target(target: Any) -> str:
 
 
 def _make_entry(precision: Precision, target: Any) -> _Entry:
+    """Makes a rule of a target, or raises if nothing could ever match it."""
     if isinstance(target, str):
         if not target:
             raise ValueError("the name of a rule's target must not be empty")
@@ -186,7 +216,7 @@ DEFAULT_RULES = Rules()
 
 
 def check_rules(rules: Any) -> Rules:
-    """The rules, if that is what they are.
+    """Checks that rules are rules, and returns them.
 
     Raises:
       TypeError: if they are anything else.

@@ -1,4 +1,16 @@
-"""autocast: per-operation mixed precision as a function transformation."""
+"""autocast: per-operation mixed precision as a function transformation.
+
+A call of `autocast(fun)` goes through three steps, which this module strings together:
+
+    trace      fun and its arguments, as they are       ->  a jaxpr, all in float32
+    plan       planner.py, by tables.py and rules.py    ->  a precision for each equation
+    rewrite    rewriter.py                              ->  a jaxpr with conversions, which JAX runs
+
+Because the result is a jaxpr, JAX's own evaluator runs it and `jit`, `grad`, `vmap` and `shard_map`
+work on it as on any program; name scopes and source lines stay. `fun` is traced at every call, as
+by `jax.grad`, since an earlier trace would hold the arrays that `fun` closed over then. What is
+kept from call to call are plans and rewritten bodies, found by the jaxprs that JAX caches.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +37,23 @@ Output = Literal["as_is", "original"]
 CustomVjp = Literal["transform", "opaque"]
 
 
+# One for equal settings, since it holds the plans. User's rules may be made anew at every call of a
+# user's function; 64 sets of them bound what is kept alive.
 @functools.lru_cache(maxsize=64)
 def _make_rewriter(settings: Settings) -> Rewriter:
     return Rewriter(settings)
 
 
 class Traced(NamedTuple):
-    """A call of a function, traced and planned."""
+    """A call of a function, traced and planned.
+
+    Attributes:
+      jaxpr: of the function, over its flat arrays, in the dtypes of the trace.
+      plan: of that jaxpr.
+      rewriter: makes the jaxpr that computes as planned.
+      arrays: the arrays among the arguments, in the jaxpr's order.
+      structure: tree structure of (result, state of nnx modules).
+    """
 
     jaxpr: Jaxpr
     plan: Plan
@@ -40,7 +62,7 @@ class Traced(NamedTuple):
     structure: Any
 
     def run(self) -> Any:
-        """The result and the state of nnx modules, computed as planned."""
+        """Computes the result and the new state of nnx modules, as planned."""
         rewritten = self.rewriter.rewrite(self.jaxpr, self.plan)
         return jax.tree.unflatten(self.structure, reading.evaluate(rewritten, *self.arrays))
 
@@ -48,6 +70,7 @@ class Traced(NamedTuple):
 def trace_and_plan(call: PureCall, settings: Settings, output: Output) -> Traced:
     """Traces a call in the dtypes it is given and plans its precision."""
     arrays, merge = split_arrays(call.operands)
+    # float64 arrays of numpy become float32 here, as in any JAX function.
     arrays = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arrays]
 
     def of_arrays(*arrays: Any) -> Any:
@@ -57,6 +80,7 @@ def trace_and_plan(call: PureCall, settings: Settings, output: Output) -> Traced
         jaxpr, shapes = reading.trace(of_arrays, *arrays)
     results, state = (jax.tree.leaves(part) for part in shapes)
     of_results = Demand.KEEP if output == "as_is" else Demand.PIN_FLOAT32
+    # What a module writes, such as batch statistics, is stored between steps: in its own dtype.
     demands = [of_results] * len(results) + [Demand.PIN_FLOAT32] * len(state)
     inputs = [describe_input(var.aval) for var in reading.open_jaxpr(jaxpr).invars]
     rewriter = _make_rewriter(settings)
@@ -67,7 +91,7 @@ def trace_and_plan(call: PureCall, settings: Settings, output: Output) -> Traced
 def make_settings(
     half_dtype: DTypeLike, rules: Rules, output: Output, custom_vjp: CustomVjp
 ) -> Settings:
-    """Checked settings.
+    """Checks what the user chose and makes settings of it.
 
     Raises:
       ValueError: for a dtype that is not half, or an unknown choice.
@@ -146,6 +170,8 @@ def autocast(
         def run(*operands: Any) -> Any:
             return trace_and_plan(call._replace(operands=operands), settings, output).run()
 
+        # The outer autocast traces this call now. What the inner one rewrote is marked as it is
+        # written, so that the outer one leaves it alone: of two, the inner decides.
         nested = active_half_dtype() is not None
         result, state = as_written(run, *call.operands) if nested else run(*call.operands)
         call.write_back(state)
