@@ -1,1 +1,1 @@
-"""Speed and memory of ampx beside the same work done with optax, in one run."""
+"""Speed, memory and compile time of ampx beside the same work done with optax; see `__main__`."""

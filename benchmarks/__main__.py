@@ -1,4 +1,13 @@
-"""`python -m benchmarks [NAME ...]`, as `--help` lists them, or all without a name."""
+"""What does ampx cost beside plain optax, in time, memory and compilation?
+
+Run `make bench` for all benchmarks, or `python -m benchmarks NAME ...` for some; `--help` lists
+the names. Each prints Markdown tables, which docs/benchmarks.md keeps and explains. Here stand
+the small benchmarks: a step with a loss scale, accumulation, and compile time. The large ones
+have modules of their own.
+
+How to read a table: all candidates run in one process and take turns, and a ratio is the median
+over the rounds (see `measuring`). Compare ratios, not milliseconds: those drift with the machine.
+"""
 
 import argparse
 import os
@@ -44,6 +53,7 @@ def _train_step(step):
 
 
 def _start(tx):
+    """Parameters and optimizer state, as `_plain_step` and `_ampx_step` carry them."""
     params = model.init_params(jax.random.key(0))
     return params, tx.init(params)
 
@@ -70,7 +80,7 @@ def scaling(rounds: int) -> None:
 
 
 def tail(rounds: int) -> None:
-    """The optimizer alone, where the wrapper cannot hide behind a model."""
+    """The optimizer alone: without a model around it, the wrapper's whole cost is visible."""
     params = {f"w{i}": jnp.ones((1024, 1024)) for i in range(8)}
     grads = jax.tree.map(lambda p: 1e-3 * p, params)
 
@@ -156,7 +166,7 @@ def accumulation(rounds: int) -> None:
 
 
 def compiling(rounds: int) -> None:
-    """Trace and compile time of the step, beside plain optax, each time from nothing."""
+    """Trace and compile time of the step, beside plain optax; no run uses what another cached."""
     batch = model.tokens(8)
     scaled = ampx.dynamic_loss_scale(OPTIMIZER)
     train = ampx.train_step(model.loss_fn, OPTIMIZER, loss_scale="dynamic", num_microbatches=4)
@@ -171,6 +181,7 @@ def compiling(rounds: int) -> None:
 
     variants = {
         "optax": (lambda: _plain_step(OPTIMIZER), _start(OPTIMIZER)),
+        # Each round makes a new function: `jit` looks up what it has traced by function.
         "ampx, dynamic": (lambda: _ampx_step(scaled), _start(scaled)),
         "optax.microbatch, k = 4": (lambda: lambda s, b: with_microbatch(s, b), _start(OPTIMIZER)),
         "ampx, k = 4": (lambda: _ampx_step(OPTIMIZER, 4), _start(OPTIMIZER)),
@@ -213,7 +224,10 @@ BENCHMARKS = {
 
 def main() -> None:
     """Runs the chosen benchmarks and prints Markdown tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    description = (
+        "Compares ampx with plain optax, and prints tables as docs/benchmarks.md has them."
+    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=description)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--rounds", type=int, default=12, help="rounds of side-by-side timing")
     arguments = parser.parse_args()

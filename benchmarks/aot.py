@@ -1,15 +1,16 @@
-"""What compilers make of the fused tails for an H100 and a TPU v5e, without either: `make aot`.
+"""What do compilers make of the fused updates for an H100 and a TPU v5e, without either at hand?
 
-Counts and bytes, never times. Kernels must work in place, without temporaries, and move no more
-than XLA does: where that is not so, it is said at the end, and the exit status is 1.
+Run `make aot`. It prints counts and bytes, never times. Kernels must work in place, without
+temporaries, and move no more than XLA does. Where that is not so, the end of the output says it,
+and the exit status is 1.
 
 Each accelerator needs its own large optional package, in an environment of its own: `jax[cuda12]`
-or `jax[cuda13]` (5 GB), `jax[tpu]` (1.3 GB). Where one is missing, that is said and the others are
-compiled.
+or `jax[cuda13]` (5 GB), `jax[tpu]` (1.3 GB). Where one is missing, the output says so, and the
+others are compiled.
 
 Bytes are those of operands and results of what the entry of the optimized program runs: fusions,
-custom calls and other instructions that are no bookkeeping. Copies between memory and a TPU's VMEM
-that XLA starts ahead of time are not counted again.
+custom calls and other instructions that do work. XLA starts some copies between memory and a TPU's
+VMEM ahead of time; the bytes of those are not counted again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ _COPIES = re.compile(r"(copy|slice|async)-(start|done)")
 
 
 class Row(NamedTuple):
-    """What a compiled tail takes, in bytes a parameter, and its kernels."""
+    """What a compiled update takes.
+
+    Attributes:
+      temporaries: bytes a parameter beside inputs and outputs.
+      in_place: bytes a parameter of outputs that reuse the buffers of inputs.
+      kernels: instructions of the entry that do work.
+      custom_calls: those of them that are custom calls, as our kernels are.
+      moved: bytes a parameter of all their operands and results.
+    """
 
     temporaries: float
     in_place: float
@@ -43,11 +52,11 @@ class Row(NamedTuple):
     moved: float
 
     def faults(self, xla: Row, held: float) -> list[str]:
-        """What is wrong with kernels, beside XLA's row; `held` are parameters and state."""
+        """Lists what is wrong with kernels beside XLA's row; `held` are parameters and state."""
         wrong = {
             f"{self.kernels} kernels, and none of them ours": not self.custom_calls,
             f"{self.in_place:.2f} B/param in place of {held:.2f}": self.in_place < 0.999 * held,
-            # On TPUs the norm is XLA's, and takes as much.
+            # A quarter of a byte is allowed: on TPUs XLA computes the norm, and takes as much.
             f"{self.temporaries:.2f} B/param of temporaries": self.temporaries > 0.25,
             f"{self.moved:.1f} B/param, XLA {xla.moved:.1f}": self.moved > 1.01 * xla.moved,
         }
@@ -55,7 +64,7 @@ class Row(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What is counted in the text of a program."""
+    """What is counted in the text of a program; `size` in bytes."""
 
     kernels: int
     custom_calls: int
@@ -84,7 +93,7 @@ def _bytes(kind: str) -> float:
 
 
 def _h100_config() -> str:
-    """XLA's own description of the GPU, as `get_topology_desc` takes it."""
+    """XLA's own description of the GPU, in the text format that `get_topology_desc` takes."""
     return """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
@@ -118,7 +127,7 @@ def _installed(target: str) -> bool:
 
 
 def _kernels_know_the_tpu(target: str) -> Any:
-    """One-dimensional blocks need to be told which TPU they are for."""
+    """A context that tells kernels which TPU they are for, as one-dimensional blocks need."""
     import contextlib
 
     if target == "h100":
@@ -152,7 +161,7 @@ def compile_for(target: str) -> None:
     kernels = {"v5e": "mosaic_tpu", "h100": "mosaic_gpu"}[target]
     adamw = functools.partial(ampx.fused.adamw, 1e-3)
     int8 = dict(mu_dtype="int8", nu_dtype="int8")
-    # Of NovoGrad no kernel updates anything.
+    # No kernel of ours takes NovoGrad.
     makes = {name: make for name, make in OPTIMIZERS.items() if name != "NovoGrad"}
     cases = {name: (make(ampx.fused), jnp.float32) for name, make in makes.items()} | {
         "AdamW, int8 moments": (adamw(**int8), jnp.float32),
@@ -219,7 +228,7 @@ def _step(tx: Any, max_norm: Any, backend: Any, params: Any, state: Any, grads: 
 
 
 def _optax_step(tx: Any, params: Any, state: Any, grads: Any) -> Any:
-    """Of the same state: a fused optimizer's is optax's, leaf by leaf."""
+    """Optax's step on the same state: a fused optimizer's state is optax's, leaf by leaf."""
     import jax
     import optax
 

@@ -1,4 +1,12 @@
-"""What autocast does to the models of the zoo, beside casts by hand and casts at the boundary."""
+"""How exact, how large and how fast are models under autocast, beside casts by hand?
+
+The nine models of `zoo` and `zoo_flax` run in four ways: in float32, under `ampx.autocast`, cast
+by hand as an expert does it, and cast at the boundary (parameters and inputs, nothing else) as
+jmp does.
+
+Run `make bench ARGS=autocast`. Errors are relative to float32: smaller is better. In "conversions"
+and "residuals" the numbers of autocast should be near those by hand; ratios below 1 are faster.
+"""
 
 import contextlib
 import re
@@ -26,7 +34,7 @@ BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 def variants(model: Model, half: Any) -> dict[str, Loss]:
-    """The ways to half precision that are compared."""
+    """The three ways to half precision that are compared, by name."""
     return {
         "autocast": ampx.autocast(model.loss, half_dtype=half),
         "by hand": model.hand_cast(half),
@@ -35,7 +43,10 @@ def variants(model: Model, half: Any) -> dict[str, Loss]:
 
 
 def _compared(model: Model) -> dict[str, Loss]:
-    """Where speed and structure count: what a boundary cast saves, it pays for in accuracy."""
+    """The ways that are compared in speed and structure.
+
+    Casts at the boundary are left out: what they save, they pay for in accuracy.
+    """
     ways = variants(model, jnp.bfloat16)
     return {"float32": model.loss, "autocast": ways["autocast"], "by hand": ways["by hand"]}
 
@@ -44,7 +55,7 @@ def _compared(model: Model) -> dict[str, Loss]:
 
 
 def value_and_grads(loss: Loss, scale: float = 1.0) -> Callable[..., tuple[Any, Any, Any]]:
-    """Loss, new state and gradients, where the backward pass runs on `scale` times the loss."""
+    """A function for loss, new state and gradients; the gradients are divided by `scale` again."""
 
     def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         def scaled(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
@@ -62,7 +73,7 @@ def scale_for(half: Any) -> float:
 
 
 def relative_errors(result: tuple, exact: tuple) -> tuple[float, float]:
-    """Of the loss, and of all gradients together: norm of the difference by the norm."""
+    """Relative errors of the loss, and of all gradients together by the norm of the difference."""
     (loss, _, grads), (exact_loss, _, exact_grads) = result, exact
     difference = optax.tree.norm(optax.tree.sub(grads, exact_grads))
     of_loss = abs(float(loss) - float(exact_loss)) / abs(float(exact_loss))
@@ -70,7 +81,7 @@ def relative_errors(result: tuple, exact: tuple) -> tuple[float, float]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation, those of bodies too."""
+    """Every equation of a jaxpr, and of the jaxprs inside its equations."""
     for eqn in reading.open_jaxpr(jaxpr).eqns:
         yield eqn
         for body in core.jaxprs_in_params(eqn.params):
@@ -78,7 +89,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def products_by_dtype(fun: Callable[..., Any], *args: Any) -> Counter:
-    """How many matrix products and convolutions a function has, by their widest operand."""
+    """Counts matrix products and convolutions by the dtype of their widest operand."""
     jaxpr, _ = reading.trace(fun, *args)
     return Counter(
         max((atom.aval.dtype for atom in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
@@ -88,14 +99,16 @@ def products_by_dtype(fun: Callable[..., Any], *args: Any) -> Counter:
 
 
 def residual_bytes(loss: Loss, params: Any, state: Any, batch: Any) -> int:
-    """What the backward pass keeps of the forward pass, without what exists anyway.
+    """Bytes that the backward pass keeps of the forward pass, beside what exists anyway.
 
-    Parameters, batch and constants exist anyway; what is kept twice counts once.
+    Parameters, batch and constants exist anyway. A value that is kept twice counts once.
     """
 
     def pullback(params: Any, state: Any, batch: Any) -> Any:
         return jax.vjp(lambda p: loss(p, state, batch)[0], params)[1]
 
+    # `jax.vjp` returns its pullback as a pytree, whose leaves are the residuals. So a jaxpr that
+    # returns the pullback has exactly them as its outputs.
     jaxpr = reading.open_jaxpr(reading.trace(pullback, params, state, batch)[0])
     kept = {atom for atom in jaxpr.outvars if not reading.is_literal(atom)}
     kept -= {*jaxpr.invars, *jaxpr.constvars}
@@ -103,7 +116,7 @@ def residual_bytes(loss: Loss, params: Any, state: Any, batch: Any) -> int:
 
 
 def converts(fun: Callable[..., Any], *args: Any) -> tuple[int, int]:
-    """Conversions in the program that XLA gets, and in what it makes of it."""
+    """Counts dtype conversions in the program that XLA gets, and in what XLA makes of it."""
     lowered = jax.jit(fun).lower(*args)
     given = lowered.as_text().count("stablehlo.convert")
     return given, len(re.findall(r"\bconvert\(", lowered.compile().as_text() or ""))
@@ -111,7 +124,7 @@ def converts(fun: Callable[..., Any], *args: Any) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def counted_compilations() -> Iterator[list[float]]:
-    """A list that grows by the seconds of every compilation."""
+    """Gives a list to which every compilation appends its seconds."""
     seconds: list[float] = []
 
     def note(event: str, duration: float, **_: Any) -> None:
@@ -129,7 +142,7 @@ def counted_compilations() -> Iterator[list[float]]:
 
 
 def accuracy() -> None:
-    """Errors against float32, of loss and gradient."""
+    """Prints errors of loss and gradient against float32."""
     rows, header = [], ["model"]
     for model in models():
         start = model.start()
@@ -145,7 +158,7 @@ def accuracy() -> None:
 
 
 def structure() -> None:
-    """What is in half, what is converted, and what is kept for the backward pass."""
+    """Prints what is in half, what is converted, and what is kept for the backward pass."""
     rows = []
     for model in models():
         start = model.start()
@@ -175,7 +188,7 @@ def _descent(loss: Loss) -> Callable[..., Any]:
 
 
 def speed(rounds: int) -> None:
-    """A step of gradient descent."""
+    """Times a step of gradient descent."""
     size: dict[str, Any] = {"layers": 4, "width": 256, "length": 128}
     timed = [
         perceptron(width=1024, rows=256),
@@ -212,9 +225,10 @@ def speed(rounds: int) -> None:
 
 
 def _trace_and_compile(fun: Callable[..., Any], args: Any) -> tuple[float, float]:
-    """Seconds to trace, and to lower and compile, from nothing."""
+    """Seconds to trace, and seconds to lower and compile, with empty caches."""
     jax.clear_caches()
     start = time.perf_counter()
+    # A new lambda each time, since `jit` finds what it has traced by the function.
     traced = jax.jit(lambda *args: fun(*args)).trace(*args)
     middle = time.perf_counter()
     traced.lower().compile()
@@ -222,7 +236,7 @@ def _trace_and_compile(fun: Callable[..., Any], args: Any) -> tuple[float, float
 
 
 def tracing(rounds: int) -> None:
-    """Trace and compile time of twelve layers."""
+    """Prints trace and compile time of twelve layers."""
     rows = []
     for scan in (False, True):
         model = transformer(scan=scan, layers=12)
@@ -251,7 +265,10 @@ def tracing(rounds: int) -> None:
 
 
 def recompiling() -> None:
-    """Compilations by calls without jit: all in the first, but for what plain JAX compiles anew."""
+    """Prints how many programs three calls without jit compile, beside plain JAX.
+
+    All should be compiled by the first call, except what plain JAX compiles anew too.
+    """
     rows = []
     for model in (perceptron(), transformer(), transformer(scan=True, remat=True)):
         start = model.start()
@@ -270,7 +287,7 @@ def recompiling() -> None:
 
 
 def autocasting(rounds: int) -> None:
-    """Accuracy, structure and speed of autocast."""
+    """Prints all tables: accuracy, structure, compilations, speed, trace time."""
     accuracy()
     structure()
     recompiling()

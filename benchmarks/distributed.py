@@ -1,6 +1,12 @@
-"""Data parallelism on virtual devices and over gloo, in processes of their own.
+"""What do reductions over devices cost, how many are there, and what do updates wait for?
 
-The processes compute what `distributed_worker.py` says; the tables are made here.
+Runs on four virtual devices of one process, and in two processes that talk by gloo over loopback.
+This module starts the processes and prints the tables. The processes run `distributed_worker`,
+which names its scenarios; `distributed_steps` has the model, and `distributed_counts` what is
+counted.
+
+Run `make bench ARGS=distributed`. Counts and waits are exact on any machine. Times on shared cores
+show what each way costs, and not what overlap may win on accelerators.
 """
 
 import contextlib
@@ -35,7 +41,7 @@ TITLES = {
 
 
 def plain_environment() -> dict[str, str]:
-    """This environment without what would change devices, flags or the way to loopback."""
+    """This environment without variables that change devices or flags, or route loopback away."""
     dropped = ("XLA_", "JAX_", "SLURM_", "OMPI_", "KUBERNETES_")
     kept = {
         name: value
@@ -47,13 +53,19 @@ def plain_environment() -> dict[str, str]:
 
 
 def run(scenarios: list[tuple[str, dict[str, Any]]], count: int, devices: int) -> list[Any]:
-    """What functions of `distributed_worker.py` return to the first of `count` processes.
+    """Runs scenarios of `distributed_worker` in `count` processes; returns what the first found.
+
+    Args:
+      scenarios: name and keyword arguments of each, run in this order.
+      count: of processes.
+      devices: of each process.
 
     Raises:
       RuntimeError: if a process fails or takes too long; none is left behind.
     """
     with tempfile.TemporaryDirectory() as directory, socket.socket() as reserved:
-        # The coordinator shares the port, which nobody else gets meanwhile.
+        # This socket holds a free port until the coordinator listens. With SO_REUSEPORT both may
+        # bind it, and the system gives it to nobody else meanwhile.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))
         setup = {
@@ -99,7 +111,7 @@ def run(scenarios: list[tuple[str, dict[str, Any]]], count: int, devices: int) -
 
 
 def _candidates(seconds: dict[str, list[float]]) -> dict[str, Candidate]:
-    """The candidates as they were in the process that timed them."""
+    """The candidates as the process timed them. `len` stands for a step that nobody calls."""
     return {name: Candidate(name, len, None, (), seconds=s) for name, s in seconds.items()}
 
 
@@ -229,7 +241,7 @@ def _print_zero1(found: dict[str, Any]) -> None:
 
 
 def distributed(rounds: int) -> None:
-    """Counts, waits and times of reductions, on 4 virtual devices and in 2 processes."""
+    """Prints counts, waits and times of reductions, on 4 virtual devices and in 2 processes."""
     cases = [
         ("counts", {"leaves": leaves, "num_microbatches": k})
         for leaves in LEAVES

@@ -1,4 +1,8 @@
-"""How many reductions a data-parallel step has, and what its updates wait for."""
+"""How many reductions does a data-parallel step run, and which of them does each update wait for?
+
+`counts` counts all-reduces twice: as the program asks for them, with XLA's combiner switched off,
+and as XLA leaves them. `waits` asks `ampx.check_overlap` about several designs of the same step.
+"""
 
 import re
 from typing import Any
@@ -32,7 +36,7 @@ _NO_COMBINER = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
 
 def executed_all_reduces(text: str) -> int:
-    """How many all-reduces a run of a compiled program executes."""
+    """How many all-reduces one run of a compiled program executes: those in loops once a round."""
     computations, entry = parse_computations(text)
 
     def count(name: str) -> int:
@@ -52,7 +56,7 @@ def executed_all_reduces(text: str) -> int:
 
 
 def _summed_in_each_microbatch(num_microbatches: int) -> Step:
-    """As it is written where gradients are reduced as soon as there are any."""
+    """The step that sums gradients over devices in each micro-batch, as soon as there are any."""
 
     def step(state: Any, x: jax.Array) -> Any:
         params, opt_state, _ = state
@@ -80,7 +84,7 @@ def _summed_in_each_microbatch(num_microbatches: int) -> Step:
 
 
 def counts(leaves: int, num_microbatches: int) -> dict[str, list[int]]:
-    """All-reduces as the program asks for them, and as XLA leaves them."""
+    """All-reduces of each design: as the program asks for them, and as XLA leaves them."""
     width = 32
     sgd = optax.sgd(0.1)
     params = make_params(leaves, width)
@@ -96,7 +100,7 @@ def counts(leaves: int, num_microbatches: int) -> dict[str, list[int]]:
         steps[name] = make_step(apply, num_microbatches=num_microbatches)
     found = {}
     for name, step in steps.items():
-        # A reduction of the chain has no state, so that all begin alike.
+        # The reductions have no state, so all chains begin with the same one.
         tx = sgd if name == "in each micro-batch" else optax.chain(summed_leaf_by_leaf(), sgd)
         lowered = jax.jit(on_devices(step)).lower(start(tx, params), batch)
         found[name] = [
@@ -107,7 +111,7 @@ def counts(leaves: int, num_microbatches: int) -> dict[str, list[int]]:
 
 
 def _with_one_cond(reduction: Any, inner: optax.GradientTransformation) -> Apply:
-    """The verdict is known before the reductions, but one branch holds all updates."""
+    """Checks gradients before the reductions, but updates all of them in one branch."""
 
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         is_good = jnp.all(ampx.count_nonfinite(grads, axis_names=(AXIS,)) == 0)
@@ -120,6 +124,8 @@ def _with_one_cond(reduction: Any, inner: optax.GradientTransformation) -> Apply
 
 
 def _with_verdict_after(reduction: Any, inner: optax.GradientTransformation) -> Apply:
+    """Checks the reduced gradients, and chooses between old and new by `where`."""
+
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         grads, _ = reduction.update(grads, reduction.init(params))
         new = applied(inner)(grads, state, params)
@@ -130,7 +136,7 @@ def _with_verdict_after(reduction: Any, inner: optax.GradientTransformation) -> 
 
 
 def waits() -> dict[str, list[list[int]]]:
-    """For each design: how many reductions each bucket waits for, in the program and compiled."""
+    """For each design and bucket: how many reductions it waits for, in the program and compiled."""
     layers, width = 12, 32
     params = make_params(layers, width)
     batch = placed(make_batch(width, 16 * jax.device_count()), SPLIT)
@@ -175,6 +181,6 @@ def waits() -> dict[str, list[list[int]]]:
 
 
 def _numbers(output: Any, report: Any) -> tuple[int, int]:
-    """Gradient reductions that an output waits for; one merged of four counts as four."""
+    """How many gradient reductions an output waits for; one merged of four counts as four."""
     merged = sum(report.compiled[place].gradients for place in output.compiled_waits_for)
     return len(output.waits_for), merged

@@ -1,4 +1,8 @@
-"""A small data-parallel model and its step, with the reduction and the optimizer left open."""
+"""A small data-parallel model and its step, with the reduction and the optimizer left open.
+
+The model is a residual stack of square layers, f32[width, width] each. `make_step` takes from the
+caller what turns local gradients into new parameters, so that designs differ in that alone.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +30,7 @@ def make_mesh() -> jax.sharding.Mesh:
 
 
 def placed(tree: Any, spec: P = WHOLE) -> Any:
-    """The same values on every process, as arrays over all devices."""
+    """The same values on every process, as global arrays over all devices."""
     sharding = NamedSharding(make_mesh(), spec)
 
     def place(leaf: Any) -> jax.Array:
@@ -69,7 +73,7 @@ def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def applied(tx: optax.GradientTransformation) -> Apply:
-    """From local gradients to new parameters and state."""
+    """An `Apply` from an optax chain: local gradients in, new parameters and state out."""
 
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)
@@ -90,12 +94,12 @@ def make_step(apply: Apply, loss: Callable[..., Any] = loss_fn, num_microbatches
 
 
 def start(tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any, Any]:
-    """Parameters, optimizer state and a loss, as a step takes and returns them."""
+    """Parameters, optimizer state and a loss: the state that a step takes and returns."""
     return placed((params, tx.init(params), np.float32(0)))
 
 
 def summed_leaf_by_leaf() -> optax.GradientTransformation:
-    """What is written without a library."""
+    """One `psum` for each gradient, as one writes it without a library."""
     return optax.stateless(lambda grads, _: jax.tree.map(lambda g: lax.psum(g, AXIS), grads))
 
 

@@ -1,6 +1,7 @@
-"""What the processes of `distributed.py` compute; each scenario returns what JSON can hold.
+"""What each process of `distributed` runs: scenarios by name, with results that JSON can hold.
 
-One process has four virtual devices; of two, each has one, and they speak gloo over loopback.
+A single process has four virtual devices. Of two processes each has one device, and they talk by
+gloo over loopback. The first process writes the results.
 """
 
 import json
@@ -50,14 +51,14 @@ def timed(candidates: list[Candidate], rounds: int) -> dict[str, list[float]]:
 
 
 def small_leaves(rounds: int) -> dict[str, list[float]]:
-    """Reduction alone: 200 leaves of 4 KB."""
+    """Times the reduction alone: 200 leaves of 4 KB."""
     devices = jax.device_count()
     leaves = placed([np.ones((devices, 1024), np.float32) for _ in range(200)], SPLIT)
 
     def reduction(tx: optax.GradientTransformation) -> Step:
         def step(leaves: Any, _: Any) -> Any:
             reduced, _ = tx.update([leaf[0] for leaf in leaves], tx.init(leaves))
-            # Of all devices, as it was given.
+            # f32[1, 1024] on each device again, so that the output can be the next input.
             return [leaf[None] for leaf in reduced]
 
         return on_devices(step, SPLIT)
@@ -84,7 +85,7 @@ def _data() -> jax.Array:
 
 
 def tail_overlap(rounds: int, scaled: bool) -> dict[str, Any]:
-    """A step with AdamW, and a dynamic loss scale or none."""
+    """Times a step with AdamW, and a dynamic loss scale or none; counts its compiled copies."""
     params, adamw = make_params(LAYERS, WIDTH), optax.adamw(1e-3)
     ways = {
         "on": reduced_by_ampx(tail_overlap=True),
@@ -102,7 +103,7 @@ def tail_overlap(rounds: int, scaled: bool) -> dict[str, Any]:
 
 
 def in_backward(rounds: int, scan: bool) -> dict[str, list[float]]:
-    """Reduced where the backward pass makes the gradients, and at its end."""
+    """Times a reduction where the backward pass makes the gradients, and one at its end."""
     params: Any = make_params(LAYERS, WIDTH)
     if scan:
         params = np.stack(list(params.values()))
@@ -193,7 +194,7 @@ SCENARIOS = {
 
 
 def main(setup: dict[str, Any]) -> None:
-    # Should the benchmark itself be killed, its processes do not stay behind.
+    # If the benchmark itself is killed, the alarm ends this process, so that none stays behind.
     signal.alarm(setup["alarm"])
     jax.config.update("jax_num_cpu_devices", setup["devices"])
     code = 1
@@ -216,7 +217,8 @@ def main(setup: dict[str, Any]) -> None:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: an interpreter that ends in the usual way waits for processes that wait for it.
+    # End at once: an interpreter that ends in the usual way waits for other processes of the
+    # distributed program, which may be waiting for this one.
     os._exit(code)
 
 

@@ -1,7 +1,14 @@
-"""The tail of a step: unscale, check, clip, AdamW with decay, keep or skip.
+"""How fast is everything after the gradients, by `ampx.fused`, by optax, by hand and by torch?
 
-`python -m benchmarks fused` makes the tables; `python -m benchmarks.fused --help` tells how to run
-one size, with everything, or on a GPU.
+That part of a step, its *tail*, is: unscale, check, clip, AdamW with decay, keep or skip. The
+tables time it for few large and for many small arrays. Each is arithmetic of a few operations per
+number, so what counts is how often each number goes through memory.
+
+`make bench ARGS=fused` makes all tables, those of `fused_traffic` and `flat` included. `python -m
+benchmarks.fused --help` tells how to run one size, with everything, or on a GPU (`make bench-gpu`).
+
+How to read: a ratio below 1 is faster than the named candidate. "Of copy bandwidth" is 1 where the
+work moves the fewest bytes that it needs, as fast as a plain copy moves them.
 """
 
 import argparse
@@ -31,14 +38,20 @@ except ImportError:
 
 SCALE, RATE, DECAY, MAX_NORM = 1024.0, 1e-3, 0.1, 1.0
 NAIVE, BASELINE, COPY = "naive AMP", "optax, clip + AdamW", "in-place scale of the parameters"
-# XLA:CPU takes minutes to compile them with hundreds of leaves.
+# With hundreds of leaves XLA:CPU takes minutes to compile these, so large tables leave them out.
 SLOW_TO_COMPILE = (NAIVE, "`dynamic_loss_scale` of optax, clip + AdamW")
 ENOUGH_LEAVES = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Parameters and gradients of a table."""
+    """Parameters and gradients of a table.
+
+    Attributes:
+      leaves: how many arrays there are.
+      leaf: elements of each.
+      grad_dtype: parameters are float32, gradients may be bfloat16.
+    """
 
     leaves: int
     leaf: int
@@ -77,12 +90,12 @@ def _scaled(tx: Any) -> Any:
 
 
 def _in_float32(step: Callable[..., Any]) -> Callable[..., Any]:
-    """For what takes no half gradients."""
+    """The step behind a cast of its gradients, since optax's own steps expect float32."""
     return lambda state, grads: step(state, [g.astype(jnp.float32) for g in grads])
 
 
 def _naive(tx: Any) -> Callable[..., Any]:
-    """What is written by hand: everything twice, and a choice between old and new at the end."""
+    """What one writes by hand: check all, update all, then choose between old and new."""
 
     def step(state, grads):
         params, opt_state = state
@@ -96,12 +109,13 @@ def _naive(tx: Any) -> Callable[..., Any]:
 
 
 def _scale_in_place(state, grads):
+    """Reads and writes each parameter once, 8 bytes: the measure of memory bandwidth."""
     params, opt_state = state
     return [0.999 * p for p in params], opt_state
 
 
 def _steps() -> dict[str, tuple[Callable[..., Any], Any]]:
-    """The candidates: steps and their optimizers."""
+    """The candidates by name: each a step `(state, grads) -> state` and its optimizer."""
     adamw = optax.adamw(RATE, weight_decay=DECAY)
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
     ours = ampx.fused.adamw(RATE, weight_decay=DECAY)
@@ -131,7 +145,7 @@ def _compiled(size: Size, steps: dict[str, Any]) -> tuple[list[Candidate], dict[
         params = size.params()
         try:
             candidates.append(Candidate.compiled(name, step, (params, tx.init(params)), grads))
-        except Exception as error:  # a kernel that this device has not
+        except Exception as error:  # a kernel that this device does not have
             if "pallas" not in name:
                 raise
             failures[name] = f"not measured: {type(error).__name__}"
@@ -142,7 +156,7 @@ def _compiled(size: Size, steps: dict[str, Any]) -> tuple[list[Candidate], dict[
 
 
 def _torch_candidates(size: Size) -> Iterator[Candidate]:
-    """Fused AdamW of torch: alone, clipped, and clipped with GradScaler's check."""
+    """Torch's fused AdamW: alone, clipped, and clipped with the check of its GradScaler."""
     for name, has_clip, has_check in (
         ("torch, fused AdamW alone", False, False),
         ("torch, clip + fused AdamW", True, False),
@@ -160,6 +174,8 @@ def _torch_step(size: Size, has_clip: bool, has_check: bool) -> Callable[[None],
     grads = [param.grad for param in params]
     optimizer = torch.optim.AdamW(params, lr=RATE, weight_decay=DECAY, fused=True)
     one, found = torch.ones((), **make), torch.zeros((), **make)
+    # GradScaler sets these on a fused optimizer: no scale is left to divide by, and the step is
+    # skipped where `found` is 1.
     if has_check:
         optimizer.grad_scale, optimizer.found_inf = None, found
 
@@ -179,7 +195,7 @@ def _torch_step(size: Size, has_clip: bool, has_check: bool) -> Callable[[None],
 
 
 def tail(size: Size, rounds: int, everything: bool = False) -> None:
-    """All candidates on parameters of one size.
+    """Times all candidates on parameters of one size.
 
     Args:
       size: of parameters and gradients.
@@ -221,17 +237,18 @@ def _row(candidate: Candidate, by_name: dict[str, Candidate], size: Size) -> lis
 
 
 def _bandwidth_share(candidate: Candidate, copy: Candidate, size: Size) -> float:
-    """Bytes that the work needs at least, over the time it takes at the bandwidth of a copy."""
+    """The time that the fewest possible bytes take at a copy's bandwidth, over the time taken."""
     floor, _ = FLOORS["AdamW" if "alone" in candidate.name else "AdamW, clipped"]
     halves = np.dtype(size.grad_dtype).itemsize == 2
     passes = 1 if "alone" in candidate.name else 2  # over gradients
+    # Floors are for float32 gradients: half ones save 2 bytes in each pass. A copy moves 8 bytes.
     floor = 8 if candidate is copy else floor - 2 * passes * halves
     pairs = zip(candidate.seconds, copy.seconds, strict=True)
     return statistics.median(floor / 8 * theirs / ours for ours, theirs in pairs)
 
 
 def optimizers(rounds: int) -> None:
-    """`fused.apply` with a loss scale and a clip beside optax's chain without the scale."""
+    """Times `fused.apply` with a loss scale and a clip beside optax's chain without the scale."""
     makes = {
         "SGD, momentum": lambda kind: kind.sgd(RATE, momentum=0.9),
         "Lion": lambda kind: kind.lion(RATE),
@@ -263,7 +280,7 @@ def optimizers(rounds: int) -> None:
 
 
 def fused(rounds: int) -> None:
-    """All tables."""
+    """Prints all tables."""
     traffic_table()
     for size in SIZES:
         tail(size, rounds)

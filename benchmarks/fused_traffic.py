@@ -1,14 +1,18 @@
-"""Bytes that a compiled program moves through memory, read out of its HLO at kernel boundaries.
+"""How many bytes does a compiled update move through memory? Read out of its HLO, so exact.
 
 What is counted: every kernel that the program launches (a fusion, a copy, a reduction, a custom
-call) reads each of its operands once and writes all of its outputs once, an output that reuses an
-operand's buffer as well. What happens inside a fusion is free, however often it looks at an
-operand; so are tuples, bitcasts and parameters. Caches are not modelled: an array that is read by
-two kernels counts twice. Of a conditional one branch counts: the cheapest or the dearest, whichever
-an ordinary step takes.
+call) reads each of its operands once and writes all of its outputs once. An output that reuses an
+operand's buffer counts as well. What happens inside a fusion is free, however often it looks at an
+operand; so are tuples, bitcasts and parameters. Caches are not modelled: an array that two kernels
+read counts twice. Of a conditional one branch counts, the cheapest or the dearest, whichever an
+ordinary step takes.
 
-Devices differ in what they fuse. XLA:CPU gives every fusion one output, so that AdamW has to read
-gradient and moments twice, 40 bytes a parameter where one kernel with three outputs moves 28.
+Devices differ in what they fuse. XLA:CPU gives every fusion one output, so AdamW has to read the
+gradient and the moments twice there: 40 bytes a parameter, where one kernel with three outputs
+moves 28 (see `FLOORS`).
+
+Run `python -m benchmarks.fused_traffic`; `make bench ARGS=fused` includes it. An update is as good
+as it can be where its column equals a floor.
 """
 
 import math
@@ -55,10 +59,10 @@ Branch = Callable[[list[Traffic]], Traffic]
 
 
 def traffic(text: str, branch: Branch = min) -> Traffic:
-    """The traffic of a compiled program.
+    """Counts the traffic of a compiled program.
 
     Args:
-      text: of its optimized HLO.
+      text: the program's optimized HLO.
       branch: `min` or `max`, which branch of a conditional counts.
 
     Raises:
@@ -95,7 +99,7 @@ def _of_kernel(*types: str) -> Traffic:
 
 
 def sizes_of_arrays(kind: str) -> Iterator[tuple[int, float]]:
-    """Elements and bytes of each array of a type, which may be a tuple."""
+    """Elements and bytes of each array of a type: `(f32[8], s4[2,3])` gives (8, 32), (6, 3)."""
     for dtype, bits, dims in _ARRAY.findall(kind):
         elements = math.prod(int(dim) for dim in dims.split(",") if dim)
         yield elements, elements * (1 if dtype == "pred" else int(bits) / 8)
@@ -107,7 +111,7 @@ Step = Callable[[Any, Any], Any]
 
 
 def by_update(tx: optax.GradientTransformationExtraArgs) -> Step:
-    """`tx.update` and `optax.apply_updates`."""
+    """A step by `tx.update` and `optax.apply_updates`."""
 
     def step(state, grads):
         params, opt_state = state
@@ -118,7 +122,7 @@ def by_update(tx: optax.GradientTransformationExtraArgs) -> Step:
 
 
 def by_apply(tx: Any, max_norm: float | None = None, backend: Any = "auto") -> Step:
-    """`ampx.fused.apply`."""
+    """A step by `ampx.fused.apply`."""
 
     def step(state, grads):
         params, opt_state = state
@@ -129,7 +133,7 @@ def by_apply(tx: Any, max_norm: float | None = None, backend: Any = "auto") -> S
 
 
 def compiled_traffic(step: Step, tx: Any, branch: Branch = min) -> Traffic:
-    """The traffic of a donated step on float32; nothing is allocated or run."""
+    """Compiles a step with donated float32 state and counts its traffic; runs nothing."""
     params = [jax.ShapeDtypeStruct((LEAF,), jnp.float32) for _ in range(LEAVES)]
     state = params, jax.eval_shape(tx.init, params)
     compiled = jax.jit(step, donate_argnums=0).lower(state, params).compile()
@@ -140,7 +144,15 @@ def _clipped(tx: Any) -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
 
-# Bytes a parameter that have to be read and written: in one kernel, and if kernels have one output.
+# Bytes a parameter that have to be read and written, all in float32: by kernels with any number of
+# outputs, and by kernels with one output each. For Adam (parameter p, gradient g, moments m and v):
+#
+#   one kernel:  reads p g m v, writes p m v                                 7 arrays, 28 bytes
+#   one output:  m from g m (3 arrays), v from g v (3), p from p m v (4)    10 arrays, 40 bytes
+#
+# A clip reads g once more for its norm, before anything else: 4 bytes. LAMB needs two passes, since
+# its trust ratio is known only after the norms of p and of the direction: first p g m v in and m v
+# out, then p m v in and p out, 10 arrays.
 FLOORS = {
     "SGD": (12, 12),
     "SGD, momentum": (20, 24),
@@ -184,14 +196,14 @@ def _variants() -> dict[str, dict[str, tuple[Any, ...]]]:
     }
     guarded, scaled = optax.apply_if_finite(theirs, 5), dynamic_loss_scale(ours)
     rows["AdamW, scaled, clipped, skipping"] = {
-        "optax": (by_update(guarded), guarded, max),  # it is a skip that costs little
+        "optax": (by_update(guarded), guarded, max),  # the cheap branch is the skip
         "apply": (by_apply(scaled, 1.0), scaled),
     }
     return rows
 
 
 def traffic_table() -> None:
-    """Bytes a parameter and kernels, for optax and for `ampx.fused`."""
+    """Prints bytes a parameter and kernels, for optax and for `ampx.fused`."""
     rows = []
     for name, variants in _variants().items():
         cells = []

@@ -1,4 +1,14 @@
-"""Timing side by side: candidates take turns, so that a drifting machine moves them all alike."""
+"""Times candidates side by side, so that a machine whose speed drifts moves all of them alike.
+
+A round runs every candidate once, one after the other:
+
+    round 0: A B C    round 1: A B C    round 2: A B C ...
+
+`ratio` divides A's time by B's time within each round, and only then takes the median over the
+rounds. If other work slows the machine down for a while, it slows down A and B of the same
+rounds, and their ratio stays. A ratio of two medians would compare A on a quiet machine with B on
+a busy one.
+"""
 
 import dataclasses
 import statistics
@@ -11,9 +21,16 @@ import jax
 
 @dataclasses.dataclass
 class Candidate:
-    """A compiled step and the arguments that it is called with again and again.
+    """A compiled step and what it is called with; `step(state, *data)` returns the next state.
 
-    `step(state, data)` returns the next state and something else, or the pair's first part alone.
+    Attributes:
+      name: as tables print it.
+      step: called once per round.
+      state: what the last call returned; the first state before that.
+      data: further arguments, the same in each call.
+      temp_bytes: what the compiled program needs beside its inputs and outputs.
+      compile_seconds: to trace, lower and compile.
+      seconds: of each call, one per round.
     """
 
     name: str
@@ -26,7 +43,7 @@ class Candidate:
 
     @classmethod
     def compiled(cls, name: str, step: Callable[..., Any], state: Any, *data: Any) -> "Candidate":
-        """Traces and compiles with the state donated, and notes how long that took."""
+        """Traces and compiles with the state donated, and measures how long that takes."""
         # A copy: candidates donate, and must not donate each other's buffers.
         state = jax.tree.map(lambda x: x.copy(), state)
         start = time.perf_counter()
@@ -36,6 +53,7 @@ class Candidate:
         return cls(name, compiled, state, data, temp, elapsed)
 
     def run_once(self) -> None:
+        """Runs the step and appends its seconds; waits until all of its results are there."""
         start = time.perf_counter()
         self.state = jax.block_until_ready(self.step(self.state, *self.data))
         self.seconds.append(time.perf_counter() - start)
@@ -46,7 +64,7 @@ class Candidate:
 
 
 def take_turns(candidates: list[Candidate], rounds: int) -> None:
-    """One warm-up each, then `rounds` rounds in which every candidate runs once."""
+    """Runs every candidate once to warm up, and then once in each of `rounds` rounds."""
     for candidate in candidates:
         candidate.run_once()
         candidate.seconds.clear()
@@ -56,7 +74,7 @@ def take_turns(candidates: list[Candidate], rounds: int) -> None:
 
 
 def ratio(candidate: Candidate, baseline: Candidate) -> str:
-    """Median of the ratios round by round, with the middle half of them."""
+    """The median of the ratios round by round, with the middle half of them in brackets."""
     ratios = sorted(a / b for a, b in zip(candidate.seconds, baseline.seconds, strict=True))
     quarter = len(ratios) // 4
     low, high = ratios[quarter], ratios[-1 - quarter]
@@ -64,7 +82,7 @@ def ratio(candidate: Candidate, baseline: Candidate) -> str:
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """A Markdown table, ready for docs/benchmarks.md."""
+    """Prints a Markdown table, ready for docs/benchmarks.md."""
     print(f"\n### {title}\n")
     print("| " + " | ".join(header) + " |")
     print("|" + " --- |" * len(header))

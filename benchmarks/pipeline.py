@@ -1,7 +1,15 @@
-"""Pipelines on virtual devices: time with stages that sleep, and memory.
+"""How long do a pipeline's devices wait, what memory do they need, and what does lockstep cost?
 
-Stages that sleep take the same time on any machine, and cores are no limit to them: what is
-measured is the schedule and the executor.
+Three tables:
+
+1. Bubbles, by simulation: the share of time that devices idle, for each schedule.
+2. Temporary memory by number of micro-batches, as the compiler reports it.
+3. Time of real steps on virtual devices whose stages *sleep* instead of computing. A sleep takes
+   the same time on any machine and needs no core, so four devices run in parallel on two cores.
+   What is left to measure is the schedule and the program that executes it.
+
+Run `make bench ARGS=pipeline`. In the third table a ratio of 1 means that the step takes no longer
+than devices that never wait for a common tick.
 """
 
 import functools
@@ -24,7 +32,7 @@ AUTO = AxisType.Auto
 
 
 def pipeline(rounds: int) -> None:
-    """The tables, made in a process with eight devices."""
+    """Makes the tables, in a process of its own that has eight devices."""
     environment = plain_environment() | {"JAX_NUM_CPU_DEVICES": "8"}
     run = [sys.executable, "-m", "benchmarks.pipeline", str(rounds)]
     sys.stdout.flush()
@@ -51,7 +59,8 @@ def _layer_forward(share: float, weight: jax.Array, x: jax.Array):
 
 def _layer_backward(share: float, kept, cotangent: jax.Array):
     weight, x = kept
-    # It depends on x, and the step on the loss: otherwise XLA may sleep once for all micro-batches.
+    # The cotangent is made to depend on x, and the step's result depends on the loss. Otherwise all
+    # micro-batches would call with equal arguments, and XLA might sleep once for all of them.
     cotangent = _sleeping(share * BACKWARD, cotangent + 0 * x)
     return jnp.sum(cotangent * x), cotangent * weight
 
@@ -91,7 +100,7 @@ def _asleep(schedule: pipelining.Schedule, layers: int) -> Candidate:
 
 
 def time_asleep(rounds: int) -> None:
-    """Steps beside what devices that do not wait for each other would take at best."""
+    """Times steps beside what devices that do not wait for each other would take at best."""
     schedules = [
         (name, schedule, microbatches)
         for microbatches in (8, 16)
@@ -101,11 +110,15 @@ def time_asleep(rounds: int) -> None:
             ("interleaved, 2 chunks", pipelining.interleaved(STAGES, microbatches)),
         )
     ]
+    # One stage on one device, which never waits: m micro-batches of 3 units each (forward 1,
+    # backward 2).
     alone = {m: _asleep(pipelining.one_f_one_b(1, m), STAGES) for m in (8, 16)}
     candidates = [_asleep(schedule, schedule.num_stages) for _, schedule, _ in schedules]
     take_turns([*alone.values(), *candidates], rounds)
     rows = []
     for (name, schedule, microbatches), candidate in zip(schedules, candidates, strict=True):
+        # The simulated makespan is in the same units. Multiplied by what a unit took here, it is
+        # a bound in this run's own time, whatever a sleep really takes.
         chunks = schedule.num_stages / STAGES
         at_best = schedule.simulate(forward=1 / chunks, backward=2 / chunks).makespan
         bound = at_best / (3 * microbatches) * np.array(alone[microbatches].seconds)
@@ -127,7 +140,7 @@ def time_asleep(rounds: int) -> None:
 
 
 def memory() -> None:
-    """Temporary memory of a device by number of micro-batches."""
+    """Prints the temporary memory of a device by number of micro-batches; nothing is run."""
     width, rows_of_microbatch, layers = 256, 64, 8
     params = {name: jnp.zeros((layers, width, width)) for name in ("up", "down")}
 
@@ -168,7 +181,7 @@ def memory() -> None:
 
 
 def bubbles() -> None:
-    """The share of time that devices idle, by simulation."""
+    """Prints the share of time that devices idle, by simulation."""
     rows = []
     for stages, microbatches in ((4, 8), (4, 32), (8, 32)):
         for name in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"):

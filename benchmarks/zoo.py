@@ -1,9 +1,12 @@
-"""Small real models, each in float32 as a user writes it, cast by hand, and cast at its boundary.
+"""Small models of real kinds: in float32 as a user writes them, cast by hand, cast at the boundary.
 
-A model is written once. `dtype=None` leaves every cast out: that is the user's program, and it is
-what autocast gets. A half `dtype` is what an expert writes: matrix products and activations in
-half; norms, softmax, routing and the loss in float32. The casts vanish where there is nothing to
-cast, so all three are one program.
+A model is written once, with a `dtype` argument:
+
+- `dtype=None` leaves every cast out. That is the user's program, and it is what autocast gets.
+- A half `dtype` is what an expert writes: matrix products and activations in half; norms, softmax,
+  routing and the loss in float32.
+
+The casts vanish where there is nothing to cast, so all versions are one program.
 """
 
 import dataclasses
@@ -28,8 +31,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 class Model:
     """A model, its data and its loss.
 
-    `forward(params, state, inputs, dtype)` gives outputs and the new state, which is `{}` for
-    models without batch statistics.
+    Attributes:
+      name: as tables print it.
+      init: from a key to parameters and state; the state is `{}` without batch statistics.
+      batch: from a key to inputs and targets.
+      forward: `(params, state, inputs, dtype) -> (outputs, new state)`.
+      objective: `(outputs in float32, targets) -> loss`, a mean.
     """
 
     name: str
@@ -67,7 +74,7 @@ class Model:
 
 
 def normal(key: jax.Array, *shape: int) -> jax.Array:
-    """Weights that keep the variance of what they multiply."""
+    """Weights that keep the variance of their inputs: each output sums `shape[-2]` products."""
     return jax.random.normal(key, shape) / shape[-2] ** 0.5
 
 
@@ -77,7 +84,7 @@ def dense(x: jax.Array, layer: dict, dtype: Any = None) -> jax.Array:
 
 
 def layer_norm(x: jax.Array, layer: dict, dtype: Any = None) -> jax.Array:
-    wide = x.astype(jnp.float32) if dtype else x
+    wide = x.astype(jnp.float32) if dtype else x  # statistics in float32, as flax's norms do
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
     y = (wide - mean) * jax.lax.rsqrt(variance + 1e-5) * layer["scale"] + layer["bias"]
@@ -91,7 +98,7 @@ def attention(
     qkv = dense(x, layer["qkv"], dtype).reshape(*x.shape[:2], 3, heads, -1)
     q, k, v = (qkv[:, :, i] for i in range(3))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    scores = scores.astype(jnp.float32) if dtype else scores
+    scores = scores.astype(jnp.float32) if dtype else scores  # f32[batch, heads, queries, keys]
     fill = jnp.finfo(scores.dtype).min if fill is None else fill
     weights = jax.nn.softmax(jnp.where(mask, scores, fill))
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v)
@@ -212,7 +219,7 @@ def padded_attention(width: int = 32, heads: int = 2, length: int = 12, rows: in
 def mixture_of_experts(
     width: int = 32, experts: int = 4, chosen: int = 2, tokens: int = 64
 ) -> Model:
-    """A residual layer of experts, of which a router picks a few for each token."""
+    """A residual layer of experts; a router picks `chosen` of them for each token."""
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         keys = jax.random.split(key, 5)
@@ -234,7 +241,9 @@ def mixture_of_experts(
         logits = (x.astype(jnp.float32) if dtype else x) @ params["router"]
         gates, experts_of = jax.lax.top_k(jax.nn.softmax(logits), chosen)
         gates = gates / gates.sum(axis=-1, keepdims=True)
-        order = jnp.argsort(experts_of.reshape(-1))
+        # Each (token, expert) pair becomes a row. Sorted by expert, the rows of an expert are
+        # neighbours, and one ragged product multiplies each group by its own matrix.
+        order = jnp.argsort(experts_of.reshape(-1))  # int32[tokens * chosen]
         rows, sizes = order // chosen, jnp.bincount(experts_of.reshape(-1), length=experts)
         up, down = (params[name].astype(dtype or x.dtype) for name in ("up", "down"))
         hidden = jax.nn.gelu(jax.lax.ragged_dot(x[rows], up, sizes))

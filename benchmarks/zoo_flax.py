@@ -1,4 +1,7 @@
-"""The zoo's models in Flax, whose layers take the `dtype` that they compute in."""
+"""The zoo's models in Flax: layers compute in the `dtype` that they are given.
+
+`dtype=None` is the user's float32 model, and a half `dtype` is the model cast by hand, as in `zoo`.
+"""
 
 import contextlib
 import functools
@@ -65,7 +68,7 @@ class NnxPerceptron(nnx.Module):
 
 
 def _mixing(dtype: Any) -> contextlib.AbstractContextManager:
-    """Flax's own layers mix half with float32, which strict promotion forbids."""
+    """A context in which flax's layers may mix half with float32; strict promotion forbids it."""
     mixes = dtype != jnp.float32
     return jax.numpy_dtype_promotion("standard") if mixes else contextlib.nullcontext()
 
