@@ -1,4 +1,13 @@
-"""What one stage does with one micro-batch, in the notation of torch's schedules: `"2F0"`."""
+"""What one stage does with one micro-batch, in the notation of torch's schedules: `"2F0"`.
+
+  F   forward          needs F of the stage before, on the same micro-batch
+  B   whole backward   needs its own F, and B or I of the stage behind
+  I   its first half: the gradient of the stage's input; needs what B needs
+  W   its second half: the gradient of the stage's weights; needs its own I
+
+Nobody but the optimizer waits for a `W`. Whoever waits for a `B` waits for the gradient in it that
+an `I` makes alone. So `needs_of` and `result_of` call that gradient `I` in either case.
+"""
 
 from __future__ import annotations
 

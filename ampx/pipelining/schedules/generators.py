@@ -2,7 +2,28 @@
 
 Each writes down, for every device, the order of its actions; `Schedule.aligned` finds the ticks.
 `num_stages` is the number of devices along the stage axis. Where a device has several stages of the
-model, its chunks, the model has `chunks` times as many.
+model, its chunks, the model has `chunks` times as many. How to read a grid:
+
+  tick      0  1  2  3  4  5  6  7  8  9     F0   forward of micro-batch 0
+  device 0  F0 F1 F2 .  .  B0 .  B1 .  B2    B0   its backward, or the halves of one: I0, W0
+  device 1  .  F0 F1 .  B0 F2 B1 .  B2 .     .    idle: the bubble
+  device 2  .  .  F0 B0 F1 B1 F2 B2 .  .     2F0  with chunks: the forward of stage 2
+
+All are one idea with other numbers: a device warms up with some forwards, then takes a backward and
+a forward in turn, then the backwards that are left. With P devices, M micro-batches, v chunks and
+groups of G micro-batches (P of them, where P divides M), on device d:
+
+  schedule       warm-up forwards               idle share            activations kept at most
+  gpipe          M                              (P-1) / (M+P-1)       M
+  1f1b           P - d                          (P-1) / (M+P-1)       P - d
+  eager-1f1b     2(P-1-d) + 1                   (P-1) / (M+P-1)       2(P-1-d) + 1
+  interleaved    2(P-1-d) + 1 + (v-1)G          (P-1) / (vM+P-1)      the same, of 1/v the size
+  looped-bfs     vM                             (P-1) / (vM+P-1)      vM, of 1/v the size
+  zero-bubble    P - d                          (P-1) / (3M+P-1)      P
+  zero-bubble-v  2(P-d) - 1 on the way down     (P-1) / (6M+P-1)      2P, of half the size
+
+Idle shares are for stages of equal cost and at least P micro-batches. Those of zero-bubble are for
+`F`, `I` and `W` that take equally long; that of zero-bubble-v begins with 2P - 1 micro-batches.
 """
 
 from __future__ import annotations
@@ -20,10 +41,14 @@ from ampx.pipelining.schedules.zero_bubbles import zero_bubble, zero_bubble_v
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards: simple, and every micro-batch stays in memory.
 
+    Micro-batch m is forwarded by stage s at tick s + m, so the last stage begins num_stages - 1
+    ticks late, and waits as long again while the backwards go to the first. Every device is
+    therefore idle for (num_stages - 1) / (num_microbatches + num_stages - 1) of the time: more
+    micro-batches make the bubble smaller, and the memory larger.
+
     Args:
       num_stages: devices along the stage axis, and stages of the model.
-      num_microbatches: parts of a batch. A device waits for (num_stages - 1) of
-        (num_microbatches + num_stages - 1) parts of the time.
+      num_microbatches: parts of a batch.
 
     Returns:
       A `Schedule`.
@@ -49,7 +74,11 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """After a few forwards one backward for each forward, so that memory does not grow.
 
-    Stage s keeps min(num_microbatches, num_stages - s) micro-batches, and waits as with `gpipe`.
+    From the forward of stage s on a micro-batch to its backward there and back, 2 (num_stages - s)
+    ticks go by, and each micro-batch on the way gives the stage two ticks of work. So
+    num_stages - s of them keep it busy, which is how many forwards it does before its first
+    backward, and how many it keeps: min(num_microbatches, num_stages - s). It waits as long as
+    with `gpipe`, only at other times.
 
     Args:
       num_stages: devices along the stage axis, and stages of the model.
@@ -80,7 +109,9 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """`one_f_one_b` with more forwards ahead, so that messages have time to travel.
 
-    Stage s keeps min(num_microbatches, 2 (num_stages - 1 - s) + 1) micro-batches.
+    If a message takes a tick, a micro-batch comes back to stage s after as many ticks more as there
+    are stages to pass, twice. Keeping min(num_microbatches, 2 (num_stages - 1 - s) + 1) of them in
+    place of num_stages - s hides that. It is also what `one_f_one_b` keeps in lockstep.
 
     Args:
       num_stages: devices along the stage axis, and stages of the model.
@@ -112,9 +143,14 @@ def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     """Megatron's 1F1B with several stages a device: it waits `chunks` times less, and sends more.
 
-    Device d has the stages d, num_stages + d, and so on. Micro-batches go through the chunks in
-    groups of `num_stages`. What is left over is spread over the groups, first the first: a small
-    last group would make devices wait, or wait for ever, and larger groups cost only memory.
+    Device d has the stages d, num_stages + d, and so on, so the model goes around the devices
+    `chunks` times. The bubble at either end is num_stages - 1 actions long, as ever, but each is
+    of a stage `chunks` times smaller. Every micro-batch goes from device to device `chunks` times
+    as often, which is the price.
+
+    Micro-batches go through the chunks in groups of `num_stages`. If they are no multiple of it,
+    those left over are spread over the groups, one for each from the first on. A small last group
+    would make devices wait, or wait for ever; larger groups cost only memory.
 
     Args:
       num_stages: devices along the stage axis.
@@ -146,6 +182,8 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
         "interleaved",
         num_stages,
         num_microbatches,
+        # A group goes through all chunks but the last, then its first micro-batch through that;
+        # until its cotangent is back there is time for two forwards for each device behind.
         lambda device: 2 * (num_stages - 1 - device) + (chunks - 1) * len(groups[0]) + 1,
         chunks=chunks,
         groups=groups,
@@ -155,7 +193,9 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
 def looped_breadth_first(num_stages: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     """All micro-batches through one chunk before the next: it waits as `interleaved`, keeps all.
 
-    The gradients of a chunk are complete at once, which suits sharded parameters.
+    It is to `interleaved` what `gpipe` is to `one_f_one_b`. A device is done with a chunk before it
+    begins the next, so parameters that are sharded over data are gathered once for each pass over
+    a chunk, and gradients of a chunk can be reduced while the next one is computed.
 
     Args:
       num_stages: devices along the stage axis.
@@ -192,6 +232,9 @@ def looped_breadth_first(num_stages: int, num_microbatches: int, chunks: int = 2
 
 def forward_only(num_stages: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """Forwards alone, for inference and evaluation.
+
+    Stage s forwards micro-batch m at tick s + m, and keeps nothing. With chunks the order is that
+    of `interleaved`.
 
     Args:
       num_stages: devices along the stage axis.
@@ -249,7 +292,8 @@ def make_schedule(
         `"zero-bubble-v"` or `"forward-only"`.
       num_stages: devices along the stage axis.
       num_microbatches: parts of a batch.
-      chunks: stages of the model on each device, for those that let choose.
+      chunks: stages of the model on each device, for `"interleaved"`, `"looped-bfs"` and
+        `"forward-only"`; by default theirs.
 
     Returns:
       A `Schedule`, whose name is `name`.
@@ -273,6 +317,7 @@ def make_schedule(
 
 
 def _check_chunks(chunks: int, instead: str) -> None:
+    """Raises for one chunk, which is a schedule with another name."""
     check_positive_int("chunks", chunks)
     if chunks < 2:
         raise ValueError(f"chunks must be at least 2, got {chunks}: use {instead}")
@@ -287,12 +332,21 @@ def _alternating(
     chunks: int = 1,
     groups: Sequence[range] | None = None,
 ) -> Schedule:
-    """So many forwards ahead on each device, then a backward and a forward in turn."""
+    """So many forwards ahead on each device, then a backward and a forward in turn.
+
+    With warm-up forwards w (`ahead_of(device)`) and n in all, the order of a device is
+
+      F[0] ... F[w-1]   B[0] F[w]  B[1] F[w+1] ... B[n-w-1] F[n-1]   B[n-w] ... B[n-1]
+      warm-up           one backward, one forward                    cool-down
+
+    where F[k] is the k-th forward of the device, which with chunks need not be of micro-batch k.
+    """
     check_sizes(num_stages, num_microbatches)
 
     def order(device: int) -> Iterator[Action]:
         forwards = _forwards(device, num_stages, chunks, groups or [range(num_microbatches)])
-        # Backwards go through the chunks the other way round.
+        # Backwards take micro-batches in the order of the forwards, and chunks in the opposite one:
+        # of 0F0 0F1 2F0 2F1 they are 2B0 2B1 0B0 0B1.
         backwards = [
             Action((chunks - 1 - stage // num_stages) * num_stages + device, "B", microbatch)
             for stage, _, microbatch in forwards
@@ -307,9 +361,14 @@ def _alternating(
 
 
 def _groups(num_stages: int, num_microbatches: int) -> list[range]:
-    """Micro-batches in groups of `num_stages` or, with what is left over, a little more."""
+    """Micro-batches in groups of `num_stages` or, with what is left over, a little more.
+
+    A group is as many as fill the devices once: when its last micro-batch has gone through a chunk
+    on device 0, its first one comes back from the last device for the next chunk.
+    """
     count = max(1, num_microbatches // num_stages)
     size, left = divmod(num_microbatches, count)
+    # 7 micro-batches on 3 devices: 2 groups, range(0, 4) and range(4, 7).
     starts = [group * size + min(group, left) for group in range(count + 1)]
     return [range(*bounds) for bounds in itertools.pairwise(starts)]
 

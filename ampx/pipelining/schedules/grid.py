@@ -1,4 +1,8 @@
-"""The bare rows of a pipeline schedule: all that a look at it needs."""
+"""The bare rows of a pipeline schedule: all that a look at it needs.
+
+What reads schedules (checks, liveness, simulation, text, pictures) takes a `Grid`. `Schedule` is a
+`Grid` with those readers as methods. It imports them, so they cannot import it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule as text: a row for each device, a column for each tick."""
+"""A schedule as text: a row for each device, a column for each tick, `.` where it is idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def render_grid(schedule: Grid, start: int = 0, stop: int | None = None) -> str:
 
     A schedule with faults is drawn too, as far as that goes: it is part of the message about them.
     """
-    num_ticks = max(map(len, schedule.rows), default=0)
+    num_ticks = schedule.num_ticks
+    # As a slice of a list would be: `stop` may be None, or beyond the end.
     ticks = range(*slice(start, stop).indices(num_ticks))
     chunked = schedule.num_stages > schedule.num_devices
     columns = [[str(tick) for tick in ticks]]
@@ -47,6 +48,7 @@ def _label(schedule: Grid, device: int, chunked: bool) -> str:
 
 def _cell(row: Sequence[Any], tick: int, chunked: bool) -> str:
     """Without chunks the row says which stage it is, so the cell need not."""
+    # Of a schedule with faults a row may be too short, and a cell may hold anything.
     action = row[tick] if tick < len(row) else None
     if action is None:
         return _IDLE

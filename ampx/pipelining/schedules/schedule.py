@@ -1,4 +1,10 @@
-"""A pipeline schedule as data: which device does what, in which order."""
+"""A pipeline schedule as data: which device does what, in which order.
+
+A schedule can be checked (`validate`), timed (`simulate`), measured (`liveness`), drawn (`render`,
+`plot`) and exchanged with torch (`from_csv`, `to_csv`); `ampx.pipelining.value_and_grad` runs it.
+What is run is the order of each row, not its ticks: the compiled program has ticks of its own, see
+`ampx.pipelining.schedules.ticks`.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +34,7 @@ from ampx.pipelining.schedules.validation import check_schedule
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# What torch's DualPipeV writes for a forward and a backward that share a tick.
 _OVERLAPPED = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 
 
@@ -69,6 +76,9 @@ class Schedule(Grid):
           ,1F0,1B0,1F1,1B1,
           <BLANKLINE>
         """
+        # Tick by tick, each device looks only at the head of its order. Heads are judged by what
+        # was done in earlier ticks: `done` grows after the whole column is chosen. So an action
+        # and what it needs never share a tick.
         orders = [[action for action in row if action is not None] for row in self.rows]
         rows: list[list[Action | None]] = [[] for _ in orders]
         done: set[Action] = set()
@@ -337,6 +347,7 @@ class Schedule(Grid):
           0F0,,,0B0
           ,1F0,1B0,
         """
+        # Two idle ticks at the end of a row are two commas: rows stay equally long.
         lines = (",".join("" if a is None else str(a) for a in row) for row in self.rows)
         text = "".join(f"{line}\n" for line in lines)
         if path is not None:
@@ -347,6 +358,8 @@ class Schedule(Grid):
 def _read_row(device: int, cells: Sequence[str]) -> list[Action | None]:
     row: list[Action | None] = []
     for tick, cell in enumerate(cells):
+        # One cell can become two actions, which makes the row longer than the others: `from_csv`
+        # fills up, and `aligned` puts things in their ticks.
         overlapped = _OVERLAPPED.fullmatch(cell.strip())
         try:
             for text in overlapped.groups() if overlapped else [cell]:

@@ -1,4 +1,8 @@
-"""Pictures of pipeline schedules."""
+"""Pictures of pipeline schedules: a row for each device, time from left to right.
+
+Boxes are as long as the simulation says, so a picture shows what costs mean for a schedule, which
+its grid of equal ticks does not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ _KINDS = {
     "I": ("input gradient", "#F6CFA8", "#B8560B"),
     "W": ("weight gradient", "#BFE3C8", "#1E7A3E"),
 }
-_MIDDLE = 0.3
+_MIDDLE = 0.3  # how dark the only stage of a device is, from 0 to 1
 _WAITING = "#ECECEC"
 
 
@@ -79,12 +83,15 @@ def plot_schedule(schedule: Grid, *, axes: Axes | None = None, **simulation: Any
 def _draw_actions(axes: Axes, schedule: Grid, result: Simulation) -> None:
     bars: dict[tuple[int, str, float], list[tuple[float, float]]] = {}
     width = width_in_points(axes)
+    # Font size in points: 0.55 of the height of a row, of which a box fills 0.84.
     size = min(9.0, 0.55 * axes.bbox.height / axes.figure.dpi * 72 / schedule.num_devices)
     shortest = min(end - start for start, end in result.times.values()) / result.makespan * width
     for action, (start, end) in result.times.items():
         device, shade = _place(schedule, action)
         bars.setdefault((device, action.kind, shade), []).append((start, end - start))
         text = str(action.microbatch)
+        # A digit is about 0.6 of the font size wide. Hundreds of numbers in a few pixels would be
+        # noise, and slow to draw: those that do not fit are left out.
         if size >= 4 and (end - start) / result.makespan * width > 0.65 * size * (len(text) + 0.4):
             axes.text(
                 (start + end) / 2,
@@ -96,6 +103,7 @@ def _draw_actions(axes: Axes, schedule: Grid, result: Simulation) -> None:
                 color="white" if shade > 0.5 else "black",
                 clip_on=True,
             )
+    # One artist for all boxes of a colour on a device, not one for each of thousands of boxes.
     for (device, kind, shade), spans in bars.items():
         axes.broken_barh(
             spans,

@@ -1,4 +1,18 @@
-"""How long a schedule takes, and who waits."""
+"""How long a schedule takes, and who waits.
+
+Two machines are played. In the asynchronous one each device runs its own program: it takes the
+actions of its row in their order, each as soon as its inputs have arrived. In lockstep all devices
+run one program, and begin each tick together, when the slowest has ended the one before:
+
+  async     device 0  |F0|F1|.....|B0   |..|B1   |    an action begins when its inputs are there
+            device 1  |..|F0|B0   |F1|B1   |.....|
+  lockstep  device 0  |F0|F1......|B0   ...|B1   |    a tick is as long as the forward, backward and
+            device 1  |..|F0 B0   |F1 B1   |.....|    weight gradient of its fullest device
+
+Here backwards take twice as long as forwards, and both machines need 9 units. They always do for
+`gpipe`, `1f1b` and `interleaved` with stages that cost the same; where stages differ, or messages
+take time, lockstep is slower. Costs are times of stages, in any unit.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +111,11 @@ def _costs(
     input_grad: Cost | None = None,
     weight_grad: Cost | None = None,
 ) -> _Costs:
-    """The time of each kind of action, for each stage."""
+    """The time of each kind of action, for each stage.
+
+    There are three numbers, and one equation: backward = input_grad + weight_grad. Two of them say
+    the third; one leaves a choice (halves, or what it leaves of a backward of 2); all are checked.
+    """
     whole = None if backward is None else _per_stage("backward", backward, num_stages)
     inputs = None if input_grad is None else _per_stage("input_grad", input_grad, num_stages)
     weights = None if weight_grad is None else _per_stage("weight_grad", weight_grad, num_stages)
@@ -140,7 +158,13 @@ def _rest(whole: list[float], part: list[float], name: str) -> list[float]:
 def _play_async(
     schedule: Grid, costs: _Costs, communication: float
 ) -> dict[Action, tuple[float, float]]:
-    """Each device runs its row in order, an action as soon as its inputs are there."""
+    """Each device runs its row in order, an action as soon as its inputs are there.
+
+    It begins at the latest of: the end of the device's last action, and the end of each action that
+    it needs, plus the time of a message where that is on another device. The devices are visited in
+    turn, each until it has to wait. In which order does not matter, since times depend only on
+    what is before: a round in which nobody can go on is a deadlock.
+    """
     orders = [[action for action in row if action is not None] for row in schedule.rows]
     places, clocks = [0] * len(orders), [0.0] * len(orders)
     times: dict[Action, tuple[float, float]] = {}
@@ -177,6 +201,7 @@ def _play_lockstep(
 ) -> dict[Action, tuple[float, float]]:
     """All devices begin a tick together; in it, a forward goes before a backward before a `W`."""
     placement = place_in_lockstep(schedule.rows, schedule.num_stages)
+    # By tick and device; the same order within a tick as in the program.
     slots: list[list[list[Action]]] = [
         [[] for _ in schedule.rows] for _ in range(placement.num_ticks)
     ]
@@ -192,5 +217,6 @@ def _play_lockstep(
                 times[action] = clock, clock + costs[action.kind][action.stage]
                 clock = times[action][1]
             longest = max(longest, clock)
+        # Neighbours exchange once a tick, and nobody goes on before: messages cannot be hidden.
         begin = longest + communication
     return times

@@ -1,4 +1,13 @@
-"""Whether a schedule does all of the work, once, and nothing before what it needs."""
+"""Whether a schedule does all of the work, once, and nothing before what it needs.
+
+Three passes, each of which may rely on what the ones before have found right:
+
+  1. shape    rows are of one length, every stage has a device, every device a stage
+  2. order    tick by tick: each action is a known one, on its device, new, after all it needs
+  3. missing  nothing that should be there is absent
+
+Only the first fault is told, with the ticks around it: later ones are often its consequences.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +19,7 @@ from ampx.pipelining.schedules.rendering import render_grid
 
 # Ticks that the message shows on either side of the fault: a grid of thousands helps nobody.
 _SHOWN = 10
+# Which other kinds of the same stage and micro-batch an action does not go with.
 _EXCLUDES: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",), "W": ("B",)}
 
 
@@ -56,6 +66,8 @@ def _fault_of_order(schedule: Grid) -> tuple[int, str] | None:
     """The first fault of something that is there, tick by tick and device by device."""
     tick_of = _ticks(schedule)
     seen: set[Action] = set()
+    # By (stage, kind of result), where a whole backward counts as its `I`: the micro-batch that
+    # came last. Order is asked for within a kind only: an `I` may overtake a `W`.
     last: dict[tuple[int, str], int] = {}
     for tick, column in enumerate(zip(*schedule.rows, strict=True)):
         for device, action in enumerate(column):
@@ -81,6 +93,7 @@ def _fault_of_order(schedule: Grid) -> tuple[int, str] | None:
 
 def _ticks(schedule: Grid) -> dict[Action, int]:
     """The first tick of every result."""
+    # Of all rows before any is judged: what comes too late is then told from what is missing.
     ticks: dict[Action, int] = {}
     for row in schedule.rows:
         for tick, action in enumerate(row):
