@@ -1,4 +1,7 @@
-"""Acceptance cases of autocast: loops, branches, rules and regions of somebody's own."""
+"""Acceptance cases of autocast: loops, branches, custom derivatives, devices, inner jits.
+
+Each case is a promise to users, in its name. `autocast_cases` has the others.
+"""
 
 import functools
 

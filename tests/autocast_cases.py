@@ -1,4 +1,7 @@
-"""Acceptance cases of autocast: precisions of operations, marks, and what must not change."""
+"""Acceptance cases of autocast: precisions of operations, marks, and what must not change.
+
+Each case is a promise to users, in its name. `autocast_call_cases` has the others.
+"""
 
 import functools
 import itertools
@@ -94,7 +97,10 @@ MASKINGS = {
 
 
 def _attention(masking, fill, half):
-    """Half scores, unless a fill that half does not have is added to them, and float32 weights."""
+    """Scores and weights of a masked attention, whose dtypes it checks.
+
+    Weights are float32. Scores are half, unless a fill is added to them that half cannot hold.
+    """
 
     def attention(x, w):
         scores = masking(x @ w, fill)

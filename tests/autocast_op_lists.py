@@ -1,4 +1,9 @@
-"""The op lists of torch.autocast and Apex O1 as JAX functions, and the dtypes they should give."""
+"""The op lists of torch.autocast and Apex O1 as JAX functions, and the dtypes they should give.
+
+`OF_ONE` and `OF_TWO` hold the functions of one and of two arrays. Their keys are the dtypes of the
+result, one for each combination of half and float32 arguments. `LISTS` has what torch and Apex say,
+and `OTHERWISE` where ampx departs from that, and why.
+"""
 
 import functools
 

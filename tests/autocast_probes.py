@@ -1,6 +1,6 @@
-"""What the cases of autocast look at: dtypes of results, of equations and of gradients.
+"""Probes for the test cases of autocast: dtypes of results, of equations and of gradients.
 
-Throughout, `x` and `w` are float32, `h = x @ w` is half, and gradients are float32.
+In all cases `x` and `w` are float32 arrays, `h = x @ w` is half, and gradients are float32.
 """
 
 import collections
@@ -29,7 +29,7 @@ def dtypes(tree):
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr, and of those that it holds."""
+    """Every equation of a jaxpr, and of the jaxprs inside its equations."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for body in jaxprs_in_params(eqn.params):
@@ -37,12 +37,12 @@ def equations(jaxpr):
 
 
 def named(name, fun, *args):
-    """The equations of `fun(*args)` with this primitive."""
+    """The equations of `fun(*args)` whose primitive has this name."""
     return [eqn for eqn in equations(jax.make_jaxpr(fun)(*args)) if eqn.primitive.name == name]
 
 
 def dots(fun, *args):
-    """How many matrix products `fun(*args)` has of each dtype (of its operands and result)."""
+    """Counts the matrix products of `fun(*args)` by the dtypes of their operands and results."""
     return collections.Counter(
         ", ".join(sorted({atom.aval.dtype.name for atom in (*eqn.invars, *eqn.outvars)}))
         for eqn in named("dot_general", fun, *args)
@@ -50,7 +50,7 @@ def dots(fun, *args):
 
 
 def half_product(x, w, half):
-    """The product as autocast computes it, in float32 from there on."""
+    """`x @ w` rounded as autocast rounds it, returned in float32."""
     return (x.astype(half) @ w.astype(half)).astype(jnp.float32)
 
 
@@ -69,7 +69,7 @@ def assert_gradients_are_float32(fun, *args):
 
 
 def numbered(functions):
-    """The cases among functions by name, by their number."""
+    """The functions called `case_NN_...`, by their number."""
     return {
         int(name.split("_")[1]): fun for name, fun in functions.items() if name.startswith("case_")
     }

@@ -1,4 +1,4 @@
-"""More programs of x (4, 8) and w (8, 8): calls, loops, own rules, devices and the host."""
+"""More programs as in `autocast_programs`: calls, loops, custom rules, devices and the host."""
 
 import functools
 

@@ -1,4 +1,8 @@
-"""Programs of x (4, 8) and w (8, 8), and the dtypes that autocast should give their outputs."""
+"""Programs of two arrays, and the dtypes that autocast should give their outputs and gradients.
+
+`@gives` registers a function of x, f32[4, 8], and w, f32[8, 8]. `test_autocast_matrix` runs each
+program under many transformations.
+"""
 
 from typing import Any, NamedTuple
 
@@ -32,6 +36,8 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def gives(outputs, gradients="half half", fails=()):
+    """Registers a program with what it should give; see `Program`."""
+
     def register(fun):
         PROGRAMS[fun.__name__] = Program(fun, outputs, gradients, fails)
         return fun

@@ -1,4 +1,4 @@
-"""Runs the demo's command line in processes of its own, and compares what runs have learned."""
+"""Runs the demo's command line in processes of their own, and compares training runs."""
 
 import json
 import pathlib
@@ -8,7 +8,8 @@ import sys
 import numpy as np
 from processes import environment
 
-# The command line, with the small model and few held-out characters, and the losses in a file.
+# The demo's own command line, but with a small model and few held-out characters, so that a run
+# takes seconds. Its losses are written to a file: the printed table rounds them.
 COMMAND = """
 import json, pathlib, sys
 import numpy as np
@@ -29,7 +30,7 @@ FLAGS = "--precision float32 --steps 20 --batch-size 8 --learning-rate 0.01"
 
 
 def run_commands(folder: pathlib.Path, *commands: str) -> list[tuple[str, str, list[float]]]:
-    """What each command, all of them running at once, has printed, and its losses."""
+    """Runs all commands at once; for each, what it printed (stdout, stderr) and its losses."""
     started = []
     try:
         for number, flags in enumerate(commands):
@@ -60,7 +61,7 @@ def run_commands(folder: pathlib.Path, *commands: str) -> list[tuple[str, str, l
 
 
 def assert_same_training(history, expected) -> None:
-    """Each of the 20 losses, the norms, the scales and the skips, at float32."""
+    """Asserts that losses, norms, loss scales and skips agree at every one of the 20 steps."""
     # The losses and gradients of 8 windows in another order: some units of 2**-24 relative, of
     # which AdamW makes more where a second moment is nearly zero. Found: 4e-7 and 3e-7.
     np.testing.assert_allclose(history.loss, expected.loss, rtol=2e-6)

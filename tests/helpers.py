@@ -1,4 +1,4 @@
-"""What several test files need."""
+"""Helpers that several test files share: meshes, exact comparisons, optimizer loops."""
 
 import functools
 
@@ -13,13 +13,14 @@ MESHES = {"1 axis": ((4,), ("data",)), "2 axes": ((2, 2), ("data", "model"))}
 
 
 def make_mesh(shape, names, kind="Auto"):
+    """A mesh of the first devices; `kind` names an `AxisType`, the same for all axes."""
     devices = np.prod(shape, dtype=int)
     types = (getattr(jax.sharding.AxisType, kind),) * len(names)
     return jax.make_mesh(shape, names, axis_types=types, devices=jax.devices()[:devices])
 
 
 def assert_bit_equal(left, right):
-    """Same structure, dtypes and bits; NaN equals NaN, and 0.0 differs from -0.0."""
+    """Asserts the same structure, dtypes and bits: NaN equals NaN, and 0.0 differs from -0.0."""
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True
@@ -36,6 +37,7 @@ def _is_key(x):
 
 
 def types_of(tree):
+    """Shape, dtype and weak type of each leaf: a change of any of them would trace anew."""
     return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x), jax.typeof(x).weak_type), tree)
 
 
@@ -49,7 +51,7 @@ def optimizer_step(tx, params, state, grads):
 
 
 def counted_step(tx):
-    """A jitted, donating step, and a list that grows by one with every trace of it."""
+    """A jitted step that donates its state, and a list that grows by one with every trace of it."""
     traces = []
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -61,7 +63,7 @@ def counted_step(tx):
 
 
 def run_steps(tx, params, grads_sequence, step=None):
-    """Plain Python loop over gradients; the scale is applied as a training loop would."""
+    """Runs a Python loop over gradients, each multiplied by the loss scale as training does it."""
     step = step or jax.jit(lambda p, s, g: optimizer_step(tx, p, s, g))
     state = tx.init(params)
     for grads in grads_sequence:
@@ -71,7 +73,7 @@ def run_steps(tx, params, grads_sequence, step=None):
 
 
 def scan_flags(tx, bads):
-    """The scaler's states after each of a sequence of good and bad steps."""
+    """The states of a loss scale after each of a sequence of good (False) and bad (True) steps."""
 
     def body(state, bad):
         _, state = tx.update(jnp.where(bad, jnp.inf, 1.0)[None], state)

@@ -1,4 +1,8 @@
-"""A small language model to divide over devices, and the same model in plain JAX, undivided."""
+"""A small language model to divide over devices, and the same model in plain JAX, undivided.
+
+`first`, `stage` and `last` are the three functions that a pipeline takes. `sequential` computes
+with them what any schedule must reproduce: loss, gradients, weight and auxiliary outputs.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,7 +18,7 @@ WIDTH, VOCABULARY, LENGTH, LAYERS = 8, 11, 5, 8
 
 
 class Reference(NamedTuple):
-    """What `sequential` finds."""
+    """What `sequential` computes: what a pipeline's result should be."""
 
     loss: jax.Array
     grads: Any
@@ -23,7 +27,7 @@ class Reference(NamedTuple):
 
 
 def make_params(layers=LAYERS, dtype=jnp.float32):
-    """Positions, layers, a norm at the end, and an embedding that both ends use."""
+    """Positions, layers stacked on axis 0, a last norm, and an embedding that both ends use."""
     keys = jax.random.split(jax.random.key(0), 4)
 
     def normal(key, *shape):
@@ -41,7 +45,7 @@ def make_params(layers=LAYERS, dtype=jnp.float32):
 
 
 def make_batch(rows, seed=0):
-    """Tokens, what follows them, and how much each counts: some not at all."""
+    """Tokens, targets and weights; a fifth of the weights is zero, as for padding."""
     rng = np.random.default_rng(seed)
     shape = (rows, LENGTH)
     return {
@@ -71,7 +75,11 @@ def stage_with_loss(params, x, key):
 
 
 def last(params, shared, x, batch, key):
-    """Sum of losses and sum of weights; the norm has no epsilon: zeros would give NaN."""
+    """Sum of losses and sum of weights.
+
+    The norm has no epsilon: zeros give NaN. So a pipeline that runs `last` on an empty buffer and
+    uses the result fails its tests.
+    """
     x = x.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
     x = (x * params["norm"]["scale"].astype(jnp.float32)).astype(shared["embedding"].dtype)
@@ -87,7 +95,7 @@ def last_with_aux(params, shared, x, batch, key):
 
 
 def last_mean(params, shared, x, batch, key):
-    """The loss alone, for the other ways to normalize."""
+    """The mean loss over rows without weights, for the other ways to normalize."""
     return last(params, shared, x, batch, key)[0] / len(x)
 
 
@@ -113,8 +121,8 @@ def sequential(
 ):
     """The model without a pipeline: layer after layer, micro-batch after micro-batch.
 
-    `cast` makes the parameters that are computed with. Micro-batch m of a part of the data has its
-    rows m, m + M, and so on, as `ampx.split_microbatches` gives them.
+    `cast` turns the stored parameters into those that the model computes with. Of a shard's rows,
+    micro-batch m of M has m, m + M, m + 2 M and so on, as `ampx.split_microbatches` gives them.
     """
 
     def split(leaf):
@@ -122,8 +130,11 @@ def sequential(
         return jnp.swapaxes(rows, 1, 2).reshape(-1, rows.shape[1], *leaf.shape[1:])
 
     def part(params, number, microbatch):
-        """Value and auxiliary output of one micro-batch of one part of the data."""
+        """Value and auxiliary output of one micro-batch of one shard of the data."""
         computed = cast(params)
+        # The pipeline folds keys in this order: shard (if there are several), micro-batch, and then
+        # 0 for `first`, 1 to L for the layers, L + 1 for `last`. It never folds in the stage, so
+        # every division of the layers draws the same numbers.
         own = key
         if data_shards > 1:
             own = fold(own, number // num_microbatches)
@@ -161,7 +172,7 @@ def sequential(
     divisor = {"weights": weight, "mean": jnp.float32(number), "sum": jnp.float32(1)}[normalize]
 
     def reduced(leaf):
-        """Auxiliary means are weighted as the loss is."""
+        """The sum, or the mean weighted as the loss is."""
         if aux_reduction == "sum":
             return jnp.sum(leaf)
         return jnp.sum(leaf * weights) / weight
@@ -175,13 +186,13 @@ def sequential(
 
 
 def stage_mesh(schedule, data=1, kind="Auto", **axes):
-    """A mesh of `data` times as many devices as the schedule has, times further axes."""
+    """A mesh with axes `data`, `stage` (the schedule's devices) and those in `axes`."""
     shape = {"data": data, "stage": schedule.num_devices, **axes}
     return make_mesh(tuple(shape.values()), tuple(shape), kind)
 
 
 def pipeline(schedule, data=1, kind="Auto", **options):
-    """`value_and_grad` of the model above on a mesh of its own; options override."""
+    """The pipeline's `value_and_grad` of this model, on a mesh of its own; `options` override."""
     functions = dict(first=first, stage=stage, last=last)
     return value_and_grad(
         **functions | dict(mesh=stage_mesh(schedule, data, kind)) | options,
@@ -192,7 +203,7 @@ def pipeline(schedule, data=1, kind="Auto", **options):
 
 
 def run(grads_of, params, batch, **arguments):
-    """The gradients in one compiled program, compiled in a hurry."""
+    """Runs `grads_of` as one compiled program, without LLVM's optimization to save time."""
     options = {"xla_backend_optimization_level": 0}
     compiled = jax.jit(functools.partial(grads_of, **arguments), compiler_options=options)
     return compiled(params, batch)

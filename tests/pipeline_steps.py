@@ -1,7 +1,13 @@
 """A small model for tests of whole training steps over a pipeline, and the same in one function.
 
-`x` carries the gains of a row beside its activations: the gain of a layer multiplies a vector that
-is zero, so that it shows in the gradient of that one layer and nowhere else.
+Tests need an overflow in the gradient of one chosen layer and one chosen row, and nowhere else. For
+this each layer has a vector `probe`, which is zero, and each row brings a `gain` for each layer:
+
+    x = x + hidden + gain * probe
+
+The gain changes no activation, since `probe` is zero. But it multiplies the gradient of `probe`,
+and a gain of 3e38 makes that infinite. Rows carry their gains along from stage to stage beside
+`x`; each layer uses the first column and rolls the rest forward.
 """
 
 import jax
@@ -15,7 +21,7 @@ LAYERS, WIDTH, WORDS, ROWS, LENGTH = 4, 8, 11, 16, 3
 
 
 def make_params(layers=LAYERS):
-    # Not by jax.random, whose compilation takes a quarter of a worker's time.
+    # By NumPy: to compile jax.random takes a quarter of the time of a process that tests start.
     generator = np.random.default_rng(7)
 
     def normal(*shape):
@@ -34,7 +40,7 @@ def make_params(layers=LAYERS):
 
 
 def make_batch(step, *, rows=ROWS, layers=LAYERS, spoilt=None, gain=3e38):
-    """Rows with 0 to 3 tokens each; `spoilt` is the row and the layer that get a gain."""
+    """Rows with 0 to 3 tokens each; `spoilt` is the (row, layer) whose gradient gets the gain."""
     generator = np.random.default_rng(step)
     lengths = generator.integers(0, LENGTH + 1, rows)
     batch = {
@@ -74,7 +80,7 @@ def last(params, shared, carried, batch, key):
 
 
 def loss_fn(params, batch):
-    """The model in one piece."""
+    """The same model without a pipeline: sum of losses, and sum of weights."""
     carried = first(params["first"], params["shared"], batch, None)
     for number in range(params["stages"]["bias"].shape[0]):
         layer = jax.tree.map(lambda leaf, n=number: leaf[n], params["stages"])
@@ -100,14 +106,14 @@ def make_grads_of(schedule, data=2, **options):
 
 
 def placed(step, params, key=None):
-    """A first state where the step will leave it, so that it is compiled once."""
+    """A first state on the devices where the step will leave it, so that it compiles only once."""
     grads_of = step.grads_of
     state = step.init(jax.device_put(params, grads_of.shardings(params)), key=key)
     return committed(state, grads_of.mesh)
 
 
 def committed(tree, mesh):
-    """The same with what lies nowhere in particular, as new scalars do, on all devices."""
+    """The same tree; leaves that are committed to no device, as new scalars are, go to all."""
     everywhere = jax.sharding.NamedSharding(mesh, jax.P())
     return jax.tree.map(
         lambda leaf: leaf if leaf.committed else jax.device_put(leaf, everywhere), tree
@@ -115,7 +121,7 @@ def committed(tree, mesh):
 
 
 def assert_close(found, expected, rtol=1e-5):
-    """Equal up to a share of the largest number of each array."""
+    """Asserts that arrays agree up to `rtol` times the largest number of each array."""
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
     ):

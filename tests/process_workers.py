@@ -1,7 +1,7 @@
-"""What the processes of `test_processes.py` compute. `processes.py` starts them.
+"""What each process of a distributed test computes; `processes.py` starts the processes.
 
-Each scenario is a function that all processes call at the same time; it returns a dict of arrays.
-Importing this file starts nothing: the tests take the model and the data from here too.
+A scenario is a function that all processes call at the same time. It returns a dict of arrays.
+Importing this file starts nothing, so tests take the model and the data from here too.
 """
 
 import json
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 
 def make_params():
-    # Not by jax.random, whose compilation takes a quarter of a worker's time.
+    # By NumPy: to compile jax.random takes a quarter of the time of a process that tests start.
     generator = np.random.default_rng(1000)
     shapes = {"first": (WIDTH, 2 * WIDTH), "bias": (2 * WIDTH,), "second": (2 * WIDTH, 1)}
     return {
@@ -52,7 +52,7 @@ def loss_fn(params, batch):
 
 
 def make_batch(step, *, bad=False):
-    """The rows of one step; the last one, which the last process holds, may be infinite."""
+    """The rows of one step; if `bad`, the last row is infinite, which the last process holds."""
     x = np.random.default_rng(step).normal(size=(ROWS, WIDTH)).astype(np.float32)
     y = np.sin(x.sum(axis=1, keepdims=True))
     if bad:
@@ -61,9 +61,10 @@ def make_batch(step, *, bad=False):
 
 
 def make_step(how, axis=None):
-    """A step `(state, batch) -> (state, loss)`, and what makes its first state from params.
+    """A step `(state, batch) -> (state, loss)`, and a function from params to its first state.
 
-    With an axis, `"train_step"` sums the gradients itself; in `"all_reduce"` the optimizer does.
+    With an axis, `how` says who sums the gradients: `"train_step"` does it itself, and in
+    `"all_reduce"` the optimizer does.
     """
     if how == "train_step":
         train_step = ampx.train_step(
@@ -128,7 +129,7 @@ def local(tree):
 
 
 class Training:
-    """A model that all processes train; `bad` lists the steps in which the last has an infinity."""
+    """A model that all processes train; in the steps of `bad` the last row is infinite."""
 
     def __init__(self, how, bad=()):
         step, init = make_step(how, "data")
@@ -148,6 +149,7 @@ class Training:
 
 
 def train(hows, steps):
+    """Trains by each way; the losses, and the whole state at the end."""
     result = {"devices": [jax.device_count(), jax.local_device_count()]}
     for how in hows:
         training = Training(how)
@@ -171,7 +173,7 @@ def overflow(hows, bad_step):
 
 
 def end_in_the_middle(how, victim, by):
-    """One process ends, or stops, after two steps; the others go on for as long as they are let."""
+    """Ends or stops one process after two steps; the others train on until they are ended too."""
     training = Training(how)
     training.run(0, 2)
     if jax.process_index() == victim:
@@ -183,12 +185,13 @@ def end_in_the_middle(how, victim, by):
 
 
 def sleep():
+    """Never ends by itself, so that the timeout has to end it."""
     time.sleep(10**6)
     return {}
 
 
 def save_and_die(how, directory, every, last):
-    """Saves every few steps, and is killed, on every process, when the last step is done."""
+    """Saves the state after every `every` steps; when `last` steps are done, kills each process."""
     training = Training(how, bad=[1])
     with ocp.StandardCheckpointer() as checkpointer:
         for number in range(last):
@@ -200,7 +203,7 @@ def save_and_die(how, directory, every, last):
 
 
 def resume(how, directory, steps):
-    """The whole state at the end, from the last checkpoint and from a run that was never killed."""
+    """The last state of a run from the newest checkpoint, and of one that was never killed."""
     saved = max(int(path.name) for path in pathlib.Path(directory).iterdir())
     resumed, uninterrupted = Training(how, bad=[1]), Training(how, bad=[1])
     with ocp.StandardCheckpointer() as checkpointer:
@@ -213,10 +216,11 @@ def resume(how, directory, steps):
 
 
 def stall(seconds):
-    """When each part of a step is done on this process, while the last process is late.
+    """Measures when each part of a step is done on this process, while the last process is late.
 
-    It is late with the last of four buckets only: between its verdict and that bucket's reduction.
-    The verdict is taken "before" the reduction, from local gradients, or "after" it.
+    The last process is late with one of four buckets only, the last one: it sleeps between taking
+    the verdict (whether all gradients are finite) and reducing that bucket. There are two designs:
+    the verdict is taken "before" the reduction, from local gradients, or "after" it.
     """
     reduction = ampx.all_reduce("data", op="sum", bucket_bytes=1, tail_overlap=True)
     adamw = optax.adamw(1e-2)
@@ -232,6 +236,7 @@ def stall(seconds):
 
 
 def stalled_step(tx, seconds):
+    """Seconds from the start of a step to each event: verdict, bucket reduced, bucket updated."""
     size, buckets = 100, "dcba"  # in the order of their reduction
     late = jax.process_index() == jax.process_count() - 1
     times = {}
@@ -297,16 +302,16 @@ def make_pipeline_step(name, data, stages):
 
 
 def make_pipeline_batch(step):
-    """The second one is infinite in the gradient of the last layer, and of the last row alone."""
+    """A batch; the second one is infinite in the last layer's gradient, by its last row alone."""
     return pipeline_steps.make_batch(step, spoilt=(15, 3) if step == 1 else None)
 
 
 def pipeline(name, data, stages):
-    """Losses, and this process's part of the parameters and what it is a part of."""
+    """Trains a pipeline; losses, skips, and this process's layers and the index of the first."""
     step = make_pipeline_step(name, data, stages)
     mesh = step.grads_of.mesh
     rows = NamedSharding(mesh, P("data"))
-    # Not device_put, which compiles a comparison of the values on all processes.
+    # `device_put` would compile a comparison of the values on all processes first.
     state = jax.tree.map(
         lambda leaf, place: jax.make_array_from_callback(
             leaf.shape, place, lambda index: np.asarray(leaf)[index]
@@ -361,14 +366,15 @@ def main(setup):
         )
         result = globals()[setup["worker"]](**setup["args"])
         np.savez(pathlib.Path(setup["directory"]) / f"{setup['rank']}.npz", **result)
-        # Waits for all: a coordinator that leaves early would end the others.
+        # Waits for all processes: if the coordinator left early, the others would be ended.
         jax.distributed.shutdown()
         code = 0
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: an interpreter that ends in the usual way waits for processes that wait for it.
+    # End at once: an interpreter that ends in the usual way waits for other processes, which may
+    # be waiting for this one.
     os._exit(code)
 
 

@@ -1,7 +1,7 @@
 """Starts the processes of one distributed program on this machine, and sees all of them end.
 
-Each process has one CPU device and speaks gloo over loopback. What it computes is a function of
-`process_workers.py`. No process outlives a call: whoever is still there at the end is killed.
+Each process has one CPU device, and they talk by gloo over loopback. Each runs a function of
+`process_workers.py`. No process outlives a call: those that are still there at the end are killed.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class End(NamedTuple):
 
 
 class ProcessesFailed(Exception):  # noqa: N818
-    """Some process did not end well. `ends` tells of each, in the order of ranks."""
+    """Some process failed or was killed; `ends` has the end of each, in the order of ranks."""
 
     def __init__(self, worker: str, ends: list[End], why: str) -> None:
         self.ends = sorted(ends)
@@ -86,7 +86,7 @@ def run_processes(
             "count": count,
             "address": f"127.0.0.1:{port}",
             "heartbeat": HEARTBEAT_SECONDS,
-            # Should this process be killed itself, the workers do not stay behind.
+            # If this process itself is killed, the alarm ends the workers.
             "alarm": int(timeout) + 5,
             "directory": directory,
             "args": args or {},
@@ -102,7 +102,7 @@ def run_processes(
 
 
 def _run(setup: dict[str, Any], timeout: float, grace: float) -> list[End]:
-    """Starts all and waits for all; their ends, in the order in which they came."""
+    """Starts all processes and waits for them; returns their ends in the order in time."""
     start = time.monotonic()
     deadline = start + timeout
     logs = [pathlib.Path(setup["directory"], f"{rank}.log") for rank in range(setup["count"])]
@@ -139,14 +139,16 @@ def _run(setup: dict[str, Any], timeout: float, grace: float) -> list[End]:
 
 
 def _cause(ends: list[End], timeout: float) -> str:
+    """Says which process failed first, or that time ran out."""
     failed = [end for end in ends if end.code and not end.killed_here]
-    # An exit code, or the SIGABRT with which JAX ends the others, may be an effect of a signal.
+    # When a signal ends one process, JAX ends the others, by an exit code or by SIGABRT. So an end
+    # by another signal is the cause, and goes first.
     failed.sort(key=lambda end: end.code >= 0 or end.code == -signal.SIGABRT)
     return f"failed first: {failed[0]}" if failed else f"not done within {timeout:g} s"
 
 
 def environment() -> dict[str, str]:
-    """This environment without what would change devices, flags or the way to loopback."""
+    """This environment without variables that change devices or flags, or route loopback away."""
     dropped = ("XLA_", "JAX_", "SLURM_", "OMPI_", "KUBERNETES_")
     kept = {
         name: value
@@ -160,7 +162,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free port that stays ours until the coordinator, who shares it, listens."""
+    """Holds a free port until the coordinator listens on it; SO_REUSEPORT lets both bind it."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))
