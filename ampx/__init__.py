@@ -42,7 +42,7 @@ from ampx.loss_scaling.wrappers import (
     no_loss_scale,
     static_loss_scale,
 )
-from ampx.param_storage.masters import MasterWeightsState, master_params, master_weights
+from ampx.param_storage.master_weights import MasterWeightsState, master_params, master_weights
 from ampx.precision.follow_schedule import PrecisionScheduleState, follow_schedule, precision_phase
 from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
 from ampx.precision.policies import Policy, get_policy, is_norm_path, norm_rule

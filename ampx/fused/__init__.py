@@ -20,8 +20,8 @@ from ampx.fused.optimizers.lamb import lamb
 from ampx.fused.optimizers.lion import lion
 from ampx.fused.optimizers.novograd import novograd
 from ampx.fused.optimizers.sgd import sgd
-from ampx.param_storage.split_params import SplitMastersState, split_masters
-from ampx.param_storage.stochastic_params import StochasticRoundingState, stochastic_rounding
+from ampx.param_storage.split_masters import SplitMastersState, split_masters
+from ampx.param_storage.stochastic_rounding import StochasticRoundingState, stochastic_rounding
 
 __all__ = [
     "ApplyReport",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.fused.coefficients import PackedCoefficients
-from ampx.fused.moments.formats import loaded, stored
+from ampx.fused.moments.formats import narrow_slot, widen_slot
 from ampx.fused.moments.int8_blocks import Int8Blocks
 from ampx.fused.segments import Segments
 from ampx.fused.update_rules import Operations, UpdateRule
@@ -74,7 +74,7 @@ def _update(
     wide = compute_dtype(leaf)
     h = coefficients.numbers
     g, p = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param))
-    slots = tuple(loaded(slot, wide) for slot in leaf.slots)
+    slots = tuple(widen_slot(slot, wide) for slot in leaf.slots)
     if rule.needs_squares:
         scaled = g if h.factor is None else g * h.factor
         h = h._replace(squares=whole_sum(scaled * scaled, leaf.segments))
@@ -83,7 +83,7 @@ def _update(
         step = step * trust_ratio(p, step, leaf.segments)
     step = step if h.step_size is None else h.step_size * step
     kept = tuple(
-        stored(new, old, leaf.step, leaf.place, holds=skip is not None)
+        narrow_slot(new, old, leaf.step, leaf.place, holds=skip is not None)
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
     return _result(p, step, leaf, skip, coefficients.is_bad, new_params), kept

@@ -13,7 +13,7 @@ from ampx.flat_buffers.flattening import per_buffer
 from ampx.fused.coefficients import CoefficientsAt, advance, pack_coefficients
 from ampx.fused.kernels.pallas_updates import kernel_updates, runs_in_kernel
 from ampx.fused.leaf_updates import Leaf, compute_dtype, leaf_update, unchanged
-from ampx.fused.moments.formats import SlotDtype, converted
+from ampx.fused.moments.formats import SlotDtype, as_format
 from ampx.fused.segments import per_parameter, segments_of
 from ampx.fused.update_rules import UpdateRule
 from ampx.param_storage.narrow_params import NarrowParam, as_arrays
@@ -93,7 +93,7 @@ def fused_transformation(
         at = own_part(state)
         kept = {name: per_parameter(getattr(state[at], name)) for name in rule.slots}
         for name, dtype in (slot_dtypes or {}).items():
-            kept[name] = converted(kept[name], dtype, signed=name != "nu")
+            kept[name] = as_format(kept[name], dtype, signed=name != "nu")
         return (*state[:at], state[at]._replace(**kept), *state[at + 1 :])
 
     def update(
@@ -176,7 +176,7 @@ def _leaf_updates(
             continue
         by_kernel = runs_in_kernel(rule, leaf, tail)
         if isinstance(leaf.param, NarrowParam) and not by_kernel:
-            leaf = leaf._replace(param=leaf.param.parts.widened())
+            leaf = leaf._replace(param=leaf.param.widen())
         key = decay, jnp.dtype(jnp.float32) if by_kernel else compute_dtype(leaf)
         if key not in vectors:
             own = coefficients if decay else coefficients._replace(weight_decay=None)

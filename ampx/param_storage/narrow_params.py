@@ -1,7 +1,20 @@
-"""Parameters in narrow forms, which a kernel widens as it reads them and narrows as it writes them.
+"""The forms in which a bfloat16 parameter may be stored, and how a wrapper hands one on.
 
-XLA fuses what wrappers do around an optimizer with the optimizer itself. A kernel is opaque: there
-a wrapper hands down the parameter as it is stored.
+A form knows two things: `widen` gives the float32 numbers that it stands for, and `narrow` stores
+new float32 numbers in the same form. They work element by element, so XLA runs them on whole
+arrays and a kernel on blocks, in registers.
+
+    split_masters          SplitParam(half, error)    4 or 3 bytes   see split_floats
+    stochastic_rounding    RoundedParam(half)         2 bytes        narrow takes random bits
+
+XLA fuses `widen`, the optimizer's update and `narrow` into one loop. A kernel is opaque to XLA: the
+float32 parameter would be written to memory for it, and its result read back. So where kernels run
+the update, a wrapper hands down the form itself, inside a `NarrowParam`:
+
+    wrapper ── NarrowParam(form) ──► optax's wrappers ──► fused optimizer ──► kernel: widen,
+    wrapper ◄─ NarrowParam(new form) ──────────────────────────────────────── update, narrow
+
+Where a kernel does not take this parameter, the fused optimizer widens it and returns float32.
 """
 
 from __future__ import annotations
@@ -13,62 +26,98 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.param_storage.split_floats import join
+from ampx.param_storage.rounding import element_bits, element_index, stochastic_round
+from ampx.param_storage.split_floats import join, split
 from ampx.updates.tails import Tail, takes_tail
 
 
 class SplitParam(NamedTuple):
-    """A bfloat16 and the bits that it leaves out, see `split_floats`."""
+    """A float32 master as a bfloat16 and the bits that it leaves out, see `split_floats`.
+
+    Attributes:
+      half: bfloat16, what the model computes with.
+      error: int16 or int8 of the same shape.
+    """
 
     half: jax.Array
     error: jax.Array
 
-    def widened(self) -> jax.Array:
-        """The float32 numbers."""
+    def widen(self) -> jax.Array:
+        """The master: float32."""
         return join(self.half, self.error)
+
+    def narrow(self, value: jax.Array, bits: Any = None) -> SplitParam:
+        """New float32 numbers in as many error bits; nothing is drawn for it."""
+        del bits
+        return SplitParam(*split(value, 8 * self.error.dtype.itemsize))
 
 
 class RoundedParam(NamedTuple):
-    """A bfloat16 that is rounded stochastically."""
+    """A bfloat16 that is rounded stochastically.
+
+    Attributes:
+      half: bfloat16, all there is.
+    """
 
     half: jax.Array
 
-    def widened(self) -> jax.Array:
-        """The float32 numbers."""
+    def widen(self) -> jax.Array:
+        """The same numbers in float32."""
         return self.half.astype(jnp.float32)
+
+    def narrow(self, value: jax.Array, bits: Any) -> RoundedParam:
+        """New float32 numbers, rounded by `bits`, uniform uint32 of their shape."""
+        return RoundedParam(stochastic_round(value, bits))
+
+
+ParamForm = SplitParam | RoundedParam
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NarrowParam:
-    """Stands for a float32 parameter: one leaf to optax's wrappers, which pass it on.
+    """Stands for a float32 parameter that is stored in a form.
+
+    It is no registered pytree, and so one leaf: optax's wrappers pass it on as they would an array.
 
     Attributes:
-      parts: how it is stored, a `SplitParam` or a `RoundedParam`.
-      words: of the random bits for rounding, see `rounding.draw_words`; None where there are none.
-      dtype: float32.
+      form: how the parameter is stored.
+      words: two uint32 scalars that the random bits for rounding depend on, see
+        `rounding.draw_words`; None where nothing is drawn.
+      dtype: float32, that of the parameter it stands for.
     """
 
-    parts: Any
+    form: ParamForm
     words: tuple[jax.Array, jax.Array] | None = None
     dtype = np.dtype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the parameter."""
-        return self.parts.half.shape
+        return self.form.half.shape
 
     @property
     def ndim(self) -> int:
         """That of the parameter."""
         return len(self.shape)
 
+    def widen(self) -> jax.Array:
+        """The float32 numbers."""
+        return self.form.widen()
+
+    def narrow(self, value: jax.Array) -> ParamForm:
+        """New float32 numbers of the whole parameter, in its form."""
+        if self.words is None:
+            return self.form.narrow(value, None)
+        bits = element_bits(*element_index(value.shape), self.words)
+        return self.form.narrow(value, bits)
+
     def __jax_array__(self) -> jax.Array:  # to whoever looks at it on its way
-        return self.parts.widened()
+        return self.widen()
 
 
 def as_arrays(params: Any) -> Any:
     """Parameters as arrays, for a function that looks at them."""
-    return jax.tree.map(lambda p: p.parts.widened() if isinstance(p, NarrowParam) else p, params)
+    return jax.tree.map(lambda p: p.widen() if isinstance(p, NarrowParam) else p, params)
 
 
 def runs_kernels(tail: Tail | None, inner_state: Any) -> bool:

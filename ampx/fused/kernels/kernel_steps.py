@@ -11,17 +11,10 @@ import jax.numpy as jnp
 
 from ampx.fused.coefficients import unpack_coefficients
 from ampx.fused.leaf_updates import Leaf, held, is_finite, wide_step
-from ampx.fused.moments.int8_blocks import (
-    Int8Blocks,
-    block_scale,
-    from_codes,
-    magnitudes_of,
-    to_codes,
-)
+from ampx.fused.moments.int8_blocks import Int8Blocks, encode_blocks, from_codes
 from ampx.fused.update_rules import Operations, UpdateRule
-from ampx.param_storage.narrow_params import RoundedParam, SplitParam
-from ampx.param_storage.rounding import element_bits, stochastic_round
-from ampx.param_storage.split_floats import split
+from ampx.param_storage.narrow_params import ParamForm
+from ampx.param_storage.rounding import element_bits
 
 Parts = tuple[list, list]
 
@@ -60,7 +53,7 @@ class KernelStep(NamedTuple):
         block = self._block(scalars, cell)
         grad, param = read
         direction, new_slots = self._stepped(block, grad, param, written)
-        wide = widened(param)
+        wide = widen_item(param)
         return new_slots, [wide * wide, direction * direction]
 
     def param(self, scalars: Any, read: Any, written: Any, cell: Any) -> Parts:
@@ -68,7 +61,7 @@ class KernelStep(NamedTuple):
         block = self._block(scalars, cell)
         again: Any = self.rule.direction_again
         operations = Operations(cell.sqrt, functools.partial(held, block.skip))
-        wide, slots = widened(written[0]), tuple(map(widened, read))
+        wide, slots = widen_item(written[0]), tuple(map(widen_item, read))
         direction = again(wide, slots, block.h, operations)
         new, overflows = self._landed(block, written[0], direction * block.ratio)
         return [new], overflows
@@ -97,17 +90,17 @@ class KernelStep(NamedTuple):
     def _stepped(
         self, block: _Block, grad: Any, param: Any, slots: Sequence[Any]
     ) -> tuple[jax.Array, list[Any]]:
-        wide = Leaf(widened(grad), widened(param), tuple(map(widened, slots)))
+        wide = Leaf(widen_item(grad), widen_item(param), tuple(map(widen_item, slots)))
         direction, new = wide_step(self.rule, block.h, wide, block.skip, block.cell.sqrt)
         pairs = enumerate(zip(slots, new, strict=True), start=1)
-        return direction, [block.narrowed(k, slot, value) for k, (slot, value) in pairs]
+        return direction, [block.narrow(k, slot, value) for k, (slot, value) in pairs]
 
     def _landed(self, block: _Block, param: Any, direction: Any) -> tuple[Any, list]:
         """The new parameter, or the old one; and ones where a finite one would not stay so."""
         h, skip = block.h, block.skip
         step = direction if h.step_size is None else h.step_size * direction
-        old = widened(param)
-        new = block.narrowed(0, param, old + step)
+        old = widen_item(param)
+        new = block.narrow(0, param, old + step)
         if skip is None:
             return new, []
         # In float32, since not every accelerator compares halves.
@@ -127,29 +120,18 @@ class _Block(NamedTuple):
     ratio: Any
     cell: Any
 
-    def narrowed(self, place: int, item: Any, value: jax.Array) -> Any:
+    def narrow(self, place: int, item: Any, value: jax.Array) -> Any:
         """Numbers in the form of the item at this place: 0 is the parameter, slots follow."""
-        bits = self.bits[place]
+        draw = self.bits[place]
+        bits = None if draw is None else draw()
         if isinstance(item, Int8Blocks):
-            return _encoded(item, value, self.cell.largest, bits)
-        if isinstance(item, SplitParam):
-            return SplitParam(*split(value, 8 * item.error.dtype.itemsize))
-        if isinstance(item, RoundedParam):
-            return RoundedParam(stochastic_round(value, bits()))
-        return value.astype(item.dtype)
-
-
-def _encoded(item: Int8Blocks, value: jax.Array, largest: Any, bits: Any) -> Int8Blocks:
-    """`int8_blocks.encode`, where the block at hand knows its largest elements."""
-    signed = item.codes.dtype == jnp.int8
-    scales = block_scale(largest(magnitudes_of(value, signed=signed)), signed=signed)
-    codes = to_codes(value, scales, signed=signed, bits=None if bits is None else bits())
-    return Int8Blocks(codes, scales)
+            return encode_blocks(value, self.cell.largest, signed=item.signed, bits=bits)
+        return item.narrow(value, bits) if isinstance(item, ParamForm) else value.astype(item.dtype)
 
 
 def _half_of(param: Any) -> jax.Array:
     """What a model sees of a parameter."""
-    return param.half if isinstance(param, SplitParam | RoundedParam) else param
+    return param.half if isinstance(param, ParamForm) else param
 
 
 def _where(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -160,13 +142,11 @@ def _where(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(condition, new, old)
 
 
-def widened(item: Any) -> jax.Array:
+def widen_item(item: Any) -> jax.Array:
     """The numbers of an item in float32."""
     if isinstance(item, Int8Blocks):
         return from_codes(item.codes, item.scales)
-    if isinstance(item, SplitParam | RoundedParam):
-        return item.widened()
-    return item.astype(jnp.float32)
+    return item.widen() if isinstance(item, ParamForm) else item.astype(jnp.float32)
 
 
 def as_scalars(words: Sequence[jax.Array]) -> jax.Array:

@@ -17,7 +17,7 @@ from jax import lax
 
 from ampx.fused.coefficients import PackedCoefficients
 from ampx.fused.kernels.blocks import LONGEST_TPU_ROW
-from ampx.fused.kernels.kernel_steps import KernelStep, as_scalars, widened
+from ampx.fused.kernels.kernel_steps import KernelStep, as_scalars, widen_item
 from ampx.fused.kernels.placement import Shard, placed, unknown_place
 from ampx.fused.leaf_updates import Leaf, ratio_of_norms
 from ampx.fused.moments.formats import moment_words
@@ -99,7 +99,7 @@ def _suits(leaf: Leaf, backend: Backend) -> bool:
 
 def _draws(leaf: Leaf) -> tuple[bool, ...]:
     """Which of parameter and slots are rounded by random bits."""
-    drawn = [isinstance(s, Int8Blocks) and s.codes.dtype == jnp.uint8 for s in leaf.slots]
+    drawn = [isinstance(s, Int8Blocks) and not s.signed for s in leaf.slots]
     return isinstance(leaf.param, NarrowParam) and leaf.param.words is not None, *drawn
 
 
@@ -147,7 +147,7 @@ def kernel_updates(
 
 def _items(leaf: Leaf) -> tuple[Any, Any, tuple[Any, ...]]:
     """Gradient, parameter and slots, as kernels take them."""
-    param = leaf.param.parts if isinstance(leaf.param, NarrowParam) else leaf.param
+    param = leaf.param.form if isinstance(leaf.param, NarrowParam) else leaf.param
     return leaf.grad, param, leaf.slots
 
 
@@ -160,7 +160,7 @@ def kernel_squares(
     map_leaves = _map_leaves(backend)
 
     def squared(scalars: Any, read: Any, written: Any, cell: Any) -> tuple[list, list]:
-        wide = widened(read[0])
+        wide = widen_item(read[0])
         return [], [wide * wide]
 
     def update(vector: jax.Array, leaves: Any, shards: Sequence[Shard]) -> list[Any]:

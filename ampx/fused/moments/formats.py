@@ -24,11 +24,11 @@ def is_int8(dtype: SlotDtype) -> bool:
 
 
 def array_dtype(dtype: SlotDtype) -> Any:
-    """What optax is to make the slot in, before `converted`."""
+    """What optax is to make the slot in, before `as_format`."""
     return jnp.float32 if is_int8(dtype) else dtype
 
 
-def converted(slot: Any, dtype: SlotDtype, *, signed: bool) -> Any:
+def as_format(slots: Any, dtype: SlotDtype, *, signed: bool) -> Any:
     """A tree of fresh slots in the form that was asked for; None leaves them as they are."""
 
     def convert(leaf: jax.Array) -> Any:
@@ -38,35 +38,44 @@ def converted(slot: Any, dtype: SlotDtype, *, signed: bool) -> Any:
             return leaf.astype(jnp.float32)
         return encode(leaf.astype(jnp.float32), signed=signed)
 
-    return slot if dtype is None else jax.tree.map(convert, slot)
+    return slots if dtype is None else jax.tree.map(convert, slots)
 
 
-def loaded(slot: Any, dtype: Any) -> jax.Array:
-    """The numbers of one parameter's slot."""
+def widen_slot(slot: Any, dtype: Any) -> jax.Array:
+    """The numbers of one parameter's slot, in the dtype of the arithmetic."""
     return (decode(slot) if isinstance(slot, Int8Blocks) else slot).astype(dtype)
 
 
-def stored(new: jax.Array, old: Any, step: Any, place: int, *, holds: bool) -> Any:
-    """New numbers in the form of the old slot; the old number, if asked, where float16 overflows.
+def narrow_slot(new: jax.Array, old: Any, step: Any, place: int, *, holds: bool) -> Any:
+    """New numbers in the form of the old slot.
+
+    Args:
+      new: float32 or float64, of the parameter's shape.
+      old: the slot as it is stored.
+      step: int32, how many steps the optimizer has done.
+      place: the parameter's number among all of the optimizer.
+      holds: whether to keep the old number where a float16 overflows.
 
     Second moments in int8 are rounded stochastically, by bits that depend on the step and on the
-    place of the parameter: rounded to the nearest they would stand still, see `int8_blocks`.
+    place of the parameter. Rounded to the nearest they would stand still, see `int8_blocks`.
     """
-    if not isinstance(old, Int8Blocks):
-        cast = new.astype(old.dtype)
-        if holds and old.dtype == jnp.float16:
-            cast = jnp.where(jnp.isfinite(cast), cast, old)
-        return cast
-    signed = old.codes.dtype == jnp.int8
-    bits = None
-    if not signed:
-        bits = element_bits(*element_index(new.shape), moment_words(step, place))
-    return encode(new.astype(jnp.float32), signed=signed, bits=bits)
+    if isinstance(old, Int8Blocks):
+        bits = None
+        if not old.signed:
+            bits = element_bits(*element_index(new.shape), moment_words(step, place))
+        return encode(new.astype(jnp.float32), signed=old.signed, bits=bits)
+    narrow = new.astype(old.dtype)
+    if holds and old.dtype == jnp.float16:
+        # bfloat16 has float32's exponents: what is finite in one rounds to a finite number in the
+        # other, or was within half a step of the end of both.
+        narrow = jnp.where(jnp.isfinite(narrow), narrow, old)
+    return narrow
 
 
 def moment_words(step: Any, place: int) -> tuple[jax.Array, jax.Array]:
     """What the random bits for a parameter's second moments depend on, see `rounding`.
 
-    Those for the parameter itself are drawn at its place, with any seed.
+    The bits for the parameter itself are drawn for the leaf number `place`, with any seed. The
+    complement `~place`, a number that no place has, keeps the two apart.
     """
     return draw_words(seed=_SEED, step=step, leaf=~place)

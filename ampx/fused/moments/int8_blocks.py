@@ -16,6 +16,7 @@ follow on average; first moments (b1 = 0.9) are as good without.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -48,6 +49,11 @@ class Int8Blocks(NamedTuple):
 
     codes: jax.Array
     scales: jax.Array
+
+    @property
+    def signed(self) -> bool:
+        """Whether these are first moments, which have signs, or second ones."""
+        return self.codes.dtype == jnp.int8
 
 
 def encode(
@@ -86,12 +92,36 @@ def encode(
     check_positive_int("block", block)
     if x.dtype != jnp.float32:
         raise TypeError(f"encode takes float32, got {x.dtype}")
-    blocked = _in_blocks(x, block)
-    largest = jnp.max(magnitudes_of(blocked, signed=signed), axis=-1)
-    scales = block_scale(largest, signed=signed)
-    noise = None if bits is None else _in_blocks(bits, block)
-    codes = to_codes(blocked, scales[..., None], signed=signed, bits=noise)
-    return Int8Blocks(_out_of_blocks(codes, x.shape), scales)
+    codes, scales = encode_blocks(
+        _in_blocks(x, block),
+        lambda magnitudes: jnp.max(magnitudes, axis=-1, keepdims=True),
+        signed=signed,
+        bits=None if bits is None else _in_blocks(bits, block),
+    )
+    return Int8Blocks(_out_of_blocks(codes, x.shape), jnp.squeeze(scales, -1))
+
+
+def encode_blocks(
+    x: jax.Array,
+    largest: Callable[[jax.Array], jax.Array],
+    *,
+    signed: bool,
+    bits: jax.Array | None = None,
+) -> Int8Blocks:
+    """`encode` of numbers that are divided into blocks already, for kernels too.
+
+    Args:
+      x: float32.
+      largest: from an array of that shape to the largest element of each block; what it returns
+        broadcasts to `x`.
+      signed: see `encode`.
+      bits: uint32 of the shape of `x`, see `encode`.
+
+    Returns:
+      Codes of the shape of `x`, and scales of the shape of what `largest` returns.
+    """
+    scales = block_scale(largest(magnitudes_of(x, signed=signed)), signed=signed)
+    return Int8Blocks(to_codes(x, scales, signed=signed, bits=bits), scales)
 
 
 def decode(blocks: Int8Blocks, *, block: int = BLOCK) -> jax.Array:

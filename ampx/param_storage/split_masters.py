@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
-from ampx.param_storage.narrow_params import NarrowParam, SplitParam, runs_kernels
-from ampx.param_storage.split_floats import join, split
-from ampx.param_storage.wide_updates import Settled, answer, updated, widened
+from ampx.param_storage.narrow_params import NarrowParam, SplitParam
+from ampx.param_storage.wide_updates import update_narrow, widen
 from ampx.updates.tails import Tail
 
 
@@ -88,56 +86,29 @@ def split_masters(
         errors = jax.tree.map(
             lambda p: jnp.zeros(jnp.shape(p) if _is_split(p) else (), dtype), params
         )
-        return SplitMastersState(errors, inner.init(jax.tree.map(widened, params)))
+        return SplitMastersState(errors, inner.init(jax.tree.map(widen, params)))
 
     def update(
         updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
     ) -> tuple[Any, SplitMastersState]:
         if params is None:
             raise ValueError("split_masters needs params: call update(grads, state, params)")
-        wide = functools.partial(_widened, narrow=runs_kernels(tail, state.inner_state))
-        masters, bad, inner_state = updated(
-            inner,
-            updates,
-            state.inner_state,
-            jax.tree.map(wide, params, state.error_bits),
-            tail,
-            extra_args,
-        )
         leaves, structure = jax.tree.flatten(params)
-        columns = map(structure.flatten_up_to, (masters, state.error_bits))
-        pairs = [
-            _narrowed(master, p, error, error_bits, tail)
-            for p, master, error in zip(leaves, *columns, strict=True)
+        old_errors = structure.flatten_up_to(state.error_bits)
+        given = [
+            NarrowParam(SplitParam(param, error)) if _is_split(param) else param
+            for param, error in zip(leaves, old_errors, strict=True)
         ]
-        new_params, errors = (structure.unflatten(own) for own in zip(*pairs, strict=True))
-        return answer(new_params, params, bad, tail), SplitMastersState(errors, inner_state)
+        steps, forms, inner_state = update_narrow(
+            inner, updates, state.inner_state, params, given, tail, extra_args
+        )
+        errors = [
+            form.error if isinstance(form, SplitParam) else error
+            for form, error in zip(forms, old_errors, strict=True)
+        ]
+        return steps, SplitMastersState(structure.unflatten(errors), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _widened(param: jax.Array, error: jax.Array, *, narrow: bool) -> Any:
-    """A float32 parameter, or what a kernel makes one of."""
-    if not _is_split(param):
-        return param
-    return NarrowParam(SplitParam(param, error)) if narrow else join(param, error)
-
-
-def _narrowed(
-    master: Any, param: Any, error: jax.Array, error_bits: int, tail: Tail | None
-) -> tuple[Any, jax.Array]:
-    """The parameter and its error bits; the old bits where the old parameter stays."""
-    if isinstance(param, NarrowParam):  # of a wrapper around this one
-        return Settled(master), error
-    if isinstance(master, NarrowParam):
-        half, new_error = master.parts
-        return Settled(half), new_error
-    if not _is_split(param):
-        return master.astype(param.dtype), error
-    half, new_error = split(master, error_bits)
-    if tail is not None and tail.skip is not None:  # as `answer` holds the half
-        new_error = jnp.where(jnp.isfinite(half) & ~tail.skip, new_error, error)
-    return half, new_error
 
 
 def _is_split(param: Any) -> bool:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
-from ampx.param_storage.narrow_params import NarrowParam, RoundedParam, runs_kernels
-from ampx.param_storage.rounding import draw_words, element_bits, element_index, stochastic_round
-from ampx.param_storage.wide_updates import Settled, answer, updated, widened
+from ampx.param_storage.narrow_params import NarrowParam, RoundedParam
+from ampx.param_storage.rounding import draw_words
+from ampx.param_storage.wide_updates import update_narrow, widen
 from ampx.trees import hold
 from ampx.updates.tails import Tail
 
@@ -82,7 +82,7 @@ def stochastic_rounding(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> StochasticRoundingState:
-        inner_state = inner.init(jax.tree.map(widened, params))
+        inner_state = inner.init(jax.tree.map(widen, params))
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 
     def update(
@@ -90,21 +90,15 @@ def stochastic_rounding(
     ) -> tuple[Any, StochasticRoundingState]:
         if params is None:
             raise ValueError("stochastic_rounding needs params: call update(grads, state, params)")
-        leaves, structure = jax.tree.flatten(params)
+        leaves = jax.tree.leaves(params)
         words = [
             draw_words(seed=seed, step=state.rounding_count, leaf=place)
             for place in range(len(leaves))
         ]
-        narrow = runs_kernels(tail, state.inner_state)
-        wide = [_widened(p, own, narrow) for p, own in zip(leaves, words, strict=True)]
-        new, bad, inner_state = updated(
-            inner, updates, state.inner_state, structure.unflatten(wide), tail, extra_args
+        given = [_as_given(*pair) for pair in zip(leaves, words, strict=True)]
+        steps, _, inner_state = update_narrow(
+            inner, updates, state.inner_state, params, given, tail, extra_args
         )
-        rounded = [
-            _rounded(own, p, own_words)
-            for own, p, own_words in zip(structure.flatten_up_to(new), leaves, words, strict=True)
-        ]
-        steps = answer(structure.unflatten(rounded), params, bad, tail)
         count: Any = optax.safe_increment(state.rounding_count)
         if tail is not None and tail.skip is not None:
             count = hold(tail.skip, count, state.rounding_count)
@@ -113,20 +107,10 @@ def stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _widened(param: Any, words: Any, narrow: bool) -> Any:
-    """A float32 parameter, or what a kernel makes one of."""
+def _as_given(param: Any, words: tuple[jax.Array, jax.Array]) -> Any:
+    """What is to be updated for a parameter, see `update_narrow`."""
     if isinstance(param, NarrowParam):  # of a wrapper around this one
         return param
-    if narrow and param.dtype == jnp.bfloat16:
+    if param.dtype == jnp.bfloat16:
         return NarrowParam(RoundedParam(param), words)
-    return widened(param)
-
-
-def _rounded(new: Any, param: Any, words: Any) -> Any:
-    if isinstance(param, NarrowParam):
-        return Settled(new)
-    if isinstance(new, NarrowParam):
-        return Settled(new.parts.half)
-    if param.dtype != jnp.bfloat16:
-        return new.astype(param.dtype)
-    return stochastic_round(new, element_bits(*element_index(new.shape), words))
+    return widen(param)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
-from ampx.param_storage.wide_updates import answer, updated
+from ampx.param_storage.wide_updates import answer_tail, update_wide
 from ampx.trees import cast_floating, cast_like, find_nodes
 from ampx.updates.tails import Tail
 
@@ -82,10 +82,10 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     ) -> tuple[Any, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights needs params: call update(grads, state, params)")
-        master, bad, inner_state = updated(
+        master, bad, inner_state = update_wide(
             inner, updates, state.inner_state, state.master_params, tail, extra_args
         )
-        steps = answer(cast_like(master, params), params, bad, tail)
+        steps = answer_tail(cast_like(master, params), params, bad, tail)
         return steps, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
