@@ -45,7 +45,7 @@ from ampx.autocasting.values import (
     is_repeated_along_first_axis,
     restrict_to_type,
 )
-from ampx.jaxprs import building, reading
+from ampx.jaxprs import building, primitives, reading
 
 OUT_OF_RANGE = "a constant leaves the range of half"
 
@@ -90,7 +90,8 @@ def decide(
             rule,
             (None,) * len(values),
             values,
-            follows=name not in tables.TRANSFERS,
+            # Wires are slow and a transfer is exact: float32 readers do not make it float32.
+            follows=name not in primitives.TRANSFERS,
         )
     return _decide_widest(eqn, values, rule, half)
 
@@ -210,7 +211,7 @@ def _decide_widest(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) ->
     if reason:
         outputs = (Value(False, Vote.HALF),)
         return decide_float32(eqn, values, reason)._replace(outputs=outputs, follows=True)
-    return _decide_half(eqn, rule)._replace(follows=name not in tables.TRANSFERS)
+    return _decide_half(eqn, rule)._replace(follows=name not in primitives.TRANSFERS)
 
 
 def _find_objection(name: str, atom: Any, constant: Value, half: Any) -> str | None:
@@ -219,7 +220,7 @@ def _find_objection(name: str, atom: Any, constant: Value, half: Any) -> str | N
     Returns:
       The reason for the report, `""` for the rule itself, or None where half can hold it.
     """
-    if name in tables.COMPARING:
+    if name in primitives.COMPARING:
         # `u < 0.1` makes the mask of a dropout: with 0.1 rounded, other elements would be dropped.
         number = constant.constant
         exact = number is not None and float(np.asarray(number, half)) == number
@@ -295,7 +296,7 @@ def _is_reciprocal(eqn: Any, values: Sequence[Value]) -> bool:
 
 def _reduces_vmap_axis(eqn: Any) -> bool:
     """Whether a collective reduces over an axis of its operand, as vmap makes it do."""
-    return eqn.primitive.name in tables.SUMMING_COLLECTIVES and any(
+    return eqn.primitive.name in primitives.PSUMS and any(
         isinstance(axis, int) for axis in eqn.params["axes"]
     )
 

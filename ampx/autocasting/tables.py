@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ampx.jaxprs import primitives
+
 Precision = Literal["half", "float32", "widest", "pass", "recurse", "opaque", "banned"]
 _HALF = "dot_general conv_general_dilated ragged_dot_general"
 # Overflow, cancel or lose their small results in half. Sums are here because half additions
@@ -48,14 +50,16 @@ _PASS = """
     psum psum_invariant pmax pmin ppermute pbroadcast all_gather all_gather_invariant
     all_gather_reduced all_to_all reduce_scatter ragged_all_to_all preduced
     unreduced_psum unreduced_reduce_scatter unreduced_pmax unreduced_pmin
-    pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p
+    pvary pcast reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p
     sharding_constraint layout_constraint relayout reshard device_put with_memory_space_constraint
     optimization_barrier
 """
-_RECURSE = """
-    jit pjit call closed_call core_call eval_jaxpr remat2 checkpoint scan while cond
-    custom_jvp_call custom_vjp_call shard_map
-"""
+_RECURSE = " ".join(
+    primitives.CALLS
+    | primitives.CUSTOM_RULES
+    | primitives.LOOPS
+    | {"cond", "eval_jaxpr", "shard_map"}
+)
 # Bit patterns, other people's kernels, random numbers, host calls, references, complex numbers,
 # integers, tokens: what they get and give is part of their meaning.
 _OPAQUE = """
@@ -113,9 +117,9 @@ CLOSED_BOOKS = frozenset(
 # A smaller operand of these is spread over the other, as a bias or a scale is.
 SPREADING = frozenset(("add", "sub", "mul", "div"))
 # A constant array here is a place to sum into, whose dtype is the point of it.
-ACCUMULATING = frozenset(("add", "add_any", "sub", "scatter-add", "scatter-sub"))
+ACCUMULATING = primitives.ADDING | {"scatter-add", "scatter-sub"}
 # These pick among their operands, so a constant that is too large may become the largest one.
-SELECTING = frozenset(("select_n", "max", "min", "clamp", "pad", "concatenate", "scatter"))
+SELECTING = primitives.CHOOSING | {"pad", "concatenate", "scatter"}
 # Each number of a result is one of an operand, but for its sign.
 PICKING = SELECTING | frozenset(
     """abs neg sort reduce_max reduce_min cummax cummin gather tile dynamic_update_slice""".split()
@@ -138,25 +142,20 @@ FOLDED: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "log": np.log,
     }
 )
-# Results that are not numbers computed in the operand's precision: exact after any upcast.
-COMPARING = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"))
-# Move one operand without computing on it: a parameter stays one.
-MOVING = frozenset(
-    """broadcast_in_dim broadcast_to reshape transpose squeeze rev slice dynamic_slice copy name
-    stop_gradient split unstack convert_element_type pvary pbroadcast sharding_constraint reshard
-    layout_constraint relayout device_put reduced_vary_cast vary_unreduced_cast""".split()
+# Move one operand without computing on it: a parameter stays one. Of a tile it is not read along
+# which axes it repeats, so what is tiled counts as computed.
+MOVING = (
+    primitives.REARRANGING - {"tile"}
+    | primitives.IDENTITIES
+    | primitives.PLACEMENTS
+    | primitives.AXIS_TYPE_CASTS
+    | {"convert_element_type", "device_put", "pbroadcast"}
 )
 # Their transposes sum: in float32 that neither overflows nor swallows small terms.
 SUMMING_WHEN_TRANSPOSED = frozenset(("broadcast_in_dim", "broadcast_to", "tile", "gather"))
-# Over an axis of the operand itself, which vmap gives them, they are sums like any other.
-SUMMING_COLLECTIVES = frozenset(("psum", "psum_invariant", "unreduced_psum"))
 # Output i is operand i, reduced, moved or waited for.
-ONE_TO_ONE = frozenset(
-    """psum psum_invariant unreduced_psum pmax pmin ppermute pbroadcast all_to_all
-    optimization_barrier device_put pvary""".split()
-)
-# Exact, and costly in bytes on the wire: never made float32 for the sake of who reads them.
-TRANSFERS = frozenset(
-    """all_gather all_gather_invariant all_gather_reduced all_to_all ragged_all_to_all ppermute
-    pbroadcast pmax pmin""".split()
+ONE_TO_ONE = (
+    primitives.ALL_REDUCTIONS
+    | primitives.AXIS_TYPE_CASTS
+    | {"ppermute", "pbroadcast", "all_to_all", "optimization_barrier", "device_put"}
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from ampx.jaxprs import reading
+from ampx.jaxprs import folds, reading
 from ampx.jaxprs.pure_calls import split_arrays
-from ampx.jaxprs.reading import Equation, Jaxpr
+from ampx.jaxprs.reading import Equation
 
 _DATA, _FIXED = -1, -2  # what is no leaf of the parameters: computed from arguments, or constant
 
@@ -56,50 +57,23 @@ def forward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple
 
     jaxpr, _ = reading.trace(of_arrays, *arrays)
     places = [i if i < len(leaves) else _DATA for i in range(len(arrays))]
-    order: dict[int, None] = {}
-    _read(jaxpr, places, order)
+    order: dict[int, None] = {}  # the leaves read so far; a dict keeps the order of its keys
+
+    def made_of(eqn: Equation, operands: list[int]) -> list[int]:
+        """Adds the leaves that an equation reads to `order`; tells what its results are made of."""
+        entered = folds.bodies_with_operands(eqn, operands)
+        results = [follow(*body) for body in entered]
+        if reading.called_body(eqn) is not None:
+            return results[0]
+        # A loop or a branch mixes what it gets, whatever its bodies make of it.
+        sources = {_DATA} if entered else set(operands) - {_FIXED}
+        if len(sources) > 1:
+            order.update((operand, None) for operand in operands if operand >= 0)
+        source = sources.pop() if len(sources) == 1 else _DATA if sources else _FIXED
+        return [source] * len(eqn.outvars)
+
+    follow = functools.partial(
+        folds.fold, apply=made_of, constant=lambda _: _DATA, literal=lambda _: _FIXED
+    )
+    follow(jaxpr, places)
     return tuple(dict.fromkeys((*order, *range(len(leaves)))))
-
-
-def _read(jaxpr: Jaxpr, inputs: Sequence[int], order: dict[int, None]) -> list[int]:
-    """Adds the leaves that a jaxpr reads to `order`; tells which leaf each output is made of."""
-    opened = reading.open_jaxpr(jaxpr)
-    made_of: dict[Any, int] = dict(zip(opened.invars, inputs, strict=True))
-
-    def of(atom: Any) -> int:
-        return _FIXED if reading.is_literal(atom) else made_of.get(atom, _DATA)
-
-    for eqn in opened.eqns:
-        operands = [of(atom) for atom in eqn.invars]
-        body = reading.called_body(eqn)
-        results = [_DATA] * len(eqn.outvars)
-        if body is not None:
-            results = _read(body, operands, order)
-        elif repeated := _bodies_with(eqn, operands):
-            for inner, inner_operands in repeated:
-                _read(inner, inner_operands, order)
-        else:
-            sources = set(operands) - {_FIXED}
-            if len(sources) == 1:
-                results = [sources.pop()] * len(eqn.outvars)
-            elif not sources:
-                results = [_FIXED] * len(eqn.outvars)
-            else:
-                order.update((operand, None) for operand in operands if operand >= 0)
-        made_of.update(zip(eqn.outvars, results, strict=True))
-    return [of(atom) for atom in opened.outvars]
-
-
-def _bodies_with(eqn: Equation, operands: list[int]) -> list[tuple[Jaxpr, list[int]]]:
-    """The bodies of a loop or a branch, each with those of the operands that it gets."""
-    name = eqn.primitive.name
-    if name == "scan":
-        return [(body, operands) for body in reading.bodies_of(eqn)]
-    if name == "cond":
-        return [(body, operands[1:]) for body in reading.bodies_of(eqn)]
-    if name == "while":
-        of_condition, of_body = reading.while_sizes(eqn)
-        carry = operands[of_condition + of_body :]
-        consts = operands[:of_condition], operands[of_condition : of_condition + of_body]
-        return [(b, c + carry) for b, c in zip(reading.bodies_of(eqn), consts, strict=True)]
-    return []

@@ -15,18 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.jaxprs import reading, source_info
+from ampx.jaxprs import folds, primitives, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.mesh_axes import count_devices, mark_varying
 
-_ELEMENTWISE = frozenset(
-    """abs neg sign floor ceil round is_finite exp exp2 expm1 log log1p logistic tanh sin cos tan
-    asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv sqrt rsqrt cbrt square integer_pow
-    add add_any sub mul div rem pow max min atan2 nextafter clamp select_n
-    eq ne lt le gt ge and or xor not shift_left shift_right_arithmetic shift_right_logical
-    real imag conj complex convert_element_type reduce_precision stop_gradient copy
-    optimization_barrier population_count clz""".split()
-)
 # How a reduction over a divided axis goes on over the devices.
 _OVER_DEVICES: dict[str, Callable[..., Any]] = {
     "reduce_sum": lax.psum,
@@ -35,12 +27,6 @@ _OVER_DEVICES: dict[str, Callable[..., Any]] = {
     "reduce_and": lambda x, axes: lax.pmin(x.astype(jnp.int32), axes).astype(x.dtype),
     "reduce_or": lambda x, axes: lax.pmax(x.astype(jnp.int32), axes).astype(x.dtype),
 }
-# They say where a whole array lies; a shard lies where it is.
-_PLACEMENTS = frozenset(("reshard", "sharding_constraint", "layout_constraint"))
-_CALLS = frozenset(
-    """jit pjit call closed_call core_call remat2 checkpoint custom_jvp_call
-    custom_vjp_call""".split()
-)
 
 
 class Part(NamedTuple):
@@ -92,32 +78,25 @@ class _Partition:
         self.axes = axes
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Part]) -> list[Part]:
-        opened = reading.open_jaxpr(jaxpr)
-        constants = getattr(jaxpr, "consts", ())
-        known = dict(zip(opened.invars, inputs, strict=True))
-        known.update(zip(opened.constvars, map(Part, constants), strict=True))
-
-        def part_of(atom: Any) -> Part:
-            return Part(atom.val) if reading.is_literal(atom) else known[atom]
-
-        for eqn in opened.eqns:
-            operands = [part_of(atom) for atom in eqn.invars]
+        def apply(eqn: Equation, operands: list[Part]) -> Sequence[Part]:
             with eqn.ctx.manager:
-                results = self._apply(eqn, operands)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [part_of(atom) for atom in opened.outvars]
+                return self._apply(eqn, operands)
+
+        return folds.fold(jaxpr, inputs, apply, constant=Part)
 
     def _apply(self, eqn: Equation, operands: Sequence[Part]) -> Sequence[Part]:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in primitives.CALLS | primitives.CUSTOM_RULES:
             (body,) = reading.bodies_of(eqn)
             return self.run(body, operands)
         if all(part.dim is None for part in operands):
             return [Part(value) for value in reading.bound(eqn, [p.value for p in operands])]
-        if name in _ELEMENTWISE:
+        if name in primitives.ELEMENTWISE:
             return self._elementwise(eqn, operands)
-        if name in _PLACEMENTS:
+        if name in primitives.PLACEMENTS:  # of a whole array; a shard lies where it is
             return operands
+        if name == "optimization_barrier":
+            return self._barrier(eqn, operands)
         if name in _OVER_DEVICES:
             ((value, dim),) = operands
             return [self._reduced(eqn, value, dim)]
@@ -147,6 +126,17 @@ class _Partition:
             return mark_varying(value, self.axes)
 
         return [Part(value, dim) for value in reading.bound(eqn, [aligned(p) for p in operands])]
+
+    def _barrier(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
+        # Result i is operand i. All operands of a barrier must vary over the same axes, and shards
+        # vary where whole values do not: each kind gets a barrier of its own.
+        results = list(operands)
+        for is_shard in (True, False):
+            places = [i for i, part in enumerate(operands) if (part.dim is not None) == is_shard]
+            values = reading.bound(eqn, [operands[i].value for i in places]) if places else []
+            for i, value in zip(places, values, strict=True):
+                results[i] = Part(value, operands[i].dim)
+        return results
 
     def _reduced(self, eqn: Equation, shard: Any, dim: Any) -> Part:
         axes = eqn.params["axes"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ampx.jaxprs import reading, source_info
+from ampx.jaxprs import folds, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.jaxprs.source_info import Frame
 
@@ -85,25 +87,18 @@ class Flow:
         around: tuple[Equation, ...] = (),
     ) -> list[int]:
         """The nodes of the outputs of a jaxpr, from those of its inputs."""
-        opened = reading.open_jaxpr(jaxpr)
-        node: dict[Any, int] = dict(zip(opened.invars, operands, strict=True))
 
-        def read(atom: Any) -> int:
-            return 0 if reading.is_literal(atom) else node.get(atom, 0)
-
-        for eqn in opened.eqns:
-            inputs, eqns = [read(atom) for atom in eqn.invars], (eqn, *around)
-            body = reading.called_body(eqn)
+        def nodes_of(eqn: Equation, inputs: list[int]) -> list[int]:
+            eqns, body = (eqn, *around), reading.called_body(eqn)
             if body is not None:
-                results = self.through(body, inputs, sizes | reading.mesh_sizes(eqn), eqns)
-            elif places := self._numbered(eqn, sizes):
+                return self.through(body, inputs, sizes | reading.mesh_sizes(eqn), eqns)
+            if places := self._numbered(eqn, sizes):
                 pairs = zip(inputs, places, strict=True)
-                results = [self._node((i,), 1 << place, eqns) for i, place in pairs]
-            else:
-                own = sum(1 << place for place in self._inside(eqn, sizes))
-                results = [self._node(inputs, own, eqns)] * len(eqn.outvars)
-            node.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in opened.outvars]
+                return [self._node((i,), 1 << place, eqns) for i, place in pairs]
+            own = sum(1 << place for place in self._inside(eqn, sizes))
+            return [self._node(inputs, own, eqns)] * len(eqn.outvars)
+
+        return folds.fold(jaxpr, operands, nodes_of, constant=lambda _: 0)
 
     def _node(self, inputs: Iterable[int], own: int, eqns: tuple[Equation, ...]) -> int:
         inputs = tuple(dict.fromkeys(i for i in inputs if i))
@@ -142,11 +137,10 @@ class Flow:
     def _inside(self, eqn: Equation, sizes: dict[Any, int]) -> Iterator[int]:
         # XLA runs a loop or a branch as one instruction: it starts when all of its operands are
         # there, and none of its results is ready before all are.
-        sizes = sizes | reading.mesh_sizes(eqn)
         for body in reading.inner_jaxprs(eqn):
-            for inner in reading.open_jaxpr(body).eqns:
-                yield from self._numbered(inner, sizes)
-                yield from self._inside(inner, sizes)
+            for inner, around in folds.equations_inside(body, (eqn,)):
+                bound = functools.reduce(operator.or_, map(reading.mesh_sizes, around), sizes)
+                yield from self._numbered(inner, bound)
 
     def waits(self, node: int, among: int) -> tuple[int, ...]:
         """Places of the reductions in the set `among` that a node waits for."""
@@ -181,7 +175,7 @@ def _places(bits: int) -> tuple[int, ...]:
 
 def _package_of(frame: Frame) -> int:
     """Where in the parts of its file's path the name of an installed package stands, or 0."""
-    file, own = PurePath(frame.file_name), PurePath(__file__).parent
+    file, own = PurePath(frame.file_name), PurePath(source_info.AMPX_FOLDER)
     if file.is_relative_to(own):
         return len(own.parts) - 1
     return next((i for i, part in enumerate(file.parts, 1) if part.endswith("-packages")), 0)

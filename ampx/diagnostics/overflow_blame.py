@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.diagnostics.overflow_reports import ARGUMENT, PROGRAM, TOO_LARGE, OverflowRecord
-from ampx.jaxprs import reading
+from ampx.jaxprs import primitives, reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, compiled, is_opaque
 from ampx.jaxprs.reading import Equation, Jaxpr
 
@@ -30,16 +30,8 @@ COMPILED_ONLY = (
 _OPAQUE = "what happens inside was not looked into"
 _WRITTEN_NAN = "a NaN that is written into the program"
 _OF_WRITTEN = "of infinities that are written into the program, as for a row masked as a whole"
-# Each number of a result is made of the numbers in the same place of the operands.
-_ELEMENTWISE = frozenset(
-    """abs neg sign floor ceil round exp exp2 expm1 log log1p log2 pow integer_pow square sqrt rsqrt
-    cbrt reciprocal tan sin cos asin acos atan sinh cosh tanh asinh acosh atanh logistic erf erfc
-    erf_inv lgamma digamma add add_any sub mul div rem max min atan2 nextafter clamp select_n
-    convert_element_type reduce_precision copy name stop_gradient""".split()
-)
 # They put infinities in the places of some numbers, or of none.
-_MASKS = frozenset("select_n max min clamp add add_any sub reduce_max reduce_min".split())
-_SUMS = ("add", "add_any", "sub")
+_MASKS = primitives.CHOOSING | primitives.ADDING | {"reduce_max", "reduce_min"}
 _PRODUCTS = ("mul", "div")
 _CONTRACTIONS = ("dot_general", "conv_general_dilated", "pow")
 
@@ -295,7 +287,7 @@ def _is_too_large(eqn: Equation, explaining: Sequence[Value], flags: Flags) -> b
     if any(value.remark.rank > MASKING for value in explaining):
         return False
     name, has_constant = eqn.primitive.name, any(v.remark.rank == WRITTEN for v in explaining)
-    if name in _SUMS:
+    if name in primitives.ADDING:
         return has_constant and flags.above and not flags.nan
     if name in _PRODUCTS:
         return has_constant or flags.above  # scores are masked, then scaled: that stays below
@@ -311,7 +303,7 @@ def _masking(blame: Blame, eqn: Equation, array: Any) -> Blame:
 def _explanations(eqn: Equation, operands: Sequence[Value], array: Any) -> tuple[list[Value], bool]:
     """The operands that what is not finite may come from, and whether all of it may."""
     suspects = [value for value in operands if value.remark is not None]
-    if not suspects or eqn.primitive.name not in _ELEMENTWISE:
+    if not suspects or eqn.primitive.name not in primitives.ELEMENTWISE:
         return suspects, bool(suspects)
     bad = ~_finite(array)
     unexplained, explaining = bad.copy(), []

@@ -13,8 +13,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from ampx.jaxprs.primitives import CALLS
 from ampx.jaxprs.reading import (
-    CALLS,
     Atom,
     Equation,
     Jaxpr,

@@ -20,16 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.jaxprs import building, reading, source_info
+from ampx.jaxprs import building, primitives, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.jaxprs.source_info import Frame
 
 _LIBRARIES = (
-    os.path.join(os.path.dirname(jax.__file__), ""),
+    source_info.JAX_FOLDER,
     os.path.join(sysconfig.get_path("stdlib"), ""),
-    os.path.join(os.path.dirname(__file__), ""),
+    source_info.AMPX_FOLDER,
 )
-_EXAMPLES = os.path.join(os.path.dirname(__file__), "examples", "")
+_EXAMPLES = os.path.join(source_info.AMPX_FOLDER, "examples", "")
 # Name scopes that remat and the phases of ampx add.
 _NO_MODULE = re.compile(r"checkpoint|rematted_computation|ampx\..*")
 # They hold a jaxpr, too, but only to say how two numbers are combined.
@@ -203,7 +203,7 @@ class Walk:
         if name == "cond":
             index, *others = operands
             return self.run(reading.bodies_of(eqn)[int(index.array)], others, here, wanted)
-        if name in ("scan", "while") and not _is_empty(eqn):
+        if name in primitives.LOOPS and not _is_empty(eqn):
             return self.loop(eqn, operands, here)
         body = reading.called_body(eqn)
         if body is not None and not reading.mesh_sizes(eqn):
@@ -241,26 +241,22 @@ class Walk:
         """The last carry of a loop and, for each place in what is scanned, what it gives there."""
         if eqn.primitive.name == "while":
             return self._while(eqn, operands, here), []
-        constants, carried = reading.scan_sizes(eqn)
+        consts, carry, scanned = reading.split_scan(eqn, operands)
         length, is_reversed = reading.scan_steps(eqn)
         (body,) = reading.bodies_of(eqn)
-        consts, scanned = operands[:constants], operands[constants + carried :]
-        carry: Sequence[Value] = operands[constants : constants + carried]
         rows: list[Sequence[Value]] = [()] * length
         for place in reversed(range(length)) if is_reversed else range(length):
             slices = _slices([value.array for value in scanned], np.int32(place))
             xs = [Value(part, value.remark) for part, value in zip(slices, scanned, strict=True)]
             results = self.iteration(eqn, body, [*consts, *carry, *xs], here.iteration(place))
-            carry, rows[place] = results[:carried], results[carried:]
+            carry, rows[place] = results[: len(carry)], results[len(carry) :]
         return carry, rows
 
     def _while(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
-        of_condition, of_body = reading.while_sizes(eqn)
+        of_condition, consts, carry = reading.split_while(eqn, operands)
         condition, body = reading.bodies_of(eqn)
         goes_on = jax.jit(functools.partial(reading.evaluate, reading.closed(condition)))
-        asked = [value.array for value in operands[:of_condition]]
-        consts = operands[of_condition : of_condition + of_body]
-        carry: Sequence[Value] = operands[of_condition + of_body :]
+        asked = [value.array for value in of_condition]
         for number in itertools.count():
             (going,) = goes_on(*asked, *(value.array for value in carry))
             if not np.any(going):

@@ -6,13 +6,15 @@ equation are nobody's public interface: they are read and written here and nowhe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+
+from ampx.jaxprs import primitives
 
 Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr: two classes in jax 0.10, one since 0.11
 Equation = core.JaxprEqn
@@ -21,20 +23,15 @@ Atom = Any  # jax.extend.core.Var or Literal
 _BODIES = {
     **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint", "scan", "shard_map"), ("jaxpr",)),
     **dict.fromkeys(("closed_call", "call", "core_call", "eval_jaxpr"), ("call_jaxpr",)),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), ("call_jaxpr",)),
+    **dict.fromkeys(primitives.CUSTOM_RULES, ("call_jaxpr",)),
     "while": ("cond_jaxpr", "body_jaxpr"),
 }
-_REPEATED = ("scan", "while")
-CALLS = ("jit", "pjit", "remat2", "checkpoint", "closed_call", "call", "core_call")
 _AXES_OF_REDUCTIONS = {
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "axes"),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter", "all_to_all"), "axis_name"),
+    **dict.fromkeys(primitives.ALL_REDUCTIONS, "axes"),
+    **dict.fromkeys(primitives.SCATTERING_COLLECTIVES, "axis_name"),
 }
 # These name mapped axes, too, but each device runs them alone.
-_LOCAL = (
-    *("axis_index", "pvary", "pcast", "preduced"),
-    *("reduced_vary_cast", "reduced_vary_cast_p", "vary_unreduced_cast", "vary_unreduced_cast_p"),
-)
+_LOCAL = primitives.AXIS_TYPE_CASTS | {"axis_index"}
 
 
 def is_literal(atom: Atom) -> bool:
@@ -119,7 +116,7 @@ def inner_jaxprs(eqn: Equation) -> tuple[Jaxpr, ...]:
 def called_body(eqn: Equation) -> Jaxpr | None:
     """The body of an equation that runs it once, on its own operands in their order; or None."""
     name = eqn.primitive.name
-    if name not in _BODIES or name in _REPEATED:
+    if name not in _BODIES or name in primitives.LOOPS:
         return None
     (body,) = bodies_of(eqn)
     fits = len(open_jaxpr(body).invars) == len(eqn.invars)
@@ -149,15 +146,6 @@ def collective_axes(eqn: Equation) -> tuple[str, ...]:
     return tuple(axis for group in flat for axis in group if isinstance(axis, str))
 
 
-def collectives(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """All equations, also inside others, that devices must run together."""
-    for eqn in open_jaxpr(jaxpr).eqns:
-        if collective_axes(eqn):
-            yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from collectives(inner)
-
-
 def scan_sizes(eqn: Equation) -> tuple[int, int]:
     """How many operands of a scan are constants and how many are its carry."""
     if "num_consts" in eqn.params:
@@ -174,6 +162,20 @@ def scan_steps(eqn: Equation) -> tuple[int, bool]:
 def while_sizes(eqn: Equation) -> tuple[int, int]:
     """How many operands of a while loop are constants of its condition and of its body."""
     return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+
+def split_scan(eqn: Equation, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """One value for each operand of a scan, as those of its constants, its carry, its inputs."""
+    consts, carry = scan_sizes(eqn)
+    values = list(operands)
+    return values[:consts], values[consts : consts + carry], values[consts + carry :]
+
+
+def split_while(eqn: Equation, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The same of a while loop: constants of its condition, constants of its body, the carry."""
+    of_condition, of_body = while_sizes(eqn)
+    values, consts = list(operands), of_condition + of_body
+    return values[:of_condition], values[of_condition:consts], values[consts:]
 
 
 def is_differentiable(aval: Any) -> bool:

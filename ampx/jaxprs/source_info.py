@@ -12,7 +12,8 @@ from jax.extend import source_info_util
 from ampx.jaxprs.reading import Equation, Jaxpr, open_jaxpr
 
 _RECOMPUTED = "rematted_computation"  # a scope that remat puts around what it runs again
-_JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+AMPX_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 class Frame(NamedTuple):
@@ -57,7 +58,7 @@ def frames_of(eqn: Equation) -> list[Frame]:
 
 def user_frames_of(eqn: Equation) -> list[Frame]:
     """The frames of an equation that are not JAX's own, innermost call first."""
-    return [f for f in frames_of(eqn) if not f.file_name.startswith(_JAX_FOLDER)]
+    return [f for f in frames_of(eqn) if not f.file_name.startswith(JAX_FOLDER)]
 
 
 def line_of(eqn: Equation) -> str:

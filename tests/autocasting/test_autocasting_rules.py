@@ -43,11 +43,9 @@ def test_no_primitive_stands_in_two_lists():
         "SPREADING",
         "ACCUMULATING",
         "SELECTING",
-        "COMPARING",
         "MOVING",
         "SUMMING_WHEN_TRANSPOSED",
         "ONE_TO_ONE",
-        "TRANSFERS",
     ],
 )
 def test_the_special_sets_name_primitives_of_the_lists(special):

@@ -238,6 +238,22 @@ def test_train_step_takes_it_in_the_place_of_an_optimizer():
     assert_bit_equal(held.params, state.params)
 
 
+def test_operations_on_shards_equal_those_on_whole_arrays():
+    """Among them a barrier, whose operands have nothing to do with each other's shapes."""
+
+    def update(updates, state, params=None):
+        held = jax.lax.optimization_barrier((updates, jnp.arange(3.0)))
+        factor = jnp.sum(held[1])
+        return jax.tree.map(lambda x: factor * jax.lax.lgamma(x) / jax.lax.digamma(x), held[0]), ()
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    step, state, _ = sharded(inner, "4", scaled=False)
+    params, _, _ = run(step, state, 1)
+    expected, _, _ = run(*replicated(inner, scaled=False), 1)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 # What is refused.
 
 

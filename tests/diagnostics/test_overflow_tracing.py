@@ -766,6 +766,14 @@ def test_no_line_of_a_library_is_named():
         assert "unknown file" in str(trace_overflow(mapped)(jnp.full(4, HUGE)))
 
 
+def test_what_ampx_computes_is_told_of_the_line_that_called_it():
+    def cast(x):
+        return ampx.cast_floating(x, jnp.float16)  # planted: narrowed
+
+    first = trace_overflow(cast)(jnp.float32(1e6)).first
+    assert first.source.startswith(f"{HERE}:{line_of('narrowed')} ")
+
+
 def test_what_only_the_compiled_program_does_is_said(monkeypatch):
     """A call whose compiled form differs from its equations, as fusion may make it."""
 

@@ -12,6 +12,7 @@ from helpers import make_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import ampx
 from ampx.data_parallel.forward_order import forward_order
 from ampx.diagnostics.hlo import waits_of_outputs
 from ampx.diagnostics.overlap import check_overlap
@@ -247,6 +248,11 @@ def test_optax_transformations_are_named(tx, name, primitive, file, advice):
     assert (culprit.name, culprit.primitive) == (name, primitive)
     assert re.fullmatch(rf"{file}.*py:\d+", culprit.place)
     assert waits(report) == ALL and advice in str(report)
+
+
+def test_functions_of_ampx_are_named_with_their_files():
+    culprit = the_culprit(checked(ampx.dynamic_loss_scale(SGD)))
+    assert culprit.place.startswith("ampx/loss_scaling/wrappers.py:")
 
 
 def test_a_chain_of_buckets_does_not_hide_the_culprit():

@@ -15,13 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.jaxprs import reading
+from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
 
 # What says over which axes a value varies, or where it lies, does nothing on one device.
-_IDENTITIES = ("pvary", "pcast", "preduced", "sharding_constraint", "reshard", "layout_constraint")
-_LOOPS = ("scan", "while")
-_HALF_REDUCTIONS = ("reduce_scatter", "unreduced_reduce_scatter", "all_to_all")
+_IDENTITIES = primitives.AXIS_TYPE_CASTS | primitives.PLACEMENTS
 
 
 def device_program(
@@ -59,18 +57,10 @@ def device_program(
 
 
 def _evaluated(jaxpr: Jaxpr, operands: Sequence[Any], device: jax.Array) -> list[Any]:
-    opened = reading.open_jaxpr(jaxpr)
-    constants = getattr(reading.closed(jaxpr), "consts", ())
-    values: dict[Any, Any] = dict(zip(opened.constvars, constants, strict=True))
-    values |= dict(zip(opened.invars, operands, strict=True))
+    def apply(eqn: Equation, values: list[Any]) -> Sequence[Any]:
+        return _results(eqn, values, device)
 
-    def of(atom: Any) -> Any:
-        return atom.val if reading.is_literal(atom) else values[atom]
-
-    for eqn in opened.eqns:
-        results = _results(eqn, [of(atom) for atom in eqn.invars], device)
-        values |= dict(zip(eqn.outvars, results, strict=True))
-    return [of(atom) for atom in opened.outvars]
+    return folds.fold(jaxpr, operands, apply, constant=lambda array: array)
 
 
 def _results(eqn: Equation, operands: list[Any], device: jax.Array) -> Sequence[Any]:
@@ -81,7 +71,7 @@ def _results(eqn: Equation, operands: list[Any], device: jax.Array) -> Sequence[
         return operands
     if reading.collective_axes(eqn):
         return _stand_in(operands, [out.aval for out in eqn.outvars])
-    if name not in ("cond", *_LOOPS) and reading.called_body(eqn) is None:
+    if not folds.bodies_with_operands(eqn, operands):
         return reading.bound(eqn, operands)
     # Traced anew, since types say over which mapped axes values vary, and here is none.
     bodies = [
@@ -100,15 +90,14 @@ def _results(eqn: Equation, operands: list[Any], device: jax.Array) -> Sequence[
 
 
 def _scanned(eqn: Equation, body: Callable[..., Any], operands: list[Any]) -> list[Any]:
-    num_consts, num_carry = reading.scan_sizes(eqn)
-    consts, rest = operands[:num_consts], operands[num_consts:]
+    consts, first, scanned = reading.split_scan(eqn, operands)
 
     def step(carry: list[Any], x: list[Any]) -> Any:
         values = body(*consts, *carry, *x)
-        return values[:num_carry], values[num_carry:]
+        return values[: len(first)], values[len(first) :]
 
     params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, made = lax.scan(step, rest[:num_carry], rest[num_carry:], **params)
+    carry, made = lax.scan(step, first, scanned, **params)
     return [*carry, *made]
 
 
@@ -118,9 +107,7 @@ def _repeated(
     body: Callable[..., Any],
     operands: list[Any],
 ) -> Sequence[Any]:
-    of_condition, of_body = reading.while_sizes(eqn)
-    read, rest = operands[:of_condition], operands[of_condition:]
-    consts, carry = rest[:of_body], rest[of_body:]
+    read, consts, carry = reading.split_while(eqn, operands)
     return lax.while_loop(
         lambda carry: condition(*read, *carry)[0], lambda carry: body(*consts, *carry), carry
     )
@@ -160,20 +147,18 @@ def traffic(jaxpr: Jaxpr, sizes: Mapping[str, int], *, loops: bool = True) -> It
       sizes: the devices along each mapped axis.
       loops: whether what loops send counts, as often as they say that they run.
     """
-    for eqn in reading.open_jaxpr(jaxpr).eqns:
-        name = eqn.primitive.name
+    for eqn, around in folds.equations_inside(jaxpr):
         axes = reading.collective_axes(eqn)
-        if axes:
-            pairs = eqn.params.get("perm")
-            number = math.prod(sizes[axis] for axis in axes)
-            rounds = _rounds(name, number, pairs is not None)
-            size = sum(size_in_bytes(atom.aval) for atom in eqn.invars)
-            yield Traffic(axes, None if pairs is None else tuple(pairs), rounds * size)
-        elif loops or name not in _LOOPS:
-            times = eqn.params["length"] if name == "scan" else 1
-            for inner in reading.inner_jaxprs(eqn):
-                for found in traffic(inner, sizes, loops=loops):
-                    yield found._replace(bytes=found.bytes * times)
+        around_it = [outer for outer in around if outer.primitive.name in primitives.LOOPS]
+        if not axes or (around_it and not loops):
+            continue
+        pairs = eqn.params.get("perm")
+        number = math.prod(sizes[axis] for axis in axes)
+        rounds = _rounds(eqn.primitive.name, number, pairs is not None)
+        size = sum(size_in_bytes(atom.aval) for atom in eqn.invars)
+        # How often a while loop runs is not in the program: it counts as one iteration.
+        times = math.prod(loop.params.get("length", 1) for loop in around_it)
+        yield Traffic(axes, None if pairs is None else tuple(pairs), rounds * size * times)
 
 
 def _rounds(name: str, number: int, is_exchange: bool) -> float:
@@ -182,7 +167,7 @@ def _rounds(name: str, number: int, is_exchange: bool) -> float:
         return 1.0
     if name.startswith("all_gather"):
         return number - 1.0
-    halves = 1 if name in _HALF_REDUCTIONS else 2
+    halves = 1 if name in primitives.SCATTERING_COLLECTIVES else 2
     return halves * (number - 1) / number
 
 

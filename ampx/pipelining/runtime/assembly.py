@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ampx.jaxprs import reading, source_info
+from ampx.jaxprs import folds, reading, source_info
 from ampx.pipelining.runtime.buffers import ArrayType, carrier, pool, type_of
 from ampx.pipelining.runtime.executor import Executor, Parameters
 from ampx.pipelining.runtime.layouts import Layout, chunk_numbers
@@ -193,7 +193,7 @@ def _described(tree: Any) -> str:
 def _refuse_stage_collectives(program: StageProgram, axis_name: str) -> None:
     traced: Iterable[Any] = (program.forward, program.backward)
     for name, jaxpr in zip(("forward", "backward"), traced, strict=True):
-        for eqn in reading.collectives(jaxpr) if jaxpr is not None else ():
+        for eqn, _ in folds.equations_inside(jaxpr) if jaxpr is not None else ():
             if axis_name in reading.collective_axes(eqn):
                 collective = eqn.primitive.name.removesuffix("_invariant")
                 raise ValueError(
