@@ -16,10 +16,11 @@ from ampx.autocasting.marks import (
 from ampx.autocasting.report import Explanation, explain
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import autocast
+from ampx.data_parallel.all_reduce import all_reduce
 from ampx.data_parallel.backward_reduction import reduce_in_backward
 from ampx.data_parallel.bucket_clipping import clip_by_bucket_norm
 from ampx.data_parallel.forward_order import forward_order
-from ampx.data_parallel.reduction import ReductionState, all_reduce
+from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State, zero1, zero1_specs
 from ampx.diagnostics.bucket_timelines import BucketTimeline, bucket_timeline
 from ampx.diagnostics.numerics import NumericsReport, NumericsRow, numerics_report

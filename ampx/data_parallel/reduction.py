@@ -1,9 +1,25 @@
-"""One all-reduce for each bucket of gradients, once a step.
+"""Gradients summed over devices: bucket by bucket, each waiting for the one before it.
 
-The gradients of a device are local until here: what judges them (the loss scale) has run, what
-needs the whole of them (clipping, the optimizer) follows. Buckets are reduced in the order in which
-a backward pass completes them, each waiting for the one before it, so that the optimizer may update
-the first parameters while the last gradients are on their way.
+Until here the gradients of a device are its own, scaled by the loss scale and not yet reduced. The
+verdict (is everything finite?) has been taken from them; clipping and the optimizer follow.
+
+    computes  |  backward pass          |  | update 0 | update 1 |   | update 2 |
+    network                             |v | bucket 0 | bucket 1 | bucket 2 |
+                                         └────►└──────────►└──────────►
+    v         the verdict: two int32 counts, agreed over all devices
+    bucket i  one flat buffer with the gradients of some leaves, those of the last layers in
+              bucket 0, since a backward pass completes them first
+    update i  the optimizer's work on the leaves of bucket i: needs v and bucket i alone
+    └──►      the chain: a true data dependence of each reduction on the one before it
+
+The verdict comes first so that no update has to wait for all buckets: whether a step is skipped is
+known before the first gradient travels. That is sound since sums are in float32 and a mean divides
+before it sums, so that gradients which are finite on every device have a finite mean. (Should a sum
+overflow all the same, the loss scale holds back the updates that it makes non-finite.)
+
+The chain keeps the reductions apart and in order. Without it XLA merges all-reduces that do not
+depend on each other, and the first update then waits for the last gradient. With it the updates of
+all buckets but the last hide behind reductions; `ampx.check_overlap` tells whether they do.
 """
 
 from __future__ import annotations
@@ -16,9 +32,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
-from jax.typing import DTypeLike
 
 from ampx.checking import check_choice
 from ampx.flat_buffers.buckets import Bucket, bucket_layout
@@ -39,17 +53,17 @@ Op = Literal["mean", "sum"]
 class ReductionState(NamedTuple):
     """The state of `ampx.all_reduce`: what the last update handed over to be reduced.
 
-    Both are known when a step is traced, and 0 before the first update, and on one device, where
-    nothing travels. A sum that takes several collectives is counted once. The state also tells
-    others that a chain reduces by itself.
+    Both numbers are known when a step is traced. They are 0 before the first update, and on one
+    device, where nothing travels. A sum that takes several collectives is counted once.
 
     Attributes:
-      num_buckets: int32, reductions of gradients: one for each bucket; one for each array where the
-        mesh has axes that are not mapped, or the gradients are unreduced over Explicit axes.
-      reduced_bytes: float32, the bytes that each device hands to these reductions, padding
+      num_buckets: int32 scalar, reductions of gradients: one for each bucket; one for each array
+        where the mesh has axes that are not mapped, or the gradients are unreduced over Explicit
+        axes.
+      reduced_bytes: float32 scalar, the bytes that each device hands to these reductions, padding
         included, in the dtype in which they travel: for floating buckets `wire_dtype`, if there is
         one; else `reduce_dtype`, or that of the gradients if it is wider; over Explicit axes that
-        of the gradients. Arrays that axes which are not mapped divide are counted whole.
+        of the gradients. Arrays that are divided over axes which are not mapped count whole.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -60,11 +74,13 @@ class ReductionState(NamedTuple):
     num_buckets: jax.Array
     reduced_bytes: jax.Array
 
+    # Read by `trees.has_mark`: a loss scale and `multi_steps` must know that a reduction happens
+    # inside them, and must not import this module, which stands beside theirs.
     reduces_gradients = True
 
 
 def reduction_state(sent: Sequence[int]) -> ReductionState:
-    """The state after reductions of so many bytes each."""
+    """Makes the state after reductions of so many bytes each."""
     return ReductionState(
         jnp.asarray(len(sent), jnp.int32), jnp.asarray(float(sum(sent)), jnp.float32)
     )
@@ -72,7 +88,16 @@ def reduction_state(sent: Sequence[int]) -> ReductionState:
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How gradients are reduced; see `ampx.all_reduce`, whose arguments these are."""
+    """How gradients are reduced; see `ampx.all_reduce`, whose arguments these are.
+
+    A floating leaf goes through
+
+        widen               g ─► reduce_dtype, times 1/n for a mean
+        sum_over_devices    flat buffers, one sum each, in `wire_dtype` on the way if there is one
+        narrow              the sum ─► the dtype of g
+
+    `ampx.zero1` calls the three by themselves, with a reduce-scatter in the place of most sums.
+    """
 
     axes: tuple[str, ...]
     op: Op = "mean"
@@ -86,61 +111,70 @@ class Reduction:
     order: tuple[int, ...] | None = None
 
     def __call__(self, grads: Any, first: jax.Array | None = None) -> Any:
-        """The reduced gradients.
+        """Reduces gradients.
 
         Args:
           grads: local gradients, different on each device.
-          first: a small integer array that is to be known before any gradient is sent.
+          first: a small array of bools or integers, such as the verdict, that is to be known before
+            any gradient is sent.
         """
-        return self.with_state(grads, first)[0]
+        return self.reduce(grads, first)[0]
 
-    def with_state(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, ReductionState]:
-        """The reduced gradients, and what was handed over for them."""
-        if any(self._is_due(leaf) for leaf in jax.tree.leaves(grads)):
-            reduced, sent = self._resharded(grads)
+    def reduce(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, ReductionState]:
+        """Reduces gradients, and tells what was handed over for it."""
+        if any(self._is_unreduced(leaf) for leaf in jax.tree.leaves(grads)):
+            reduced, sent = self._reshard(grads)
         else:
-            sums, sent = self.summed(self.widened(grads), first)
-            reduced = self.narrowed(sums, grads)
+            sums, sent = self.sum_over_devices(self.widen(grads), first)
+            reduced = self.narrow(sums, grads)
         return reduced, reduction_state(sent)
 
-    def by(self, op: Op | None) -> Reduction:
+    def with_op(self, op: Op | None) -> Reduction:
         """The same with another operation, if one is named: who made the gradients knows it."""
         if op in (None, self.op):
             return self
         return dataclasses.replace(self, op=op, gradient_predivide_factor=None)
 
-    def widened(self, grads: Any) -> Any:
-        """Gradients ready to be summed: in `reduce_dtype`, and divided for a mean."""
-        size = count_devices(self.axes)
+    def widen(self, grads: Any) -> Any:
+        """Makes gradients ready to be summed: in `reduce_dtype`, and divided for a mean."""
+        before, _ = self._mean_factors(count_devices(self.axes))
         _check_not_reduced(grads, self.axes)
-        return jax.tree.map(lambda g: self._widened(g, self._factors(size)[0]), grads)
+        return jax.tree.map(lambda leaf: self._widen_leaf(leaf, before), grads)
 
-    def summed(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, list[int]]:
-        """The sums over all devices, bucket by bucket, and the bytes that went into each."""
+    def sum_over_devices(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, list[int]]:
+        """Sums over all devices, bucket by bucket, and counts the bytes that went into each."""
         size = count_devices(self.axes)
         if size > 1 and not has_automatic_axes():
-            return self._bucketed(grads, first)
+            return self._sum_by_bucket(grads, first)
         # With one device this only says that all agree. How axes that are not mapped shard a leaf
         # is not known here, and a flat buffer would undo it.
         sent = [leaf for leaf in jax.tree.leaves(grads) if size > 1 and not is_float0(leaf)]
-        return jax.tree.map(self._summed_alone, grads), [leaf.nbytes for leaf in sent if leaf.size]
+        return jax.tree.map(self._sum_leaf, grads), [leaf.nbytes for leaf in sent if leaf.size]
 
-    def _summed_alone(self, leaf: Any) -> Any:
+    def narrow(self, sums: Any, like: Any) -> Any:
+        """Casts sums back to the dtypes of `like`, and does what is left of a mean's division."""
+        _, after = self._mean_factors(count_devices(self.axes))
+        return jax.tree.map(lambda leaf, to: _narrow_leaf(leaf, after, to), sums, like)
+
+    def _sum_leaf(self, leaf: Any) -> Any:
         return leaf if is_float0(leaf) else lax.psum(leaf, self.axes)
 
-    def narrowed(self, sums: Any, like: Any) -> Any:
-        """What `widened` did undone, once it is summed."""
-        after = self._factors(count_devices(self.axes))[1]
-        return jax.tree.map(lambda g, to: _narrowed(g, after, to), sums, like)
+    def _mean_factors(self, size: int) -> tuple[float, float]:
+        """What to multiply gradients by before and after they are summed.
 
-    def _factors(self, size: int) -> tuple[float, float]:
-        """What to multiply gradients by before and after they are summed."""
+        Their product is 1/n for a mean of n devices. By default all of it comes before: then
+        |Σ g/n| <= max |g|, so that no sum of finite gradients overflows, neither in `reduce_dtype`
+        nor in a narrow `wire_dtype`. (In float16, whose largest number is 65504, gradients of 1e4
+        on 8 devices have a mean of 1e4 and a sum of infinity.) The price is that small gradients
+        come nearer to underflow on a narrow wire; a `gradient_predivide_factor` between 1 and n
+        balances the two.
+        """
         if self.op == "sum":
             return 1.0, 1.0
         predivide = self.gradient_predivide_factor or size
         return 1 / predivide, predivide / size
 
-    def _widened(self, leaf: Any, factor: float) -> Any:
+    def _widen_leaf(self, leaf: Any, factor: float) -> Any:
         if not is_floating(leaf):
             if not is_float0(leaf) and self.op == "mean":
                 raise TypeError(
@@ -151,55 +185,65 @@ class Reduction:
         wide = leaf.astype(wider_dtype(leaf.dtype, self.reduce_dtype))
         return wide if factor == 1 else wide * jnp.asarray(factor, wide.dtype)
 
-    def _bucketed(self, tree: Any, first: jax.Array | None) -> tuple[Any, list[int]]:
-        flat = _flat_places(tree)
+    def _sum_by_bucket(self, tree: Any, first: jax.Array | None) -> tuple[Any, list[int]]:
+        places_of_flat = _find_flat_buffers(tree)
 
+        # One buffer must not hold leaves that vary over different axes: a concatenation varies over
+        # all of them, and a leaf that is the same along, say, "model" would lose that type. A flat
+        # buffer is a bucket by itself, as it is; joined with others it would be copied.
         def group(path: str, leaf: Any) -> Hashable:
             own = None if self.group_of is None else self.group_of(path, leaf)
-            return own, varying_axes(leaf), flat.get(path)
+            return own, varying_axes(leaf), places_of_flat.get(path)
 
         layout = bucket_layout(
             tree,
             bucket_bytes=self.bucket_bytes,
-            multiple_of=self._chunks(),
+            multiple_of=self._count_parts(),
             group_of=group,
             order=self.order,
         )
-        overlaps = self.tail_overlap
-        if overlaps is None:
-            overlaps = jax.default_backend() != "cpu"
-        chained = overlaps and (len(layout.buckets) > 1 or first is not None)
-        ready = set(flat.values())
-        rooms = [b if b.leaves[0] in ready else self._with_room(b, chained) for b in layout.buckets]
-        layout = dataclasses.replace(layout, buckets=tuple(rooms))
+        chains = self.tail_overlap
+        if chains is None:
+            chains = jax.default_backend() != "cpu"  # where nothing runs beside a reduction
+        chains = chains and (len(layout.buckets) > 1 or first is not None)
+        flat = set(places_of_flat.values())
+        if chains:
+            buckets = (b if b.leaves[0] in flat else self._with_spare(b) for b in layout.buckets)
+            layout = dataclasses.replace(layout, buckets=tuple(buckets))
         reduced: list[jax.Array] = []
         sent: list[int] = []
         before = first
+        # Invariant of the loop: `before` depends on the verdict and on all earlier reductions, so
+        # whatever depends on it cannot be merged with them.
         for i, buffer in enumerate(layout.flatten(tree)):
             with jax.named_scope(f"ampx.bucket_{i}"):
-                if not chained or before is None:
+                if not chains or before is None:
                     total = self._sum(buffer)
                 else:
-                    total = self._sum(_waiting_for(before, buffer))
-                    if layout.buckets[i].leaves[0] in ready:
-                        total = _without_last(total)
+                    total = self._sum(_make_wait(buffer, before))
+                    if layout.buckets[i].leaves[0] in flat:
+                        total = _clear_last(total)
             before = total[:1]
             reduced.append(total)
             sent.append(buffer.size * (self._wire_dtype(buffer) or buffer.dtype).itemsize)
-        empty = jax.tree.map(lambda leaf: leaf if leaf.size else self._summed_alone(leaf), tree)
+        # Leaves without elements are in no bucket; a sum marks them as the same on all devices.
+        empty = jax.tree.map(lambda leaf: leaf if leaf.size else self._sum_leaf(leaf), tree)
         return layout.unflatten(reduced, empty), sent
 
-    def _chunks(self) -> int:
+    def _count_parts(self) -> int:
         """How many equal parts a buffer is divided into on its way."""
         if self.wire_dtype is not None:
             return count_devices(self.axes)
         return count_devices(self.axes[1:]) if self.hierarchical else 1
 
-    def _with_room(self, bucket: Bucket, chained: bool) -> Bucket:
-        """A bucket with a spare element at its end, for what it has to wait for."""
-        if not chained or bucket.size > sum(bucket.sizes):
+    def _with_spare(self, bucket: Bucket) -> Bucket:
+        """A bucket whose last element belongs to no leaf: there `_make_wait` writes.
+
+        Where padding for `_count_parts` has left one, that one serves.
+        """
+        if bucket.size > sum(bucket.sizes):
             return bucket
-        return dataclasses.replace(bucket, size=bucket.size + self._chunks())
+        return dataclasses.replace(bucket, size=bucket.size + self._count_parts())
 
     def _wire_dtype(self, buffer: jax.Array) -> Any:
         """What a buffer is cast to on its way, if it is."""
@@ -207,18 +251,25 @@ class Reduction:
 
     def _sum(self, buffer: jax.Array) -> jax.Array:
         if (wire_dtype := self._wire_dtype(buffer)) is not None:
-            return _sum_of_narrow(buffer, self.axes, wire_dtype)
+            return _sum_in_wire_dtype(buffer, self.axes, wire_dtype)
         if self.hierarchical:
+            # With k devices along the inner axes each of them sums 1/k of the buffer inside its
+            # group, so that a slow link between groups carries 1/k of the bytes.
             outer, inner = self.axes[:1], self.axes[1:]
             part = lax.psum_scatter(buffer, inner, tiled=True)
             return lax.all_gather(lax.psum(part, outer), inner, tiled=True, to="invarying")
         return lax.psum(buffer, self.axes)
 
-    def _is_due(self, leaf: Any) -> bool:
+    def _is_unreduced(self, leaf: Any) -> bool:
         return bool(unreduced_axes(leaf) & set(self.axes))
 
-    def _resharded(self, grads: Any) -> tuple[Any, list[int]]:
-        """Under jit with Explicit axes JAX itself holds the sum that is due, and does it here."""
+    def _reshard(self, grads: Any) -> tuple[Any, list[int]]:
+        """Reduces where, under jit with Explicit axes, JAX itself holds a sum that is still due.
+
+        The type of such a gradient says `unreduced={"data"}`; a reshard to a type without it is the
+        all-reduce. JAX sums in the dtype that the gradient has, so there is nothing to widen, and
+        the whole mean is divided afterwards.
+        """
         axes = set(self.axes)
         size = 1
         sent: list[int] = []
@@ -228,176 +279,18 @@ class Reduction:
             sharding = jax.typeof(leaf).sharding
             size = math.prod(sharding.mesh.shape[axis] for axis in self.axes)
             spec = sharding.spec
-            if size > 1 and leaf.size and self._is_due(leaf):
+            if size > 1 and leaf.size and self._is_unreduced(leaf):
                 sent.append(math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
             left = frozenset(unreduced_axes(leaf) - axes)
             return jax.reshard(leaf, jax.P(*spec.partitions, unreduced=left))
 
         reduced = jax.tree.map(reduce, grads)
-        before, after = self._factors(size)
-        narrowed = jax.tree.map(lambda g, like: _narrowed(g, before * after, like), reduced, grads)
-        return narrowed, sent
+        factor = math.prod(self._mean_factors(size))
+        return jax.tree.map(lambda g, like: _narrow_leaf(g, factor, like), reduced, grads), sent
 
 
-def _flat_places(tree: Any) -> dict[str, int]:
-    """Path and place of the buffers of flat parameters, each a bucket with room at its end."""
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    flags = [
-        is_flat(node)
-        for node in jax.tree.leaves(tree, is_leaf=is_flat)
-        for _ in jax.tree.leaves(node)
-    ]
-    flagged = zip(paths, flags, strict=True)
-    return {path: place for place, (path, flag) in enumerate(flagged) if flag}
-
-
-def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:
-    for axis in axes:
-        if not tracks_varying(axis):
-            continue
-        for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-            if is_floating(leaf) and axis not in varying_axes(leaf):
-                raise ValueError(
-                    f"the gradient at {path_name(path) or 'the root'} is the same on all devices "
-                    f"along {axis!r}: JAX has summed it already, and reducing it again would make "
-                    "it n times too large. Take gradients with "
-                    f"ampx.value_and_grad(..., axis_name={axis!r}), or of parameters that went "
-                    f"through jax.lax.pcast(params, {axis!r}, to='varying')"
-                )
-
-
-def _narrowed(leaf: Any, factor: float, like: Any) -> Any:
-    if not is_floating(like):
-        return leaf
-    leaf = leaf if factor == 1 else leaf * jnp.asarray(factor, leaf.dtype)
-    return leaf.astype(like.dtype)
-
-
-def _waiting_for(before: jax.Array, buffer: jax.Array) -> jax.Array:
-    """The buffer, whose spare last element depends on `before` and lets no NaN of it through.
-
-    A true dependence: nothing less keeps XLA from merging reductions that are independent.
-    """
-    token = jnp.sum(jnp.isnan(before) if is_floating(before) else before > 0)
-    return buffer.at[-1].set(token.astype(buffer.dtype))
-
-
-def _without_last(buffer: jax.Array) -> jax.Array:
-    """Zero in the place of the last element; written in place, it would cost a copy."""
-    last = buffer.size - 1
-    return jnp.where(lax.iota(jnp.int32, buffer.size) < last, buffer, jnp.zeros_like(buffer))
-
-
-def _sum_of_narrow(buffer: jax.Array, axes: tuple[str, ...], wire_dtype: Any) -> jax.Array:
-    """A sum whose terms and result travel in `wire_dtype` and are added in the buffer's dtype."""
-    parts = buffer.astype(wire_dtype).reshape(count_devices(axes), -1)
-    received = lax.all_to_all(parts, axes, 0, 0)
-    own = jnp.sum(received.astype(buffer.dtype), axis=0).astype(wire_dtype)
-    return lax.all_gather(own, axes, tiled=True, to="invarying").astype(buffer.dtype)
-
-
-def all_reduce(
-    axis_name: str | Sequence[str],
-    *,
-    op: Op = "mean",
-    reduce_dtype: DTypeLike = jnp.float32,
-    wire_dtype: DTypeLike | None = None,
-    bucket_bytes: int | None = None,
-    tail_overlap: bool | None = None,
-    gradient_predivide_factor: float | None = None,
-    hierarchical: bool = False,
-    group_of: Callable[[str, Any], Hashable] | None = None,
-    order: Sequence[int] | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Reduces gradients over mapped axes, as one link of an optax chain.
-
-    Inside `shard_map`, gradients are each device's own, and one all-reduce for each bucket sums
-    them, once a step however many micro-batches there were. Inside a loss scale the verdict comes
-    from the local gradients, and the buckets wait for it: name the axes there too, as in
-    `dynamic_loss_scale(optax.chain(all_reduce("data"), optax.adamw(1e-3)), axis_names="data")`.
-
-    Args:
-      axis_name: the mapped axes that the batch is split over.
-      op: `"mean"` for gradients of each device's mean loss; `"sum"` for those of
-        `ampx.value_and_grad(axis_name=...)`, which are divided by the weight of all devices.
-      reduce_dtype: half gradients are widened to this before they are summed. float64 stays.
-      wire_dtype: with bfloat16, terms and sum travel in it and are added in `reduce_dtype`: half
-        the bytes, and an error of at most 2**-7 of the sum of the terms' magnitudes.
-      bucket_bytes: see `ampx.bucket_layout`.
-      tail_overlap: make each bucket wait for the one before it, so that XLA keeps them apart and
-        the first parameters can be updated before the last bucket has arrived. Off, XLA may merge
-        them. None: on, except on CPUs, where nothing runs beside a reduction.
-        `ampx.check_overlap` tells whether the rest of a step lets them.
-      gradient_predivide_factor: a mean divides by this before the sum and by the rest after it.
-        None: by all of the devices before, so that a sum of finite gradients is finite.
-      hierarchical: with axes such as `("host", "device")`: scatter over the inner ones, sum over
-        the first, gather over the inner ones, so that slow links carry 1/n.
-      group_of: see `ampx.bucket_layout`.
-      order: see `ampx.bucket_layout`.
-
-    Returns:
-      An optax transformation, the same for one device, many, and many processes.
-
-    Raises:
-      NameError: in `update`, outside of a `shard_map` that maps the axes. Under plain jit gradients
-        are global and JAX reduces them, except along Explicit axes where they are unreduced: these
-        are reduced here, one by one.
-      ValueError: in `update`, for gradients that are reduced already; for an unknown `op`,
-        `hierarchical` with one axis, or options that exclude each other.
-      TypeError: in `update`, for the mean of integers.
-
-    References:
-      Li et al., PyTorch Distributed, https://arxiv.org/abs/2006.15704; Horovod's
-      `gradient_predivide_factor`.
-
-    Examples:
-      >>> import ampx, jax, jax.numpy as jnp, optax
-      >>> from jax.sharding import PartitionSpec as P
-      >>> tx = optax.chain(ampx.all_reduce("data"), optax.sgd(1.0))
-      >>> def step(w, x):
-      ...     grads = ampx.value_and_grad(lambda w, x: jnp.mean(w * x))(w, x).grads
-      ...     updates, _ = tx.update(grads, tx.init(w), w)
-      ...     return w + updates
-      >>> auto = (jax.sharding.AxisType.Auto,)
-      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)
-      >>> step = jax.shard_map(
-      ...     step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-      ... )
-      >>> print(jax.jit(step)(jnp.array(3.0), jnp.ones(4)))
-      2.0
-    """
-    reduction = checked_reduction(
-        axis_name,
-        op=op,
-        reduce_dtype=reduce_dtype,
-        wire_dtype=wire_dtype,
-        bucket_bytes=bucket_bytes,
-        tail_overlap=tail_overlap,
-        gradient_predivide_factor=gradient_predivide_factor,
-        hierarchical=hierarchical,
-        group_of=group_of,
-        order=order,
-    )
-
-    def init(params: optax.Params) -> ReductionState:
-        return reduction_state(())
-
-    def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        overflow: jax.Array | None = None,
-        reduce_op: Op | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, ReductionState]:
-        return reduction.by(reduce_op).with_state(updates, overflow)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def checked_reduction(axis_name: str | Sequence[str], **options: Any) -> Reduction:
-    """A `Reduction` with these settings.
+def make_reduction(axis_name: str | Sequence[str], **options: Any) -> Reduction:
+    """Checks settings and makes a `Reduction` of them.
 
     Raises:
       ValueError: for settings that have no meaning, alone or together.
@@ -424,3 +317,81 @@ def checked_reduction(axis_name: str | Sequence[str], **options: Any) -> Reducti
     if options.get("order") is not None:
         options["order"] = tuple(options["order"])
     return Reduction(axes, **options)
+
+
+def _find_flat_buffers(tree: Any) -> dict[str, int]:
+    """Finds the buffers of flat parameters: from the path of each to its place among the leaves.
+
+    Such a buffer, of `ampx.fused.flatten`, is a bucket already, with a spare element at its end.
+    """
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    flags = [
+        is_flat(node)
+        for node in jax.tree.leaves(tree, is_leaf=is_flat)
+        for _ in jax.tree.leaves(node)
+    ]
+    flagged = zip(paths, flags, strict=True)
+    return {path: place for place, (path, flag) in enumerate(flagged) if flag}
+
+
+def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:
+    for axis in axes:
+        if not tracks_varying(axis):
+            continue
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+            if is_floating(leaf) and axis not in varying_axes(leaf):
+                raise ValueError(
+                    f"the gradient at {path_name(path) or 'the root'} is the same on all devices "
+                    f"along {axis!r}: JAX has summed it already, and reducing it again would make "
+                    "it n times too large. Take gradients with "
+                    f"ampx.value_and_grad(..., axis_name={axis!r}), or of parameters that went "
+                    f"through jax.lax.pcast(params, {axis!r}, to='varying')"
+                )
+
+
+def _narrow_leaf(leaf: Any, factor: float, like: Any) -> Any:
+    if not is_floating(like):
+        return leaf
+    leaf = leaf if factor == 1 else leaf * jnp.asarray(factor, leaf.dtype)
+    return leaf.astype(like.dtype)
+
+
+def _make_wait(buffer: jax.Array, before: jax.Array) -> jax.Array:
+    """Writes 0 or 1, computed from `before`, into the spare last element of a buffer.
+
+    The sum of this buffer can then not start before `before` is known. Simpler ways fail:
+
+    - `lax.optimization_barrier((buffer, before))` computes nothing, and XLA's CPU backend drops it
+      before it merges all-reduces: four of them with barriers between compile to one.
+    - Adding `0 * before` is either simplified away, or lets an infinity or NaN of one bucket into
+      the next as 0 * inf = NaN. A comparison yields 0 or 1 whatever the value is, and the compiler
+      cannot know which.
+
+    Nobody reads the element: it lies behind the last leaf.
+    """
+    # Of a reduced bucket whether its first element is NaN, of a verdict whether anything was found.
+    found = jnp.sum(jnp.isnan(before) if is_floating(before) else before > 0)
+    return buffer.at[-1].set(found.astype(buffer.dtype))
+
+
+def _clear_last(buffer: jax.Array) -> jax.Array:
+    """Puts a zero in the place of the last element, since the padding of flat parameters is zero.
+
+    A select fuses with what reads the buffer; `at[-1].set(0)` would first copy it.
+    """
+    last = buffer.size - 1
+    return jnp.where(lax.iota(jnp.int32, buffer.size) < last, buffer, jnp.zeros_like(buffer))
+
+
+def _sum_in_wire_dtype(buffer: jax.Array, axes: tuple[str, ...], wire_dtype: Any) -> jax.Array:
+    """Sums what travels in `wire_dtype` but is added in the dtype of the buffer.
+
+    A plain all-reduce in bfloat16 would round after each of its n - 1 additions. Here it is a
+    reduce-scatter by hand: each device gets its part of the buffer from all, adds in float32 and
+    rounds once. In bfloat16 a rounding is off by at most 2**-8, first of each term, then of the
+    sum: together 2**-7 of the sum of the magnitudes, for any n.
+    """
+    parts = buffer.astype(wire_dtype).reshape(count_devices(axes), -1)  # bf16[n, size / n]
+    received = lax.all_to_all(parts, axes, 0, 0)  # row i: device i's term of this device's part
+    own = jnp.sum(received.astype(buffer.dtype), axis=0).astype(wire_dtype)  # bf16[size / n]
+    return lax.all_gather(own, axes, tiled=True, to="invarying").astype(buffer.dtype)

@@ -18,7 +18,7 @@ from ampx.data_parallel.reduction import (
     Op,
     Reduction,
     ReductionState,
-    checked_reduction,
+    make_reduction,
     reduction_state,
 )
 from ampx.data_parallel.sharded_updates import Part, own_shard, partitioned, shard_dim
@@ -116,7 +116,7 @@ def zero1(
     """
     check_transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
-    reduction = checked_reduction(
+    reduction = make_reduction(
         axis_name, op=op, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, tail_overlap=False
     )
     axes = reduction.axes
@@ -135,7 +135,7 @@ def zero1(
     ) -> tuple[Any, Zero1State]:
         if params is None:
             raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
-        exchange = _Exchange(reduction.by(reduce_op), params)
+        exchange = _Exchange(reduction.with_op(reduce_op), params)
         whole_state = jax.eval_shape(inner.init, params)
         state_dims = _state_dims(whole_state, params, exchange.count)
         _check_state(state.inner_state, whole_state, state_dims, exchange.count)
@@ -235,7 +235,7 @@ class _Exchange:
 
         Leaves that are not divided are there whole.
         """
-        leaves, structure = jax.tree.flatten(self.reduction.widened(grads))
+        leaves, structure = jax.tree.flatten(self.reduction.widen(grads))
         rows = [self._rows(leaves[i], i) for i in self.divided]
         whole = [leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None]
 
@@ -248,14 +248,14 @@ class _Exchange:
 
         received = self._in_buckets(rows, scatter)
         shards = dict(zip(self.divided, received, strict=True))
-        sums, sent_whole = self.reduction.summed(whole)
+        sums, sent_whole = self.reduction.sum_over_devices(whole)
         rest = iter(sums)
         parts = [
             next(rest) if dim is None else self._shard(shards[i], i)
             for i, dim in enumerate(self.dims)
         ]
         shards_of_tree = jax.tree.unflatten(structure, parts)
-        return self.reduction.narrowed(shards_of_tree, grads), [*sent, *sent_whole]
+        return self.reduction.narrow(shards_of_tree, grads), [*sent, *sent_whole]
 
     def gathered(self, updates: Sequence[Any]) -> list[Any]:
         """Whole updates, from every device's shards."""

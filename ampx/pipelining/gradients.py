@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_choice
-from ampx.data_parallel.reduction import checked_reduction
+from ampx.data_parallel.reduction import make_reduction
 from ampx.mesh_axes import as_axes
 from ampx.pipelining.runtime.models import Model, Stash
 from ampx.pipelining.schedules.intervals import Edge
@@ -149,7 +149,7 @@ def value_and_grad(
     if axis_name in data:
         raise ValueError(f"{axis_name!r} is the axis of the stages: leave it out of data_axes")
 
-    over_all = checked_reduction(
+    over_all = make_reduction(
         (axis_name, *data), op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap
     )
     return PipelineGradients(

@@ -18,7 +18,7 @@ from ampx.accumulation.normalization import Normalize
 from ampx.accumulation.results import GradResult
 from ampx.accumulation.sparse_rows import densify
 from ampx.checking import check_transformation
-from ampx.data_parallel.reduction import Reduction, ReductionState, checked_reduction
+from ampx.data_parallel.reduction import Reduction, ReductionState, make_reduction
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite, unscale
@@ -259,7 +259,7 @@ def _reduced(
             f"tx reduces gradients, and so does train_step(axis_name={axes}): leave all_reduce "
             "out of tx"
         )
-    reduced, sent = reduction.with_state(grads, jnp.sum(verdict.counts))
+    reduced, sent = reduction.reduce(grads, jnp.sum(verdict.counts))
     return reduced, about, sent._asdict()
 
 
@@ -408,9 +408,7 @@ def _reduction(
     axis_name: str | Sequence[str] | None, bucket_bytes: int | None, tail_overlap: bool | None
 ) -> Reduction | None:
     if axes := as_axes(axis_name, may_be_empty=True):
-        return checked_reduction(
-            axes, op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap
-        )
+        return make_reduction(axes, op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap)
     for name, value in (("tail_overlap", tail_overlap), ("bucket_bytes", bucket_bytes)):
         if value:
             raise ValueError(
