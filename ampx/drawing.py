@@ -30,7 +30,7 @@ def format_scale(scale: float) -> str:
     return f"2^{exponent:.0f}" if exponent == round(exponent) and exponent else f"{scale:g}"
 
 
-def pyplot() -> Any:
+def import_pyplot() -> Any:
     """`matplotlib.pyplot`.
 
     Raises:
@@ -45,9 +45,9 @@ def pyplot() -> Any:
     return plt
 
 
-def new_axes(width: float, height: float) -> Axes:
+def make_axes(width: float, height: float) -> Axes:
     """Axes in a figure of their own, without a frame at the top and on the right."""
-    _, axes = pyplot().subplots(figsize=(width, height), layout="constrained")
+    _, axes = import_pyplot().subplots(figsize=(width, height), layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 
@@ -57,7 +57,7 @@ def width_in_points(axes: Axes) -> float:
     return axes.bbox.width / axes.figure.dpi * 72
 
 
-def mixed(light: str, dark: str, shade: float) -> tuple[float, ...]:
+def mix_colors(light: str, dark: str, shade: float) -> tuple[float, ...]:
     """A colour between two, given as "#RRGGBB"; a shade of 0 is the light one."""
     pairs = ((int(light[i : i + 2], 16), int(dark[i : i + 2], 16)) for i in (1, 3, 5))
     return tuple((a + (b - a) * shade) / 255 for a, b in pairs)

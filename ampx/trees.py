@@ -47,7 +47,7 @@ def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:
         return jnp.promote_types(first, second)
 
 
-def castable_dtype(dtype: DTypeLike, field: str) -> np.dtype:
+def as_castable_dtype(dtype: DTypeLike, field: str) -> np.dtype:
     """The dtype that a name stands for, if casts handle it; `field` is for the error message."""
     try:
         resolved = jnp.dtype(DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
@@ -70,7 +70,7 @@ def map_by_path(tree: Any, fun: Callable[[str, Any], Any]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: fun(path_name(path), leaf), tree)
 
 
-def chosen(choice: Any, tree: Any) -> Any:
+def resolve_choice(choice: Any, tree: Any) -> Any:
     """A choice for the parts of a tree, or what a function says of the tree.
 
     A module of bools that happens to be callable is a choice, as it is in optax.
@@ -141,7 +141,7 @@ def null_updates(tree: Any) -> Any:
     return jax.tree.map(null, tree)
 
 
-def finite_before(new: Any, old: Any) -> Any:
+def zero_where_old_is_not_finite(new: Any, old: Any) -> Any:
     """`new`, with zeros where `old` was non-finite already: some optimizers start from infinity."""
 
     def choose(new_leaf: Any, old_leaf: Any) -> Any:
@@ -152,7 +152,7 @@ def finite_before(new: Any, old: Any) -> Any:
     return jax.tree.map(choose, cast_like(new, old), old)
 
 
-def finite_or(new: Any, old: Any) -> Any:
+def keep_finite(new: Any, old: Any) -> Any:
     """`new`, element by element, except where a finite number of `old` would turn non-finite."""
 
     def choose(new_leaf: Any, old_leaf: Any) -> Any:

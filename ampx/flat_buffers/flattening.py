@@ -14,7 +14,7 @@ import optax
 from ampx.checking import check_positive_int
 from ampx.flat_buffers.buckets import Bucket, bucket_layout
 from ampx.flat_buffers.flat_params import FlatLayout, FlatParams, has_flat, is_flat
-from ampx.trees import chosen, path_name
+from ampx.trees import path_name, resolve_choice
 
 
 def flatten(
@@ -82,7 +82,7 @@ def flatten(
     params = jax.tree.map(jnp.asarray, params)
     choices: dict[str, Any] = {}
     if mask is not None:
-        labels = jax.tree.broadcast(chosen(mask, params), params)
+        labels = jax.tree.broadcast(resolve_choice(mask, params), params)
         choices = {
             path_name(path): label for path, label in jax.tree_util.tree_leaves_with_path(labels)
         }
@@ -169,11 +169,11 @@ def per_buffer(choice: Any) -> Any:
 
     def of(params: Any) -> Any:
         if not has_flat(params) or has_flat(choice):
-            return chosen(choice, params)
+            return resolve_choice(choice, params)
         view = jax.tree.map(
             lambda node: node.shapes() if is_flat(node) else node, params, is_leaf=is_flat
         )
-        of_tree = jax.tree.broadcast(chosen(choice, view), view, is_leaf=_is_masked)
+        of_tree = jax.tree.broadcast(resolve_choice(choice, view), view, is_leaf=_is_masked)
         nodes, structure = jax.tree.flatten(params, is_leaf=is_flat)
         parts = structure.flatten_up_to(of_tree)
         pairs = zip(nodes, parts, strict=True)

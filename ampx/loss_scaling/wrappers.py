@@ -115,13 +115,15 @@ def _scaled(
         no_updates = trees.null_updates(new_updates)
         whole_step = nonfinite_updates == "skip"
         # "hold" mends the state element by element, so only "skip" need judge it.
-        judged = trees.finite_before(new_inner, state.inner_state) if whole_step else ()
+        judged = (
+            trees.zero_where_old_is_not_finite(new_inner, state.inner_state) if whole_step else ()
+        )
         outcome = nonfinite.count_nonfinite((new_updates, judged), axis_names=axes)
         bad_update = jnp.any(outcome > 0)
         skip = overflow | bad_update if whole_step else overflow
         if not whole_step:
-            new_updates = trees.finite_or(new_updates, no_updates)
-            new_inner = trees.finite_or(new_inner, state.inner_state)
+            new_updates = trees.keep_finite(new_updates, no_updates)
+            new_inner = trees.keep_finite(new_inner, state.inner_state)
 
         counts_of_all = jnp.stack(counts).reshape(*shape, 2)
         moved = _moved(advance, state, counts_of_all, seen, skip, bad_update & ~overflow)

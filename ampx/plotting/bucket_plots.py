@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ampx.diagnostics.bucket_timelines import BucketTimeline
-from ampx.drawing import mixed, new_axes, width_in_points
+from ampx.drawing import make_axes, mix_colors, width_in_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +58,7 @@ def plot_buckets(
     """
     bucket_bytes, *spans = _checked(timeline)
     timeline = BucketTimeline(bucket_bytes, *spans)
-    axes = new_axes(9, 2.4) if axes is None else axes
+    axes = make_axes(9, 2.4) if axes is None else axes
     start = min(lane.min() for lane in spans)
     axes.set_xlim(start, start + timeline.total_time)
     axes.set_ylim(len(_LANES) - 0.5, -0.5)
@@ -71,7 +71,7 @@ def plot_buckets(
             axes.broken_barh(
                 [(low, high - low)],
                 (row - 0.4, 0.8),
-                facecolor=mixed(light, dark, shade),
+                facecolor=mix_colors(light, dark, shade),
                 edgecolor="white",
                 linewidth=min(0.6, (high - low) * points / 8),
             )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ampx.drawing import COLORS, format_scale, new_axes, width_in_points
+from ampx.drawing import COLORS, format_scale, make_axes, width_in_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,7 @@ def plot_exponents(
     edges = _edges(exponents) + math.log2(loss_scale)
     shares = {name: _shares(name, own, len(edges) - 1) for name, own in counts.items()}
     ranges = [_range_of(dtype) for dtype in formats]
-    axes = new_axes(8, 4.2) if axes is None else axes
+    axes = make_axes(8, 4.2) if axes is None else axes
     _set_limits(axes, edges, shares, ranges[0])
     for lane, own in enumerate(ranges):
         _draw_lane(axes, own, lane)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ampx.drawing import COLORS, pyplot
+from ampx.drawing import COLORS, import_pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,7 +91,7 @@ def plot_training(
 
 
 def _new_axes() -> tuple[Axes, Axes]:
-    _, (loss_axes, scale_axes) = pyplot().subplots(
+    _, (loss_axes, scale_axes) = import_pyplot().subplots(
         2, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
     )
     for axes in (loss_axes, scale_axes):

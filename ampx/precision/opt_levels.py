@@ -16,7 +16,7 @@ from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
 from ampx.autocasting.transform import autocast
 from ampx.flat_buffers.flattening import on_tree
 from ampx.precision.policies import PathRule, Policy, cast_by_path, get_policy, is_norm_path
-from ampx.trees import castable_dtype
+from ampx.trees import as_castable_dtype
 
 LossScaleChoice = float | Literal["dynamic", "none"] | None
 
@@ -229,7 +229,7 @@ def opt_level(
         raise ValueError(
             f"level must be 'O0', 'O1', 'O2' or 'O3' (letter O, not zero), got {level!r}"
         )
-    half = castable_dtype(half_dtype, "half_dtype")
+    half = as_castable_dtype(half_dtype, "half_dtype")
     if half == jnp.float32:
         raise ValueError("half_dtype must be float16 or bfloat16, got float32: use level 'O0'")
     _refuse_contradictions(level, keep_norm_float32, master_weights)

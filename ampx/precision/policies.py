@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
-from ampx.trees import DTYPE_NAMES, cast_floating, cast_leaf, castable_dtype, map_by_path
+from ampx.trees import DTYPE_NAMES, as_castable_dtype, cast_floating, cast_leaf, map_by_path
 
 PathRule = Callable[[str], bool]
 # "norm_dense" is a dense layer: half kernel and float32 bias would widen all that follows.
@@ -123,7 +123,7 @@ class Policy:
     def __post_init__(self) -> None:
         """Resolves names to dtypes."""
         for field in dataclasses.fields(self):
-            dtype = castable_dtype(getattr(self, field.name), field.name)
+            dtype = as_castable_dtype(getattr(self, field.name), field.name)
             object.__setattr__(self, field.name, dtype)
 
     def __str__(self) -> str:

@@ -160,7 +160,7 @@ def test_hold_keeps_bits_dtypes_and_keys():
 def test_finite_or_replaces_only_what_would_turn_nonfinite():
     new = jnp.array([1.0, NAN, INF, NAN])
     old = jnp.array([0.5, 0.5, 0.5, INF])
-    np.testing.assert_array_equal(trees.finite_or(new, old), [1.0, 0.5, 0.5, NAN])
+    np.testing.assert_array_equal(trees.keep_finite(new, old), [1.0, 0.5, 0.5, NAN])
 
 
 def test_landing_foresees_an_overflow_of_half_parameters_only():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ampx.drawing import mixed, new_axes, width_in_points
+from ampx.drawing import make_axes, mix_colors, width_in_points
 from ampx.pipelining.schedules.actions import Action
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.simulation import Simulation, run_schedule
@@ -58,7 +58,7 @@ def plot_schedule(schedule: Grid, *, axes: Axes | None = None, **simulation: Any
     """
     result = run_schedule(schedule, **simulation)
     if axes is None:
-        axes = new_axes(11, 1.3 + 0.42 * schedule.num_devices)
+        axes = make_axes(11, 1.3 + 0.42 * schedule.num_devices)
     for device in range(schedule.num_devices):
         axes.broken_barh([(0, result.makespan)], (device - 0.42, 0.84), color=_WAITING, zorder=0)
     _draw_actions(axes, schedule, result)
@@ -108,7 +108,7 @@ def _draw_actions(axes: Axes, schedule: Grid, result: Simulation) -> None:
         axes.broken_barh(
             spans,
             (device - 0.42, 0.84),
-            facecolor=mixed(*_KINDS[kind][1:], shade),
+            facecolor=mix_colors(*_KINDS[kind][1:], shade),
             edgecolor="white",
             linewidth=min(0.6, shortest / 8),
         )
@@ -124,6 +124,6 @@ def _place(schedule: Grid, action: Action) -> tuple[int, float]:
 def _draw_legend(axes: Axes, kinds: set[str]) -> None:
     for kind, (label, light, dark) in _KINDS.items():
         if kind in kinds:
-            axes.broken_barh([], (0, 0), facecolor=mixed(light, dark, _MIDDLE), label=label)
+            axes.broken_barh([], (0, 0), facecolor=mix_colors(light, dark, _MIDDLE), label=label)
     axes.broken_barh([], (0, 0), facecolor=_WAITING, label="waiting")
     axes.legend(loc="upper right", bbox_to_anchor=(1, 0), borderaxespad=2, ncols=5, frameon=False)
