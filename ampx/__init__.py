@@ -49,9 +49,10 @@ from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
 from ampx.precision.policies import Policy, get_policy, is_norm_path, norm_rule
 from ampx.precision.precision_schedules import Phase, PrecisionSchedule, precision_schedule
 from ampx.training.monitoring import metrics, progress_bar
+from ampx.training.step_execution import TrainStep
 from ampx.training.step_reports import StepReport
 from ampx.training.train_states import TrainState
-from ampx.training.train_step import TrainStep, train_step
+from ampx.training.train_step import train_step
 from ampx.trees import cast_floating
 from ampx.updates.applying import apply_updates
 

@@ -54,7 +54,7 @@ class StepReport(NamedTuple):
     reduced_bytes: jax.Array | None = None
 
 
-def local_norms(
+def measure_groups(
     grads: Any, group_of: Callable[[str], str]
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Norm and size of every parameter group.

@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
     model_state: Any = None
 
 
-def placed_beside(params: Any, state: Any) -> Any:
+def place_beside(params: Any, state: Any) -> Any:
     """A state whose counts and the like lie on all devices of the mesh that parameters lie on.
 
     Left where they are made, the first step would move them, and the next be compiled anew.
@@ -75,7 +75,7 @@ def is_nnx_pair(state: Any) -> bool:
     )
 
 
-def read(state: Any, tx: optax.GradientTransformation) -> TrainState:
+def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
     """Any supported state as a `TrainState`; an nnx model is its own `params`."""
     if isinstance(state, TrainState):
         return state
@@ -94,7 +94,7 @@ def read(state: Any, tx: optax.GradientTransformation) -> TrainState:
     )
 
 
-def write(state: Any, new: TrainState) -> Any:
+def write_back(state: Any, new: TrainState) -> Any:
     """`new` in the shape of the caller's `state`."""
     if isinstance(state, TrainState):
         return new
@@ -109,7 +109,7 @@ class Outcome(NamedTuple):
     applied: jax.Array
 
 
-def outcome(old_opt_state: optax.OptState, new_opt_state: optax.OptState) -> Outcome:
+def compare_states(old_opt_state: optax.OptState, new_opt_state: optax.OptState) -> Outcome:
     """Compares the optimizer states before and after an update."""
     skipped = is_skipped(new_opt_state)
     before, after = (find_nodes(s, MultiStepsState) for s in (old_opt_state, new_opt_state))
@@ -156,7 +156,7 @@ def apply_to_nnx(
     old_opt_state, opt_state = (nnx.as_pure(o.opt_state) for o in (state[1], optimizer))
     opt_state = trees.cast_like(opt_state, old_opt_state)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
-    skipped, applied = outcome(old_opt_state, opt_state)
+    skipped, applied = compare_states(old_opt_state, opt_state)
     optimizer.step[...] = trees.hold(~applied, optimizer.step[...], state[1].step[...])
     random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)
     _, old_learnt = nnx.split_state(
@@ -171,7 +171,7 @@ def advance(
 ) -> TrainState:
     """The next state: on a skip the step count and the model's state stand still."""
     # A weakly typed increment keeps the type of flax's step, a Python int: one trace, not two.
-    skipped, applied = outcome(state.opt_state, opt_state)
+    skipped, applied = compare_states(state.opt_state, opt_state)
     step = state.step + jnp.where(applied, 1, 0)
     if state.model_state is not None:
         new_model_state = trees.hold(skipped, new_model_state, state.model_state)

@@ -1,8 +1,7 @@
-"""One training step: precision, loss scale, micro-batches and optimizer put together."""
+"""`ampx.train_step`: builds a training step of a loss and an optimizer."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,255 +11,22 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ampx import flax_modules
 from ampx.accumulation.gradients import Remainder, value_and_grad
 from ampx.accumulation.normalization import Normalize
-from ampx.accumulation.results import GradResult
-from ampx.accumulation.sparse_rows import densify
 from ampx.checking import check_transformation
-from ampx.data_parallel.reduction import Reduction, ReductionState, make_reduction
+from ampx.data_parallel.reduction import Reduction, make_reduction
 from ampx.data_parallel.zero1 import Zero1State
-from ampx.fused.application import apply, can_apply
-from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite, unscale
-from ampx.loss_scaling.state import LossScaleState, current_loss_scale, find_outermost_loss_scale
-from ampx.loss_scaling.wrappers import loss_scale as choose_loss_scale
+from ampx.loss_scaling.state import LossScaleState
+from ampx.loss_scaling.wrappers import loss_scale as wrap_loss_scale
 from ampx.mesh_axes import as_axes
 from ampx.pipelining.shard_map_program import PipelineGradients
-from ampx.precision.follow_schedule import follow_schedule, precision_phase
+from ampx.precision.follow_schedule import follow_schedule
 from ampx.precision.opt_levels import Recipe, as_recipe
 from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
-from ampx.training import train_states
-from ampx.training.step_reports import StepReport, local_norms
-from ampx.training.train_states import TrainState
-from ampx.trees import cast_like, find_nodes
-from ampx.updates.applying import apply_updates
+from ampx.training.step_execution import TrainStep
+from ampx.trees import find_nodes
 from ampx.updates.clipping import clipped
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainStep:
-    """A pure function `step(state, batch, *, key=None) -> (state, StepReport)`, to be jitted.
-
-    With `jax.jit`, or `nnx.jit` for an nnx model, which keeps shared parameters shared.
-
-    Attributes:
-      tx: the whole optax transformation, loss scale and clipping included. Give this one to
-        flax's `TrainState.create` or `nnx.Optimizer`.
-
-    Examples:
-      >>> import ampx, jax, jax.numpy as jnp, optax
-      >>> step = ampx.train_step(lambda w, x: jnp.mean((w * x) ** 2), optax.sgd(0.5))
-      >>> jitted = jax.jit(step, donate_argnums=0)
-      >>> state, report = jitted(step.init(jnp.array(2.0)), jnp.ones(4))
-      >>> float(state.params)
-      0.0
-    """
-
-    tx: optax.GradientTransformationExtraArgs
-    grads_of: Callable[..., GradResult] = dataclasses.field(repr=False)
-    recipe: Recipe | None
-    learning_rate: optax.ScalarOrSchedule | None
-    group_of: Callable[[str], str] | None
-    reduction: Reduction | None = dataclasses.field(default=None, repr=False)
-    schedule: PrecisionSchedule | None = None
-
-    def init(
-        self, params: Any, *, key: jax.Array | None = None, model_state: Any = None
-    ) -> TrainState:
-        """A first state.
-
-        Args:
-          params: a pytree of parameters, or `ampx.fused.FlatParams`, stored as the policy says.
-          key: a random key, if `loss_fn` takes one.
-          model_state: batch statistics and the like, if `loss_fn` takes them.
-
-        Returns:
-          A `TrainState`; copies, so that it can be donated without losing `params`.
-        """
-        if flax_modules.is_nnx_module(params):
-            raise TypeError("for an nnx model make the pair (model, nnx.Optimizer(model, step.tx))")
-        stored = params if self.recipe is None else self.recipe.cast_params(params)
-        stored, key, model_state = jax.tree.map(jnp.copy, (stored, key, model_state))
-        step = jnp.zeros((), jnp.int32)
-        state = TrainState(step, stored, self.tx.init(stored), key, model_state)
-        return train_states.placed_beside(params, state)
-
-    def __call__(
-        self, state: Any, batch: Any, *, key: jax.Array | None = None
-    ) -> tuple[Any, StepReport]:
-        """One step.
-
-        Args:
-          state: an `ampx.TrainState`, a flax linen `TrainState`, or a pair (nnx model,
-            nnx.Optimizer).
-          batch: a pytree of arrays with a leading batch axis.
-          key: a random key for this step, instead of the state's own.
-
-        Returns:
-          The next state, of the same kind, and a `StepReport`.
-
-        Raises:
-          TypeError: for a state of another kind.
-          ValueError: for a flax state that was made with another optimizer than `step.tx`.
-        """
-        now = train_states.read(state, self.tx)
-        next_key = now.key
-        if key is None and now.key is not None:
-            next_key, key = jax.random.split(now.key)
-        train_states.check_loss_scale_is_outermost(now.opt_state)
-        scale = current_loss_scale(now.opt_state)
-        is_nnx, norm = train_states.is_nnx_pair(state), None
-        wrt = state[1].wrt if is_nnx else None
-        about: dict[str, Any] = {}
-        if self.schedule is not None:
-            about["phase"] = precision_phase(now.opt_state)
-        result = self.grads_of(
-            now.params,
-            batch,
-            loss_scale=scale,
-            key=key,
-            model_state=now.model_state,
-            wrt=wrt,
-            **about,
-        )
-        grads = densify(result.grads)
-        extra_args: dict[str, Any] = {"weight": result.weight}
-        if about:
-            extra_args["value"] = result.loss
-        if self.reduction is not None:
-            grads, of_reduction, sent = _reduced(self.reduction, grads, now.opt_state)
-            extra_args |= of_reduction
-            about |= sent
-        elif result.verdict is not None and find_outermost_loss_scale(now.opt_state) is not None:
-            extra_args["verdict"] = Verdict(result.verdict, ())
-        if is_nnx:
-            with jax.named_scope("ampx.update"):
-                new_state = train_states.apply_to_nnx(state, grads, result.model_state, extra_args)
-            new_opt_state = train_states.read(new_state, self.tx).opt_state
-        else:
-            params, new_opt_state, norm = self._applied(grads, now, extra_args)
-            following = train_states.advance(
-                now, params, new_opt_state, next_key, result.model_state
-            )
-            new_state = train_states.write(state, following)
-        result = result._replace(grads=grads)
-        report = self._report(now, new_opt_state, result, scale, norm)
-        return new_state, report._replace(**about)
-
-    def in_phase(self, number: int) -> TrainStep:
-        """The step of one phase of its precision schedule, compiled without the others.
-
-        For a loop that chooses by `schedule.phase_at(i)`: faster on CPUs, where XLA runs what is
-        inside a `switch` on one core, and smaller. States are the same, so the steps take turns.
-
-        Args:
-          number: of the phase, from 0.
-
-        Returns:
-          A `TrainStep`. Whether it was called in its phase is seen in `report.phase`.
-
-        Raises:
-          IndexError: if there is no such phase.
-
-        Examples:
-          >>> import ampx, jax, jax.numpy as jnp, optax
-          >>> schedule = ampx.precision_schedule("fast1|step|0.5", total_steps=4)
-          >>> def loss_fn(w, x):
-          ...     return jnp.mean(w * x.astype(w.dtype))
-          >>> step = ampx.train_step(loss_fn, optax.sgd(0.1), policy=schedule)
-          >>> steps = [jax.jit(step.in_phase(number)) for number in range(2)]
-          >>> state = step.init(jnp.ones(()))
-          >>> for i in range(4):
-          ...     state, report = steps[schedule.phase_at(i)](state, jnp.ones(4))
-          ...     print(report.phase)
-          0
-          0
-          1
-          1
-        """
-        phases = () if self.schedule is None else self.schedule.phases
-        if not 0 <= number < len(phases):
-            raise IndexError(f"number must be that of one of {len(phases)} phases, got {number}")
-
-        def grads_of(*args: Any, phase: jax.Array, **kwargs: Any) -> GradResult:
-            return self.grads_of(*args, phase=number, **kwargs)
-
-        return dataclasses.replace(self, grads_of=grads_of)
-
-    @jax.named_scope("ampx.update")
-    def _applied(
-        self, grads: Any, now: TrainState, extra_args: dict[str, Any]
-    ) -> tuple[Any, Any, jax.Array | None]:
-        """New parameters and optimizer state, and the norm of the gradients if it came along."""
-        if can_apply(now.opt_state):
-            params, opt_state, report = apply(
-                self.tx, grads, now.opt_state, now.params, **extra_args
-            )
-            return params, opt_state, report.global_norm
-        updates, opt_state = self.tx.update(grads, now.opt_state, now.params, **extra_args)
-        # float32 gradients must not widen the half moments that half parameters came with.
-        opt_state = cast_like(opt_state, now.opt_state)
-        return apply_updates(now.params, updates), opt_state, None
-
-    def _report(
-        self,
-        now: TrainState,
-        new_opt_state: Any,
-        result: GradResult,
-        scale: jax.Array,
-        norm: jax.Array | None,
-    ) -> StepReport:
-        grads = unscale(result.grads, scale)
-        if norm is None:
-            norm = optax.tree.norm(grads)
-        sharded = find_nodes(new_opt_state, Zero1State)
-        if sharded:
-            norm = sharded[0].gradient_norm
-            if self.group_of is not None:
-                raise ValueError("local_norm is not known with zero1, which reduces inside tx")
-        local_norm = size = None
-        if self.group_of is not None:
-            local_norm, size = local_norms(grads, self.group_of)
-        return StepReport(
-            loss=result.loss,
-            overflow=train_states.outcome(now.opt_state, new_opt_state).skipped,
-            loss_scale=scale,
-            learning_rate=self._learning_rate(now, new_opt_state),
-            global_norm=norm,
-            local_norm=local_norm,
-            size=size,
-            aux=result.aux,
-        )
-
-    def _learning_rate(self, now: TrainState, new_opt_state: Any) -> jax.Array | None:
-        rate = self.learning_rate
-        if rate is None:
-            # inject_hyperparams stores the rate it has just used, beside the schedule's own state.
-            found = optax.tree.get_all_with_path(
-                new_opt_state, "learning_rate", lambda _, value: isinstance(value, jax.Array)
-            )
-            return found[0][1] if len(found) == 1 else None
-        return jnp.asarray(rate(now.step) if callable(rate) else rate, jnp.float32)
-
-
-def _reduced(
-    reduction: Reduction, grads: Any, opt_state: Any
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Gradients as `tx` wants them, what it should know of them, and what the report tells."""
-    axes = reduction.axes
-    verdict = Verdict(count_nonfinite(grads, axis_names=axes), axes)
-    judges = find_outermost_loss_scale(opt_state) is not None
-    about = {"verdict": verdict} if judges else {}
-    if find_nodes(opt_state, Zero1State):
-        return grads, {**about, "reduce_op": reduction.op}, {}
-    if find_nodes(opt_state, ReductionState):
-        raise ValueError(
-            f"tx reduces gradients, and so does train_step(axis_name={axes}): leave all_reduce "
-            "out of tx"
-        )
-    reduced, sent = reduction.reduce(grads, jnp.sum(verdict.counts))
-    return reduced, about, sent._asdict()
 
 
 def train_step(
@@ -358,19 +124,6 @@ def train_step(
     if isinstance(policy, PrecisionSchedule):
         schedule, policy = policy, policy.recipes[0]
     recipe = as_recipe(policy)
-    if isinstance(loss_scale, str) and loss_scale == "policy":
-        loss_scale = getattr(schedule or recipe, "loss_scale", None)
-    elif loss_scale is not None and schedule is not None and schedule.loss_scale != "dynamic":
-        raise ValueError(
-            f"loss_scale={loss_scale!r} would be used in no phase of the schedule '{schedule}': "
-            "only those use it whose recipe has loss_scale='dynamic'"
-        )
-    if max_grad_norm is not None:
-        if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
-            raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
-        if not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}: None is off")
-        tx = _clipped(tx, max_grad_norm)
     grads_of = (
         loss_fn
         if isinstance(loss_fn, PipelineGradients)
@@ -388,13 +141,44 @@ def train_step(
         )
     )
     group_of = _first_component if local_norm is True else (local_norm or None)
-    tx = optax.with_extra_args_support(choose_loss_scale(loss_scale, tx))
-    tx = follow_schedule(tx, schedule) if schedule else tx
-    reduction = _reduction(axis_name, bucket_bytes, tail_overlap)
-    return TrainStep(tx, grads_of, recipe, learning_rate, group_of, reduction, schedule)
+    reduction = _choose_reduction(axis_name, bucket_bytes, tail_overlap)
+    whole_tx = _wrap(tx, max_grad_norm, _choose_loss_scale(loss_scale, recipe, schedule), schedule)
+    return TrainStep(whole_tx, grads_of, recipe, learning_rate, group_of, reduction, schedule)
+
+
+def _choose_loss_scale(
+    given: Any, recipe: Recipe | None, schedule: PrecisionSchedule | None
+) -> Any:
+    """The caller's loss scale, or that of the precision."""
+    if isinstance(given, str) and given == "policy":
+        return getattr(schedule or recipe, "loss_scale", None)
+    if given is not None and schedule is not None and schedule.loss_scale != "dynamic":
+        raise ValueError(
+            f"loss_scale={given!r} would be used in no phase of the schedule '{schedule}': "
+            "only those use it whose recipe has loss_scale='dynamic'"
+        )
+    return given
+
+
+def _wrap(
+    tx: optax.GradientTransformation,
+    max_grad_norm: float | None,
+    loss_scale: Any,
+    schedule: PrecisionSchedule | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Puts around an optimizer, from the inside out: the clip, the loss scale, the schedule.
+
+    In this order the clip sees unscaled gradients, and a schedule can change the loss scale when
+    its phase changes.
+    """
+    if max_grad_norm is not None:
+        tx = _clip(tx, max_grad_norm)
+    tx = optax.with_extra_args_support(wrap_loss_scale(loss_scale, tx))
+    return follow_schedule(tx, schedule) if schedule else tx
 
 
 def _refuse_options(**options: Any) -> None:
+    """Refuses arguments about gradients beside a pipeline, which has its own."""
     defaults = inspect.signature(train_step).parameters
     for name, value in options.items():
         if value is not defaults[name].default and value != defaults[name].default:
@@ -404,7 +188,7 @@ def _refuse_options(**options: Any) -> None:
             )
 
 
-def _reduction(
+def _choose_reduction(
     axis_name: str | Sequence[str] | None, bucket_bytes: int | None, tail_overlap: bool | None
 ) -> Reduction | None:
     if axes := as_axes(axis_name, may_be_empty=True):
@@ -418,9 +202,13 @@ def _reduction(
     return None
 
 
-def _clipped(
+def _clip(
     tx: optax.GradientTransformation, max_grad_norm: float
 ) -> optax.GradientTransformationExtraArgs:
+    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
+        raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
+    if not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}: None is off")
     clipping = clipped(tx, max_grad_norm)
 
     def init(params: optax.Params) -> optax.OptState:

@@ -278,8 +278,8 @@ def test_init_refuses_nnx_models():
 def test_read_and_write_are_inverse():
     tx = optax.sgd(0.1)
     _, state = make("linen", tx)
-    read = train_states.read(state, state.tx)
-    written = train_states.write(state, read._replace(step=jnp.array(7)))
+    read = train_states.as_train_state(state, state.tx)
+    written = train_states.write_back(state, read._replace(step=jnp.array(7)))
     assert int(written.step) == 7 and written.tx is state.tx
     chex.assert_trees_all_equal(written.batch_stats, state.batch_stats)
 
