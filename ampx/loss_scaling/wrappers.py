@@ -1,4 +1,4 @@
-"""Loss scaling: when a step counts, when it is undone, and how the scale moves.
+"""The loss scales of ampx: optax wrappers that take scaled gradients and skip bad steps.
 
 The scale lives inside the optimizer state, in an optax wrapper around any transformation. One
 update does, in this order: judge the scaled gradients, agree on the verdict over every device,
@@ -8,212 +8,14 @@ verdict was bad, and only then move the scale.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ampx import trees
-from ampx.checking import check_choice, check_positive_int, check_transformation
-from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, check_scale, parse_choice
-from ampx.loss_scaling.nonfinite import Verdict
-from ampx.loss_scaling.state import LossScaleState
-from ampx.mesh_axes import as_axes
-from ampx.trees import find_nodes, has_mark
-from ampx.updates.applying import apply_updates
-from ampx.updates.gradient_norms import fold_clip, measure_and_judge
-from ampx.updates.tails import Applied, Tail, hold_wrappers, takes_tail, unwrap_results
-
-NonfiniteUpdates = Literal["hold", "skip"]
-# --- the wrapper that all loss scales share ------------------------------------------------------
-
-Advance = Callable[[LossScaleState, jax.Array], LossScaleState]
-
-
-def _scaled(
-    inner: optax.GradientTransformation,
-    init_scale: float,
-    hysteresis: int,
-    advance: Advance,
-    *,
-    num_losses: int,
-    axis_names: Sequence[str],
-    saturation_dtype: DTypeLike | None,
-    nonfinite_updates: NonfiniteUpdates,
-) -> optax.GradientTransformationExtraArgs:
-    check_transformation("inner", inner)
-    check_positive_int("num_losses", num_losses)
-    check_choice("nonfinite_updates", nonfinite_updates, get_args(NonfiniteUpdates))
-    axis_names = as_axes(axis_names, "axis_names", may_be_empty=True)
-    inner = optax.with_extra_args_support(inner)
-    shape = () if num_losses == 1 else (num_losses,)
-    can_fold = num_losses == 1 and saturation_dtype is None and nonfinite_updates == "hold"
-
-    def init(params: optax.Params) -> LossScaleState:
-        inner_state = inner.init(params)
-        if find_nodes(inner_state, LossScaleState):
-            raise ValueError(
-                "inner already has a loss scale: gradients would be unscaled twice; wrap once"
-            )
-        # One buffer a field: a buffer that appears twice in a state cannot be donated.
-        return LossScaleState(
-            loss_scale=jnp.full(shape, init_scale, jnp.float32),
-            growth_tracker=jnp.zeros(shape, jnp.int32),
-            hysteresis_tracker=jnp.full(shape, hysteresis, jnp.int32),
-            inf_total=jnp.zeros(shape, jnp.int32),
-            nan_total=jnp.zeros(shape, jnp.int32),
-            floor_hits=jnp.zeros(shape, jnp.int32),
-            overflow=jnp.zeros((), bool),
-            skipped_total=jnp.zeros((), jnp.int32),
-            bad_update_total=jnp.zeros((), jnp.int32),
-            floor_flag=jnp.zeros((), bool),
-            inner_state=inner_state,
-        )
-
-    def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        verdict: Verdict | None = None,
-        tail: Tail | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, LossScaleState]:
-        if can_fold and takes_tail(state.inner_state):
-            return folded_update(updates, state, params, verdict, tail or Tail(), extra_args)
-        per_loss = _gradients_per_loss(updates, num_losses)
-        reduces = has_mark(state.inner_state, "reduces_gradients")
-        axes = axis_names or (verdict.axes if reduces and verdict else ())
-        if reduces and not axes:
-            raise ValueError(
-                "the transformation inside reduces gradients over mapped axes, so all devices must "
-                "agree on what to skip: give this loss scale axis_names, as in axis_names='data'"
-            )
-        if verdict is not None and num_losses == 1 and saturation_dtype is None:
-            counts = [verdict.counts]
-        else:
-            counts = [
-                nonfinite.count_nonfinite(g, axis_names=axes, saturation_dtype=saturation_dtype)
-                for g in per_loss
-            ]
-        if reduces:
-            extra_args["overflow"] = sum(jnp.sum(c) for c in counts)
-        overflow = jnp.any(jnp.stack(counts) > 0)
-        seen = jnp.array([g is not None for g in per_loss]).reshape(shape)
-        grads = _unscaled_sum(per_loss, state.loss_scale.reshape(num_losses))
-        if tail is not None and tail.max_norm is not None:
-            grads, _ = optax.clip_by_global_norm(tail.max_norm).update(grads, optax.EmptyState())
-
-        with jax.named_scope("ampx.update"):
-            new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
-        new_updates = nonfinite.mark_overflowing(new_updates, params)
-        no_updates = trees.null_updates(new_updates)
-        whole_step = nonfinite_updates == "skip"
-        # "hold" mends the state element by element, so only "skip" need judge it.
-        judged = (
-            trees.zero_where_old_is_not_finite(new_inner, state.inner_state) if whole_step else ()
-        )
-        outcome = nonfinite.count_nonfinite((new_updates, judged), axis_names=axes)
-        bad_update = jnp.any(outcome > 0)
-        skip = overflow | bad_update if whole_step else overflow
-        if not whole_step:
-            new_updates = trees.keep_finite(new_updates, no_updates)
-            new_inner = trees.keep_finite(new_inner, state.inner_state)
-
-        counts_of_all = jnp.stack(counts).reshape(*shape, 2)
-        moved = _moved(advance, state, counts_of_all, seen, skip, bad_update & ~overflow)
-        moved = moved._replace(inner_state=trees.hold(skip, new_inner, state.inner_state))
-        new_updates = trees.hold(skip, new_updates, no_updates)
-        if tail is not None and tail.new_params:
-            return Applied(apply_updates(params, new_updates), None), moved
-        return new_updates, moved
-
-    def folded_update(
-        updates: Any,
-        state: LossScaleState,
-        params: Any,
-        verdict: Verdict | None,
-        tail: Tail,
-        extra_args: dict[str, Any],
-    ) -> tuple[Any, LossScaleState]:
-        """For a fused optimizer, which divides by the scale and holds its state by itself."""
-        factor, norm = 1 / state.loss_scale, None
-        counts = None if verdict is None else verdict.counts
-        if counts is None or tail.max_norm is not None:
-            norm, local_counts = measure_and_judge(updates, factor, tail.squares)
-            counts = nonfinite.agree_on(local_counts, axis_names) if counts is None else counts
-        overflow = jnp.any(counts > 0)
-        tail = fold_clip(
-            dataclasses.replace(tail, factor=factor, skip=overflow, norm=norm), updates
-        )
-        with jax.named_scope("ampx.update"):
-            new_updates, new_inner = inner.update(
-                updates, state.inner_state, params, tail=tail, **extra_args
-            )
-        new_updates, bad_update = unwrap_results(new_updates)
-        if tail.new_params:
-            new_updates = Applied(new_updates, norm)
-        moved = _moved(
-            advance, state, counts, jnp.ones(shape, bool), overflow, bad_update & ~overflow
-        )
-        new_inner = hold_wrappers(overflow, new_inner, state.inner_state)
-        return new_updates, moved._replace(inner_state=new_inner)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _moved(
-    advance: Advance,
-    state: LossScaleState,
-    counts: jax.Array,
-    seen: jax.Array,
-    skip: jax.Array,
-    is_bad_update: jax.Array,
-) -> LossScaleState:
-    """The scale and its counters after a step; `counts` ends in an axis of (inf, NaN)."""
-    found = counts > 0
-    moved = advance(state, jnp.any(found, axis=-1))
-    return moved._replace(
-        **{
-            name: jnp.where(seen, getattr(moved, name), getattr(state, name))
-            for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits")
-        },
-        inf_total=state.inf_total + found[..., 0].astype(jnp.int32),
-        nan_total=state.nan_total + found[..., 1].astype(jnp.int32),
-        overflow=skip,
-        skipped_total=state.skipped_total + skip.astype(jnp.int32),
-        bad_update_total=state.bad_update_total + is_bad_update.astype(jnp.int32),
-    )
-
-
-def _gradients_per_loss(updates: Any, num_losses: int) -> list[Any]:
-    if num_losses == 1:
-        return [updates]
-    if not isinstance(updates, tuple | list) or len(updates) != num_losses:
-        length = f" of length {len(updates)}" if isinstance(updates, tuple | list) else ""
-        raise ValueError(
-            f"num_losses={num_losses}: update() takes a tuple of {num_losses} gradient trees, one "
-            f"per loss (None for a loss left out), got {type(updates).__name__}{length}"
-        )
-    if all(grads is None for grads in updates):
-        raise ValueError("every loss was left out: at least one gradient tree is needed")
-    return list(updates)
-
-
-def _unscaled_sum(per_loss: list[Any], scales: jax.Array) -> Any:
-    """Each loss's gradients over its own scale, then their sum: never the other way round."""
-    unscaled = [
-        nonfinite.unscale(grads, scales[i]) for i, grads in enumerate(per_loss) if grads is not None
-    ]
-    return jax.tree.map(lambda first, *rest: sum(rest, first), *unscaled)
-
-
-# --- the public loss scales ----------------------------------------------------------------------
+from ampx.loss_scaling.scaled_update import NonfiniteUpdates, wrap_with_scale
 
 
 def dynamic_loss_scale(
@@ -311,7 +113,7 @@ def dynamic_loss_scale(
         on_floor=on_floor,
         powers_of_two=powers_of_two,
     )
-    return _scaled(
+    return wrap_with_scale(
         inner,
         init_scale,
         hysteresis,
@@ -357,7 +159,7 @@ def static_loss_scale(
       Array([-1.], dtype=float32)
     """
     check_scale("scale", scale, powers_of_two=False)
-    return _scaled(
+    return wrap_with_scale(
         inner,
         scale,
         1,

@@ -1,0 +1,383 @@
+"""One update of a loss-scaled optimizer: the path that all loss scales share.
+
+Each loss scale of `ampx.loss_scaling.wrappers` is the same optax transformation, made by
+`wrap_with_scale`. They differ in one function, `advance`, which says where the scale goes next. An
+update is three steps: a judgement, a transition, and a move of the scale.
+
+    gradients, times the scale, of this device        f32 or half, any shapes
+        |
+      judge ------ count infinities and NaN; sum the counts over devices   int32[2]
+        |
+      transition - unscale > inner update > undo if the judgement was bad  params' shapes
+        |
+      move ------- the scale, then the totals                              LossScaleState
+        |
+    updates, new state
+
+Judgement and transition come in two forms. The plain form works around any optax transformation:
+it divides the gradients by the scale, and on a skip it chooses the old state, leaf by leaf. The
+fused form works around an optimizer of `ampx.fused`: it hands the factor 1/scale and the verdict
+down as a `Tail`, and the optimizer does both in the one pass in which it reads each number anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from ampx import trees
+from ampx.checking import check_choice, check_positive_int, check_transformation
+from ampx.loss_scaling import nonfinite
+from ampx.loss_scaling.nonfinite import Verdict
+from ampx.loss_scaling.state import LossScaleState
+from ampx.mesh_axes import as_axes
+from ampx.trees import find_nodes, has_mark
+from ampx.updates.applying import apply_updates
+from ampx.updates.gradient_norms import fold_clip, measure_and_judge
+from ampx.updates.tails import Applied, Tail, hold_wrappers, takes_tail, unwrap_results
+
+NonfiniteUpdates = Literal["hold", "skip"]
+# From the state and bool[*losses], which losses were bad, to the state with its scale moved.
+Advance = Callable[[LossScaleState, jax.Array], LossScaleState]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What stays the same in all updates of one loss scale; see `ampx.dynamic_loss_scale`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    advance: Advance
+    num_losses: int
+    axis_names: tuple[str, ...]
+    saturation_dtype: DTypeLike | None
+    nonfinite_updates: NonfiniteUpdates
+
+    def __post_init__(self) -> None:
+        check_positive_int("num_losses", self.num_losses)
+        check_choice("nonfinite_updates", self.nonfinite_updates, get_args(NonfiniteUpdates))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what each loss has its own of: a scalar for one loss, else a vector."""
+        return () if self.num_losses == 1 else (self.num_losses,)
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the fused form can do what these settings ask for.
+
+        Its kernels take one factor for all gradients, so there must be one loss; its verdict comes
+        from a sum of squares, which does not see saturated numbers; and it writes parameters before
+        all updates are known, so it can hold elements but not undo the step for one of them.
+        """
+        is_elementwise = self.nonfinite_updates == "hold"
+        return self.num_losses == 1 and self.saturation_dtype is None and is_elementwise
+
+
+class Call(NamedTuple):
+    """The arguments of one update.
+
+    Attributes:
+      grads: gradients times the loss scale; a tuple of such trees where there are several losses.
+      state: the state that the last update left. Its scale is the one that `grads` were made with.
+      params: the parameters, or None if nobody gave them.
+      verdict: a judgement that somebody else has made, or None.
+      tail: what the caller asks for besides updates, or None.
+      extra_args: further arguments, handed to the inner transformation.
+    """
+
+    grads: Any
+    state: LossScaleState
+    params: Any
+    verdict: Verdict | None
+    tail: Tail | None
+    extra_args: dict[str, Any]
+
+
+class Judgement(NamedTuple):
+    """What is known of the gradients before anything is computed with them.
+
+    Attributes:
+      counts: int32[*losses, 2], arrays with an infinity and arrays with a NaN, the same on all
+        devices that must agree.
+      overflow: bool scalar, whether any count is above zero. Then the step is skipped.
+      seen: numpy bool[*losses], which losses took part, known while tracing.
+      axes: the mapped axes whose devices must agree.
+      norm: float32 scalar, global norm of the unscaled gradients; None if nobody measured it.
+    """
+
+    counts: jax.Array
+    overflow: jax.Array
+    seen: np.ndarray
+    axes: tuple[str, ...]
+    norm: jax.Array | None = None
+
+
+class Transition(NamedTuple):
+    """What a step changes besides the scale, already undone if the step is skipped.
+
+    Attributes:
+      updates: like the parameters; or an `Applied`, if the tail asks for new parameters.
+      inner_state: the wrapped transformation's.
+      skip: bool scalar, whether the step was undone.
+      is_bad_update: bool scalar, whether finite gradients gave something that is not finite.
+    """
+
+    updates: Any
+    inner_state: optax.OptState
+    skip: jax.Array
+    is_bad_update: jax.Array
+
+
+def wrap_with_scale(
+    inner: optax.GradientTransformation,
+    init_scale: float,
+    hysteresis: int,
+    advance: Advance,
+    *,
+    num_losses: int,
+    axis_names: Sequence[str],
+    saturation_dtype: DTypeLike | None,
+    nonfinite_updates: NonfiniteUpdates,
+) -> optax.GradientTransformationExtraArgs:
+    """A loss scale around `inner` that moves by `advance`; the rest as in `dynamic_loss_scale`."""
+    check_transformation("inner", inner)
+    axes = as_axes(axis_names, "axis_names", may_be_empty=True)
+    inner = optax.with_extra_args_support(inner)
+    settings = Settings(inner, advance, num_losses, axes, saturation_dtype, nonfinite_updates)
+
+    def init(params: optax.Params) -> LossScaleState:
+        return _init_state(settings, init_scale, hysteresis, params)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        verdict: Verdict | None = None,
+        tail: Tail | None = None,
+        **extra_args: Any,
+    ) -> tuple[Any, LossScaleState]:
+        call = Call(updates, state, params, verdict, tail, extra_args)
+        is_fused = settings.can_fuse and takes_tail(state.inner_state)
+        judge, transit = (_judge_fused, _transit_fused) if is_fused else (_judge, _transit)
+        judgement = judge(settings, call)
+        # Nothing below this line but `transit` reads a gradient or a parameter, and it gets all it
+        # needs as arguments: it is the piece to put behind one `lax.cond` on `judgement.overflow`.
+        transition = transit(settings, call, judgement)
+        return transition.updates, _move(settings.advance, state, judgement, transition)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init_state(
+    settings: Settings, init_scale: float, hysteresis: int, params: optax.Params
+) -> LossScaleState:
+    inner_state = settings.inner.init(params)
+    if find_nodes(inner_state, LossScaleState):
+        raise ValueError(
+            "inner already has a loss scale: gradients would be unscaled twice; wrap once"
+        )
+    shape = settings.shape
+    # One buffer a field: a buffer that appears twice in a state cannot be donated.
+    return LossScaleState(
+        loss_scale=jnp.full(shape, init_scale, jnp.float32),
+        growth_tracker=jnp.zeros(shape, jnp.int32),
+        hysteresis_tracker=jnp.full(shape, hysteresis, jnp.int32),
+        inf_total=jnp.zeros(shape, jnp.int32),
+        nan_total=jnp.zeros(shape, jnp.int32),
+        floor_hits=jnp.zeros(shape, jnp.int32),
+        overflow=jnp.zeros((), bool),
+        skipped_total=jnp.zeros((), jnp.int32),
+        bad_update_total=jnp.zeros((), jnp.int32),
+        floor_flag=jnp.zeros((), bool),
+        inner_state=inner_state,
+    )
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+def _judge(settings: Settings, call: Call) -> Judgement:
+    """The plain judgement: looks at every element, unless somebody has done so.
+
+    A verdict from outside is one pair of counts. It cannot tell losses apart, and knows nothing of
+    saturation, so with either of these the gradients are looked at again.
+    """
+    per_loss = _split_by_loss(call.grads, settings.num_losses)
+    axes = _find_axes(settings, call)
+    saturation_dtype = settings.saturation_dtype
+    if call.verdict is not None and settings.num_losses == 1 and saturation_dtype is None:
+        counts = call.verdict.counts
+    else:
+        counts = jnp.stack(
+            [
+                nonfinite.count_nonfinite(grads, axis_names=axes, saturation_dtype=saturation_dtype)
+                for grads in per_loss
+            ]
+        ).reshape(*settings.shape, 2)
+    seen = np.array([grads is not None for grads in per_loss]).reshape(settings.shape)
+    return Judgement(counts, jnp.any(counts > 0), seen, axes)
+
+
+def _judge_fused(settings: Settings, call: Call) -> Judgement:
+    """The judgement by a sum of squares, which a clip needs anyway: one pass for norm and verdict.
+
+    With a verdict from outside and no clip to prepare, the gradients are not read at all.
+    """
+    axes = _find_axes(settings, call)
+    tail = call.tail or Tail()
+    counts, norm = None if call.verdict is None else call.verdict.counts, None
+    if counts is None or tail.max_norm is not None:
+        factor = 1 / call.state.loss_scale
+        norm, local_counts = measure_and_judge(call.grads, factor, tail.squares)
+        counts = nonfinite.agree_on(local_counts, axes) if counts is None else counts
+    return Judgement(counts, jnp.any(counts > 0), np.array(True), axes, norm)
+
+
+def _find_axes(settings: Settings, call: Call) -> tuple[str, ...]:
+    """The mapped axes whose devices must come to one verdict.
+
+    A reduction inside means that this device's gradients are only its share. A verdict on a share
+    differs between devices, and devices that disagree on a skip are different models from then on.
+    """
+    if not has_mark(call.state.inner_state, "reduces_gradients"):
+        return settings.axis_names
+    axes = settings.axis_names or (call.verdict.axes if call.verdict else ())
+    if not axes:
+        raise ValueError(
+            "the transformation inside reduces gradients over mapped axes, so all devices must "
+            "agree on what to skip: give this loss scale axis_names, as in axis_names='data'"
+        )
+    return axes
+
+
+def _split_by_loss(grads: Any, num_losses: int) -> list[Any]:
+    """The gradient tree of each loss; None for one that was left out."""
+    if num_losses == 1:
+        return [grads]
+    if not isinstance(grads, tuple | list) or len(grads) != num_losses:
+        length = f" of length {len(grads)}" if isinstance(grads, tuple | list) else ""
+        raise ValueError(
+            f"num_losses={num_losses}: update() takes a tuple of {num_losses} gradient trees, one "
+            f"per loss (None for a loss left out), got {type(grads).__name__}{length}"
+        )
+    if all(own is None for own in grads):
+        raise ValueError("every loss was left out: at least one gradient tree is needed")
+    return list(grads)
+
+
+# --- transition ----------------------------------------------------------------------------------
+
+
+def _transit(settings: Settings, call: Call, judgement: Judgement) -> Transition:
+    """The plain transition: unscale, clip, update, then choose between new and old.
+
+    It runs on bad gradients too, and its result is thrown away by a select. So every number that
+    is accepted comes out of a `jnp.where`, never out of a product with 0: 0 * inf is NaN.
+    """
+    state, params, tail = call.state, call.params, call.tail
+    per_loss = _split_by_loss(call.grads, settings.num_losses)
+    grads = _unscale_and_sum(per_loss, state.loss_scale.reshape(settings.num_losses))
+    if tail is not None and tail.max_norm is not None:
+        grads, _ = optax.clip_by_global_norm(tail.max_norm).update(grads, optax.EmptyState())
+    extra_args = dict(call.extra_args)
+    if has_mark(state.inner_state, "reduces_gradients"):
+        # The reduction inside lets its first bucket wait for this number: see `Reduction`.
+        extra_args["overflow"] = jnp.sum(judgement.counts)
+    with jax.named_scope("ampx.update"):
+        updates, inner_state = settings.inner.update(grads, state.inner_state, params, **extra_args)
+    updates = nonfinite.mark_overflowing(updates, params)
+    nothing = trees.null_updates(updates)
+
+    is_bad = _is_bad_outcome(settings, judgement.axes, updates, inner_state, state.inner_state)
+    if settings.nonfinite_updates == "skip":
+        skip = judgement.overflow | is_bad
+    else:
+        skip = judgement.overflow
+        updates = trees.keep_finite(updates, nothing)
+        inner_state = trees.keep_finite(inner_state, state.inner_state)
+    updates = trees.hold(skip, updates, nothing)
+    inner_state = trees.hold(skip, inner_state, state.inner_state)
+    if tail is not None and tail.new_params:
+        updates = Applied(apply_updates(params, updates), None)
+    return Transition(updates, inner_state, skip, is_bad & ~judgement.overflow)
+
+
+def _transit_fused(settings: Settings, call: Call, judgement: Judgement) -> Transition:
+    """The fused transition: the optimizer below divides, clips, and holds its own state.
+
+    Optax's wrappers in between know nothing of a tail; what they changed is undone here.
+    """
+    tail = dataclasses.replace(
+        call.tail or Tail(),
+        factor=1 / call.state.loss_scale,
+        skip=judgement.overflow,
+        norm=judgement.norm,
+    )
+    tail = fold_clip(tail, call.grads)
+    with jax.named_scope("ampx.update"):
+        results, inner_state = settings.inner.update(
+            call.grads, call.state.inner_state, call.params, tail=tail, **call.extra_args
+        )
+    updates, is_bad = unwrap_results(results)
+    if tail.new_params:
+        updates = Applied(updates, judgement.norm)
+    inner_state = hold_wrappers(judgement.overflow, inner_state, call.state.inner_state)
+    return Transition(updates, inner_state, judgement.overflow, is_bad & ~judgement.overflow)
+
+
+def _unscale_and_sum(per_loss: list[Any], scales: jax.Array) -> Any:
+    """Each loss's gradients over its own scale, then their sum: never the other way round."""
+    unscaled = [
+        nonfinite.unscale(grads, scales[i]) for i, grads in enumerate(per_loss) if grads is not None
+    ]
+    return jax.tree.map(lambda first, *rest: sum(rest, first), *unscaled)
+
+
+def _is_bad_outcome(
+    settings: Settings, axes: tuple[str, ...], updates: Any, new_inner: Any, old_inner: Any
+) -> jax.Array:
+    """Whether an update, or with `"skip"` a number of the new state, is not finite; bool scalar.
+
+    `"hold"` mends the state element by element, so there is no need to look through it.
+    """
+    skips = settings.nonfinite_updates == "skip"
+    judged = trees.zero_where_old_is_not_finite(new_inner, old_inner) if skips else ()
+    return jnp.any(nonfinite.count_nonfinite((updates, judged), axis_names=axes) > 0)
+
+
+# --- move ----------------------------------------------------------------------------------------
+
+
+def _move(
+    advance: Advance, state: LossScaleState, judgement: Judgement, transition: Transition
+) -> LossScaleState:
+    """The state after the step: inner state, scale, counters.
+
+    The scale moves last. Had it moved before the gradients were divided, a step on which it grows
+    would divide by twice what the loss was multiplied by. It moves by the verdict on gradients
+    alone: an update that is not finite though they were is no fault of the scale.
+    """
+    found = judgement.counts > 0  # bool[*losses, 2]
+    moved = advance(state, jnp.any(found, axis=-1))
+    # A loss that was left out has told nothing: its scale and counters wait.
+    own = {
+        name: jnp.where(judgement.seen, getattr(moved, name), getattr(state, name))
+        for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits")
+    }
+    return moved._replace(
+        **own,
+        inf_total=state.inf_total + found[..., 0].astype(jnp.int32),
+        nan_total=state.nan_total + found[..., 1].astype(jnp.int32),
+        overflow=transition.skip,
+        skipped_total=state.skipped_total + transition.skip.astype(jnp.int32),
+        bad_update_total=state.bad_update_total + transition.is_bad_update.astype(jnp.int32),
+        inner_state=transition.inner_state,
+    )
