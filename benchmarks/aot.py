@@ -15,7 +15,9 @@ VMEM ahead of time; the bytes of those are not counted again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import math
 import os
 import re
@@ -23,12 +25,22 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+
+import ampx
 from ampx.diagnostics.hlo import parse_computations
 from benchmarks.fused_traffic import OPTIMIZERS, sizes_of_arrays
 
 TARGETS = {"h100": "NVIDIA H100", "v5e": "TPU v5e"}
 NOT_INSTALLED = 3
 SHAPES = {f"w{k}": (2048, 2048) for k in range(4)} | {f"b{k}": (2048,) for k in range(4)}
+ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())
+KERNELS = {"h100": "mosaic_gpu", "v5e": "mosaic_tpu"}
+# Of the optimizers that optax has too, those that are also compiled with a loss scale and a clip.
+SCALED_TOO = ("AdamW", "LAMB")
 
 _FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"}
 _COPIES = re.compile(r"(copy|slice|async)-(start|done)")
@@ -111,8 +123,6 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def _topology(target: str) -> Any:
-    from jax.experimental import topologies
-
     if target == "v5e":
         return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     settings = dict(target_config=_h100_config(), topology="1x1x1")
@@ -120,19 +130,14 @@ def _topology(target: str) -> Any:
 
 
 def _installed(target: str) -> bool:
-    import importlib.util
-
     names = {"v5e": ["libtpu"], "h100": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}[target]
     return any(importlib.util.find_spec(name) for name in names)
 
 
 def _kernels_know_the_tpu(target: str) -> Any:
     """A context that tells kernels which TPU they are for, as one-dimensional blocks need."""
-    import contextlib
-
     if target == "h100":
         return contextlib.nullcontext()
-    import jax
     from jax._src.mesh import AbstractDevice
 
     device = AbstractDevice("TPU v5 lite", 1, "tpu")
@@ -140,30 +145,13 @@ def _kernels_know_the_tpu(target: str) -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def compile_for(target: str) -> None:
-    """Compiles everything for one accelerator and prints the rows of its table."""
-    if not _installed(target):
-        sys.exit(NOT_INSTALLED)
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import ampx
-
-    sharding = jax.sharding.SingleDeviceSharding(_topology(target).devices[0])
-
-    def shaped(tree: Any, dtype: Any = None) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding), tree
-        )
-
-    elements = sum(math.prod(shape) for shape in SHAPES.values())
-    kernels = {"v5e": "mosaic_tpu", "h100": "mosaic_gpu"}[target]
+def _cases() -> dict[str, tuple[Any, Any]]:
+    """The fused optimizers by name, with the dtype of their parameters."""
     adamw = functools.partial(ampx.fused.adamw, 1e-3)
     int8 = dict(mu_dtype="int8", nu_dtype="int8")
     # No kernel of ours takes NovoGrad.
-    makes = {name: make for name, make in OPTIMIZERS.items() if name != "NovoGrad"}
-    cases = {name: (make(ampx.fused), jnp.float32) for name, make in makes.items()} | {
+    plain = {name: make for name, make in OPTIMIZERS.items() if name != "NovoGrad"}
+    return {name: (make(ampx.fused), jnp.float32) for name, make in plain.items()} | {
         "AdamW, int8 moments": (adamw(**int8), jnp.float32),
         "AdamW, split masters": (ampx.fused.split_masters(adamw()), jnp.bfloat16),
         "AdamW, split masters of 8 bits, int8 moments": (
@@ -175,66 +163,81 @@ def compile_for(target: str) -> None:
             jnp.bfloat16,
         ),
     }
+
+
+def compile_for(target: str) -> None:
+    """Compiles everything for one accelerator, prints the rows of its table, exits with faults."""
+    if not _installed(target):
+        sys.exit(NOT_INSTALLED)
     faults: list[str] = []
-    for name, (tx, dtype) in cases.items():
-        params = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in SHAPES.items()}
-        for scaled in (
-            (False,) if name in makes and name not in ("AdamW", "LAMB") else (False, True)
-        ):
-            tail = ampx.dynamic_loss_scale(tx) if scaled else tx
-            max_norm = 1.0 if scaled else None
-            title, rows = name + (", scale, clip" if scaled else ""), []
-            compared = ("optax",) * (name in makes and not scaled)
-            for backend in (*compared, "xla", kernels):
-                step = functools.partial(_step, tail, max_norm, backend)
-                if backend == "optax":
-                    step = functools.partial(_optax_step, makes[name](optax))
-                step = jax.jit(step, donate_argnums=(0, 1))
-                state = jax.eval_shape(tail.init, params)
-                arguments = shaped(params), shaped(state), shaped(params, jnp.bfloat16)
-                with _kernels_know_the_tpu(target):
-                    compiled = step.lower(*arguments).compile()
-                memory, counts = compiled.memory_analysis(), counted(compiled.as_text())
-                row = Row(
-                    memory.temp_size_in_bytes / elements,
-                    memory.alias_size_in_bytes / elements,
-                    counts.kernels,
-                    counts.custom_calls,
-                    counts.size / elements,
-                )
-                rows.append(row)
-                cells = (
-                    TARGETS[target],
-                    title,
-                    backend,
-                    f"{row.temporaries:.2f}",
-                    f"{row.in_place:.2f}",
-                    f"{row.kernels} ({row.custom_calls})",
-                    f"{row.moved:.1f}",
-                )
-                print("|", " | ".join(cells), "|", flush=True)
-            arrays = jax.tree.leaves(jax.eval_shape(lambda p, tail=tail: (p, tail.init(p)), params))
-            held = sum(a.size * a.dtype.itemsize for a in arrays if a.ndim) / elements
-            xla, ours = rows[-2:]
-            faults += [f"{TARGETS[target]}, {title}: {fault}" for fault in ours.faults(xla, held)]
+    for name, (tx, dtype) in _cases().items():
+        theirs = OPTIMIZERS[name](optax) if name in OPTIMIZERS else None
+        faults += _compare(target, name, tx, dtype, theirs)
+        if theirs is None or name in SCALED_TOO:
+            title, scaled = f"{name}, scale, clip", ampx.dynamic_loss_scale(tx)
+            faults += _compare(target, title, scaled, dtype, max_norm=1.0)
     if faults:
         sys.exit("\n".join(faults))
 
 
-def _step(tx: Any, max_norm: Any, backend: Any, params: Any, state: Any, grads: Any) -> Any:
-    import ampx
+def _compare(
+    target: str, title: str, tx: Any, dtype: Any, theirs: Any = None, max_norm: float | None = None
+) -> list[str]:
+    """Prints a row for optax's optimizer (if any), XLA and kernels; returns faults of the last."""
+    params = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in SHAPES.items()}
+    state = jax.eval_shape(tx.init, params)
+    steps = {"optax": functools.partial(_optax_step, theirs)} if theirs else {}
+    for backend in ("xla", KERNELS[target]):
+        steps[backend] = functools.partial(_step, tx, max_norm, backend)
+    rows = {backend: _measured(target, step, params, state) for backend, step in steps.items()}
+    for backend, row in rows.items():
+        cells = (
+            TARGETS[target],
+            title,
+            backend,
+            f"{row.temporaries:.2f}",
+            f"{row.in_place:.2f}",
+            f"{row.kernels} ({row.custom_calls})",
+            f"{row.moved:.1f}",
+        )
+        print("|", " | ".join(cells), "|", flush=True)
+    # Scalars (counts, the loss scale) are left out: they are nothing beside the parameters.
+    arrays = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.ndim]
+    held = sum(a.size * a.dtype.itemsize for a in arrays) / ELEMENTS
+    found = rows[KERNELS[target]].faults(rows["xla"], held)
+    return [f"{TARGETS[target]}, {title}: {fault}" for fault in found]
 
+
+def _measured(target: str, step: Any, params: Any, state: Any) -> Row:
+    """Compiles a step with donated parameters and state; reads memory and counts its program."""
+    sharding = jax.sharding.SingleDeviceSharding(_topology(target).devices[0])
+
+    def shaped(tree: Any, dtype: Any = None) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding), tree
+        )
+
+    arguments = shaped(params), shaped(state), shaped(params, jnp.bfloat16)
+    with _kernels_know_the_tpu(target):
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+    memory, counts = compiled.memory_analysis(), counted(compiled.as_text())
+    return Row(
+        memory.temp_size_in_bytes / ELEMENTS,
+        memory.alias_size_in_bytes / ELEMENTS,
+        counts.kernels,
+        counts.custom_calls,
+        counts.size / ELEMENTS,
+    )
+
+
+def _step(tx: Any, max_norm: Any, backend: Any, params: Any, state: Any, grads: Any) -> Any:
     return ampx.fused.apply(tx, grads, state, params, max_norm=max_norm, backend=backend)[:2]
 
 
 def _optax_step(tx: Any, params: Any, state: Any, grads: Any) -> Any:
     """Optax's step on the same state: a fused optimizer's state is optax's, leaf by leaf."""
-    import jax
-    import optax
-
-    own = jax.tree.unflatten(
-        jax.tree.structure(jax.eval_shape(tx.init, params)), jax.tree.leaves(state)
-    )
+    structure = jax.tree.structure(jax.eval_shape(tx.init, params))
+    own = jax.tree.unflatten(structure, jax.tree.leaves(state))
     updates, new = tx.update(grads, own, params)
     return optax.apply_updates(params, updates), new
 

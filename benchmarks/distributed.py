@@ -130,7 +130,7 @@ def _print_counts(found: list[dict[str, list[int]]]) -> None:
         "`psum` of each leaf in each micro-batch",
         "`psum` of each leaf after accumulation",
         "`ampx.all_reduce`",
-        "`ampx.all_reduce`, 4 buckets",
+        "`ampx.all_reduce`, 4 buckets, tail overlap",
     ]
     print_table(
         "All-reduces that a step executes: asked for / left by XLA:CPU",
