@@ -1,4 +1,8 @@
-"""Loss and gradients of a model that is divided over devices: how they are asked for."""
+"""`ampx.pipelining.value_and_grad`: loss and gradients of a model that is divided over devices.
+
+Here is what a caller may ask for, and the checks of it that need no parameters. What is asked for
+is put together in `ampx.pipelining.shard_map_program`, and run by `ampx.pipelining.runtime`.
+"""
 
 from __future__ import annotations
 

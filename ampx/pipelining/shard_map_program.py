@@ -1,8 +1,20 @@
-"""Loss and gradients of a model that is divided over devices, stage by stage.
+"""Loss and gradients of a model that is divided over devices: the program that computes them.
 
 Parameters and gradients are global arrays in the layout of the model. One `shard_map` program runs
 the schedule and what has to be agreed on: the weight, the verdict, the sums over devices. What
 follows (loss scale, clipping, optimizer) therefore need not know of stages.
+
+  global arrays, under jit
+    params --> half precision, once a step --> | shard_map                                       |
+    batch  ----------------------------------> | layout.local: layers to their stages            |
+                                               | assemble, Executor.run: all ticks               |
+                                               | losses and weights summed over stages and data  |
+                                               | gradients / weight, then the verdict            |
+                                               | gradients summed over data (ends: over stages)  |
+    gradients like params <------------------- | layout.returned: layers back to their places    |
+
+The verdict looks at gradients that are divided by the weight, as they will be used, and not yet
+summed over data: a non-finite number is found on the device that made it.
 """
 
 from __future__ import annotations
@@ -52,6 +64,17 @@ class PipelineGradients:
     Attributes:
       schedule: what it runs.
       recipe: the precision of its stages, or None.
+      model: the functions of its stages.
+      axis_name: the mesh axis of the stages.
+      data_axes: the mesh axes that the batch is split over.
+      mesh: the mesh; None for that of `jax.set_mesh`.
+      aux_reduction: `"mean"` or `"sum"`, or a tree of these.
+      accumulator_dtype: dtype of the sums of gradients, at least.
+      layers_per_stage: how many layers each stage has; None for equally many.
+      param_specs: partition specs by part of the parameters, or None.
+      check_vma: see `jax.shard_map`.
+      reductions: of gradients over the data axes, for the stages, and over the stage axis, too, for
+        what the ends read.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp
@@ -137,6 +160,7 @@ class PipelineGradients:
         Returns:
           A `GradResult` whose `grads` and `verdict` are None.
         """
+        # The same stages on the same devices, so parameters need not move. Nothing is kept.
         rows = tuple(tuple(a for a in row if a and a.kind == "F") for row in self.schedule.rows)
         forward = dataclasses.replace(self.schedule, rows=rows, has_backward=False).aligned()
         model = dataclasses.replace(self.model, schedule=forward)
@@ -197,12 +221,19 @@ class PipelineGradients:
         self._check_batch(batch)
         specs = self._specs(layout.is_divided)
         kinds = model.kinds(layout)
-        # Unchecked, a sum over devices is differentiated as if each of them had a loss of its own.
+        # Unchecked, a sum over devices is differentiated as if each of them had a loss of its own,
+        # and the gradient of a `psum` is summed again: n devices find n times the gradient. The
+        # loss scale is therefore divided by n, and gradients of parameters that all n have are
+        # summed (`_summed`): what the checked mode does by types.
         own = (self.axis_name, *self.data_axes)
         replicas = () if self.check_vma else tuple(a for a in self._axes if a not in own)
 
         def local(params: Any, batch: Any, key: Any, scale: jax.Array) -> GradResult:
             key = fold_in_device(key, self.data_axes)
+            # Everything that a branch touches is made varying here, before any of it is
+            # differentiated. JAX keeps the gradient of an unvarying value unvarying: it adds a
+            # `psum` where the value became varying. That would be inside a branch, where only some
+            # devices are, and they would wait for the others for ever.
             params, batch, key, scale = mark_varying((params, batch, key, scale), own)
             if replicas:
                 scale = scale / math.prod(map(lax.axis_size, replicas))
@@ -246,6 +277,8 @@ class PipelineGradients:
 
     def _finished(self, totals: Totals, layout: Layout) -> GradResult:
         """Sums over devices: of the loss and the weight, then the verdict, then the gradients."""
+        # Each micro-batch has its loss and weight on the device of the last stage, and zeros
+        # elsewhere (losses of layers where these are): the sum over stages collects them.
         losses, weights, aux = lax.psum(totals.results, self.axis_name)
         loss, grads, weight, aux = normalize_sums(
             totals.grads,
@@ -262,6 +295,9 @@ class PipelineGradients:
         verdict = count_nonfinite(grads, axis_names=self._axes)
         over_data, over_all = self.reductions
         first = jnp.sum(verdict)
+        # Gradients of layers are complete but for the data axes. Those of the ends are made by one
+        # or two devices along the stage axis, and are zeros on the others: one sum over all axes
+        # completes them, ties (`"shared"`) included, and leaves them the same everywhere.
         stages = over_data(grads["stages"], first) if over_data.axes else grads["stages"]
         stages = layout.returned(stages, self.axis_name)
         rest = over_all({part: grads[part] for part in grads if part != "stages"}, first)
@@ -273,6 +309,8 @@ class PipelineGradients:
         return stacked_layout(model.schedule, stages, self.layers_per_stage)
 
     def _specs(self, is_divided: bool) -> dict[str, Any]:
+        # Whole arrays for the ends, a part of the layers for each device. Layers that the devices
+        # do not divide are whole, too; axes behind the first keep what `param_specs` says.
         specs: dict[str, Any] = dict.fromkeys(PARTS, P()) | {"stages": P(self.axis_name)}
         specs |= dict(self.param_specs or {})
         if not is_divided:

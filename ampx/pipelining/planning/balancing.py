@@ -2,6 +2,16 @@
 
 A pipeline is as fast as its slowest stage, so the largest sum of costs is made as small as it can
 be. Costs are compared exactly, as integers: stages of equal layers are equal, however sums round.
+
+Two passes find the division:
+
+  1. the bound      the least cost that the costliest stage can have, by bisection. For a given
+                    bound it is best to fill each stage with all that fits, so one walk over the
+                    layers says whether the stages suffice.
+  2. the division   of all those that keep the bound the most even one, by dynamic programming from
+                    the last stage to the first.
+
+  costs 1 2 3 4 5 6, 2 stages:  bound 10 needs 3 stages, 11 needs 2 (1 2 3 4 | 5 6)  ->  (4, 2)
 """
 
 from __future__ import annotations
@@ -69,6 +79,8 @@ def balance(
     for name, cost in (*named, ("first", first), ("last", last)):
         if not (math.isfinite(cost) and cost >= 0):
             raise ValueError(f"{name} must be finite and at least 0, got {cost}")
+    # Every float is a fraction with a power of two below. Over their common denominator costs are
+    # integers, which Python adds exactly, however large they get.
     exact = [Fraction(cost) for _, cost in named]
     exact[0] += Fraction(first)
     exact[-1] += Fraction(last)
@@ -78,7 +90,9 @@ def balance(
 
 
 def _least_bound(costs: Sequence[int], num_stages: int) -> int:
-    """The least possible cost of the costliest stage."""
+    """Finds the least possible cost of the costliest stage."""
+    # Invariant: no bound below `low` will do, and `high` will. No stage can cost less than the
+    # costliest layer, and one stage for all needs no more than the sum.
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2
@@ -90,7 +104,11 @@ def _least_bound(costs: Sequence[int], num_stages: int) -> int:
 
 
 def _stages_needed(costs: Sequence[int], bound: int) -> int:
-    """How many stages there are if each takes all that it can."""
+    """Counts the stages that are needed if each takes all that it can.
+
+    No division needs fewer: at any layer, what this one has filled is at least what another has, so
+    it is never behind. With fewer stages than there are, some are divided: that costs nothing.
+    """
     number, total = 1, 0
     for cost in costs:
         total += cost
@@ -102,8 +120,11 @@ def _stages_needed(costs: Sequence[int], bound: int) -> int:
 def _most_even(costs: Sequence[int], num_stages: int, bound: int) -> tuple[int, ...]:
     """Of the divisions in which no stage costs more than `bound` the most even one.
 
-    Goes from the last stage to the first. `best[start]` is about the layers from `start` on: the
-    sums of squares, and how many of them the next stage takes.
+    Goes from the last stage to the first. After k stages `best[start]` is about the layers from
+    `start` on, divided over those k: the sum of squared costs, the sum of squared numbers of
+    layers, and how many layers the first of them takes; None where that cannot be done within the
+    bound. Tuples are compared in this order, which is the order of `balance`'s preferences. The
+    time is O(num_stages * layers * layers of the longest stage).
     """
     size = len(costs)
     best: list[tuple[int, int, int] | None] = [None] * size + [(0, 0, 0)]
@@ -122,6 +143,7 @@ def _most_even(costs: Sequence[int], num_stages: int, bound: int) -> tuple[int, 
                     candidate = total**2 + rest[0], count**2 + rest[1], count
                     best[start] = min(filter(None, (best[start], candidate)))
         taken.append(best)
+    # From the first stage on, what was noted for it and the layers that are left.
     counts: list[int] = []
     for row in reversed(taken):
         found = row[sum(counts)]
@@ -177,6 +199,8 @@ def layer_costs(
     found: dict[Hashable, float] = {}
     costs = []
     for call, own in _layers(layer, params):
+        # Layers of the same function, structure, shapes and dtypes cost the same, so 64 equal ones
+        # are compiled and measured once.
         leaves, structure = jax.tree.flatten((own, x))
         if by == "time" and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             raise TypeError("by='time' runs the layers: give arrays in place of ShapeDtypeStructs")
@@ -239,7 +263,7 @@ def _cost(run: Callable[..., Any], params: Any, x: Any, by: CostKind, repeats: i
     if by != "time":
         found = compiled.cost_analysis() or {}
         return float(found.get({"flops": "flops", "bytes": "bytes accessed"}[by], 0.0))
-    jax.block_until_ready(compiled(params, x))
+    jax.block_until_ready(compiled(params, x))  # the first run may still set things up
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

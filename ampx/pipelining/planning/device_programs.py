@@ -3,6 +3,16 @@
 What devices do together is replaced by stand-ins that take and give arrays of the same shapes. The
 program computes nonsense and is never run, but it can be compiled, for meshes of any size: what the
 compiler says of its memory is what it would say of the real one.
+
+  shard_map body                     program for one device
+  ppermute, psum, all_gather, ...    a callback to the host with results of the same types
+  axis_index                         an operand
+  pvary, sharding_constraint, ...    nothing
+  loops, branches, checkpoints       the same, with bodies that are rewritten likewise
+  all else                           the same
+
+A callback is opaque: the compiler can neither foresee its results, nor put them where its operands
+are. That is how it treats what arrives from other devices.
 """
 
 from __future__ import annotations
@@ -43,12 +53,17 @@ def device_program(
     types = [variable.aval for variable in reading.open_jaxpr(body).invars]
 
     def program(device: jax.Array, *operands: Any) -> Any:
+        # What the program around makes, such as casts of parameters, comes from a stand-in: given
+        # as an operand it would count as an argument of the step, and it is temporary.
         order = sorted(made)
         values = dict(zip(order, _stand_in([device], [types[i] for i in order]), strict=True))
         values |= constants
         given = iter(operands)
         values |= {i: next(given) for i in range(len(types)) if i not in values}
         results = _evaluated(body, [values[i] for i in range(len(types))], device)
+        # Results that the program around uses go to a stand-in that gives what becomes of them: for
+        # a moment both are in memory. The last stand-in makes a number of it, which is returned, so
+        # that nothing is left out.
         kept = [result for i, result in enumerate(results) if i not in used]
         left = _stand_in([results[i] for i in used], list(used.values()))
         return kept, _stand_in(_stand_in(left, list(used.values())), [device])
@@ -162,7 +177,12 @@ def traffic(jaxpr: Jaxpr, sizes: Mapping[str, int], *, loops: bool = True) -> It
 
 
 def _rounds(name: str, number: int, is_exchange: bool) -> float:
-    """How often a device sends as much as it holds, with the best algorithms that use a ring."""
+    """How often a device sends as much as it holds, with the best algorithms that use a ring.
+
+    Of n devices, each with an array of s bytes: in a reduce-scatter a device passes on n - 1 parts
+    of s / n bytes each. An all-reduce is that and an all-gather of the parts, 2 (n - 1) s / n bytes
+    together. An all-gather of whole arrays passes on n - 1 of them.
+    """
     if is_exchange:
         return 1.0
     if name.startswith("all_gather"):

@@ -1,4 +1,13 @@
-"""What a step stores and sends, read from its trace for a mesh that need not be there."""
+"""What a step stores and sends, read from its trace for a mesh that need not be there.
+
+  known by shapes        parameters, optimizer state, batch, gradients     of one device's shards
+  known by the tables    (slots + 1) * bytes of a value                    for each buffer
+  sent, by the tables    exchanges of a tick * bytes of a value * ticks    idle ticks send, too
+  sent, by the trace     bytes of each collective                          outside of the loop
+  one stage's work       what the compiler says of one device's program, less all of the above
+
+So the parts add up to what the compiler says, and the last of them holds what nobody foresaw.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +55,18 @@ class DevicePlan(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """What the executor stores, as far as it is known outside of the trace."""
+    """What the executor stores, as far as it is known outside of the trace.
+
+    Attributes:
+      tables: the schedule, lowered.
+      programs: the different programs of its stages.
+      program_of: for each stage, which of them it runs.
+      activations: for each wire the bytes of a slot.
+      cotangents: for each wire the bytes of a slot.
+      kept: bytes of a slot of residuals.
+      deferred: bytes of a slot for weight gradients.
+      accumulators: bytes of the sums of gradients.
+    """
 
     tables: Any
     programs: Sequence[Any]
@@ -76,6 +96,8 @@ class Footprint:
         grads_of = dataclasses.replace(grads_of, **other)
         self.grads_of, self.params, self.batch = grads_of, params, batch
         self.schedule = grads_of.schedule
+        # The executor lives inside of the trace, where its arrays are tracers. What is taken out of
+        # it are numbers, tables and jaxprs.
         seen: list[_Stored] = []
 
         def step(params: Any, batch: Any, key: Any) -> Any:
@@ -131,6 +153,7 @@ class Footprint:
             "stash of residuals": (tables.residuals.num_slots + 1) * stored.kept,
             "stash of weight gradients": (tables.deferred.num_slots + 1) * stored.deferred,
         }
+        # The rest: what a branch needs while it runs, as the compiler arranges it.
         work = self._temporary() - sum(temporary.values())
         return known | temporary | {"one stage's work": work}
 
@@ -250,10 +273,13 @@ class Footprint:
         def add(purpose: str, size: float) -> None:
             sent[purpose] = sent.get(purpose, 0.0) + size
 
+        # All devices take part in each exchange of each tick, also with nothing to send.
         for name in WIRES:
             for route, size in zip(getattr(tables, name), getattr(self.stored, name), strict=True):
                 exchanges = sum(device == s for pairs in route.links for s, _ in pairs)
                 add(name, exchanges * size * self.num_ticks)
+        # Outside of the loop over ticks. What is in it was counted above, or is inside of stages,
+        # which the devices run differently often.
         for found in traffic(self.body, self.sizes, loops=False):
             if found.pairs is not None:
                 number = sum(source == device != target for source, target in found.pairs)

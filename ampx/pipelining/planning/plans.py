@@ -188,6 +188,7 @@ def plan(
     params, batch, key = jax.tree.map(_type, (params, batch, key))
     found = Footprint(grads_of, abstract, params, batch, key)
     devices = found.devices()
+    # The busiest device's exchanges, evenly over the ticks: in lockstep all wait for it.
     sent = max(sum(device.sent[name] for name in WIRES) for device in devices)
     costs: dict[str, Any] = _costs(found.layers_of_stages, forward, backward)
     if forward is not None and bandwidth is not None:
@@ -222,6 +223,7 @@ def _costs(layers: Sequence[int], forward: Cost | None, backward: Cost | None) -
 
 
 def _abstract_mesh(mesh: Any) -> AbstractMesh:
+    # Only sizes count: the axes are Auto ones, whatever those of a given mesh are.
     if mesh is None:
         raise ValueError('no mesh: give plan a mesh or sizes, such as {"data": 16, "stage": 32}')
     shape = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)

@@ -1,4 +1,14 @@
-"""Puts a schedule and the functions of a model together: traces each kind of stage once."""
+"""Puts a schedule and the functions of a model together: traces each kind of stage once.
+
+  Model.kinds ---> trace_stage, for each kind ---> programs ------+
+                                                                  |
+  Schedule ------> lower ----------------------> tables ----------+--> Executor
+                                                                  |
+  types of what programs send and keep --------> carriers, pools -+
+
+Stages of one kind share a program. Which types a stage receives is not declared anywhere: it is
+what the stages before it send, so programs are traced along the model, from the first stage on.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +83,8 @@ def assemble(
         for stage in kind.stages:
             program_of[stage] = number
 
+    # Traced with values of the right types; which values they are does not matter. The number of
+    # the stage, too, is an operand: one program runs for all stages of its kind.
     def trace(number: int, received: Sequence[Any]) -> StageProgram:
         inputs = StageInputs(
             parameters.select(number, jnp.zeros((), jnp.int32)),
@@ -90,6 +102,8 @@ def assemble(
         _refuse_stage_collectives(program, axis_name)
         return program
 
+    # What crosses a wire, a buffer or a branch varies at least over the axes of the stages and of
+    # the data, whatever it varied over when it was made.
     base = type_of(scale).axes
     programs = _traced(trace, len(kinds), program_of, wires, base)
     activations = [
@@ -100,6 +114,8 @@ def assemble(
         carrier({n: [_of(t, base) for t in floating_leaves(tree)] for n, tree in given})
         for given in _by_wire(p.outputs.sent for p in programs)
     ]
+    # Loss, weight and auxiliary output have one type for all programs: that of the last one that
+    # has them, as a rule that of the last stage.
     outputs = [(p.outputs.loss, p.outputs.weight, p.outputs.aux) for p in programs]
     results = tuple(
         jax.tree.map(
@@ -145,14 +161,20 @@ def _traced(
     wires: Sequence[Sequence[Edge]],
     base: frozenset[str],
 ) -> list[StageProgram]:
-    """All programs, each for what the stages before it send."""
+    """All programs, each for what the stages before it send.
+
+    A fixed point: each round sends what programs give to those that take it, and traces again those
+    that are given more than before. More means a wire that had nothing, or an axis over which a
+    value may vary besides. Both can only grow and are finite, so this ends.
+    """
     received: list[list[Any]] = [[None] * len(wires) for _ in range(number_of_kinds)]
     programs: list[Any] = [None] * number_of_kinds
     edges = sorted(
         (target, source, wire) for wire, pairs in enumerate(wires) for source, target in pairs
     )
     programs[program_of[0]] = trace(program_of[0], received[program_of[0]])
-    # A program that several stages run may be sent more kinds of values than it was traced for.
+    # Several stages may run one program, and be sent different types by different neighbours:
+    # values of the first stage may be the same along an axis over which layers make them vary.
     stale = True
     while stale:
         stale = False
@@ -191,6 +213,8 @@ def _described(tree: Any) -> str:
 
 
 def _refuse_stage_collectives(program: StageProgram, axis_name: str) -> None:
+    # Only here, where jaxprs are at hand, can a collective be seen wherever a layer calls it. Sums
+    # that JAX itself adds in a backward are found, too.
     traced: Iterable[Any] = (program.forward, program.backward)
     for name, jaxpr in zip(("forward", "backward"), traced, strict=True):
         for eqn, _ in folds.equations_inside(jaxpr) if jaxpr is not None else ():

@@ -1,8 +1,19 @@
 """Values of different stages in the same buffers: on the wires between devices, and in memory.
 
 In one program for all devices every stage sends and keeps arrays of the same shapes. Where stages
-differ, what they send is packed into flat arrays as long as the longest, and what they keep goes to
-the first buffer of its shape that is free.
+differ, what they send is packed into flat arrays as long as the longest (`Carrier`):
+
+  to stage 1   f32[2, 3]  bf16[4]   ->   f32[6]: a a a a a a   bf16[4]: b b b b
+  to stage 2   f32[5]               ->   f32[6]: c c c c c 0   bf16[4]: 0 0 0 0
+
+What they keep goes to the first buffer of its type that is free (`Pool`), without packing:
+
+  stage 1 keeps f32[8], f32[8]      ->   buffers 0, 1     buffers: 0 f32[8], 1 f32[8], 2 bf16[4]
+  stage 2 keeps f32[8], bf16[4]     ->   buffers 0, 2     2 is filled with zeros by stage 1
+
+Both are needed because a `ppermute`, and the branches of a `switch`, have one type for all. Values
+that cross either are marked as varying over the same mapped axes, which is part of a type, too.
+Random keys travel as their numbers, since a key has a dtype that packing could not join.
 """
 
 from __future__ import annotations
@@ -22,19 +33,28 @@ from ampx.mesh_axes import mark_varying
 
 @dataclasses.dataclass(frozen=True)
 class ArrayType:
-    """Shape and dtype of an array, and the mapped axes over which it may differ."""
+    """Shape and dtype of an array, and the mapped axes over which it may differ.
+
+    Attributes:
+      shape: its shape.
+      dtype: its numpy dtype.
+      axes: the axes of the `shard_map` around along which devices may have different values: what
+        JAX calls the varying manual axes of a type.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     axes: frozenset[str]
 
+    # Axes are marked in the order of their names. A set of strings has another order in every
+    # process, and all processes of a mesh must trace the same program.
     def zeros(self, *leading: int) -> jax.Array:
         """Zeros of this type, with more axes in front."""
-        return mark_varying(jnp.zeros((*leading, *self.shape), self.dtype), tuple(self.axes))
+        return mark_varying(jnp.zeros((*leading, *self.shape), self.dtype), sorted(self.axes))
 
     def of(self, value: jax.Array) -> jax.Array:
         """The value, marked as possibly different wherever this type may be."""
-        return mark_varying(value, tuple(self.axes))
+        return mark_varying(value, sorted(self.axes))
 
     @property
     def size(self) -> int:
@@ -53,7 +73,7 @@ def type_of(leaf: Any) -> ArrayType:
 
 def as_varying_as(value: jax.Array, aval: Any) -> jax.Array:
     """The value, marked as possibly different wherever an abstract value may be."""
-    return mark_varying(value, tuple(aval.manual_axis_type.varying))
+    return mark_varying(value, sorted(aval.manual_axis_type.varying))
 
 
 def as_numbers(leaf: Any) -> Any:
@@ -65,6 +85,8 @@ def as_before(numbers: Any, aval: Any) -> Any:
     """What `as_numbers` made numbers of."""
     if not _is_key(aval):
         return numbers
+    # The implementation of a key's dtype is asked of a key, and there is none: only types. So it is
+    # taken from a traced one.
     names: list[Any] = []
     jax.eval_shape(
         lambda key: names.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), aval.dtype)
@@ -77,14 +99,14 @@ def _is_key(leaf: Any) -> bool:
 
 
 def read(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
-    """What lies in a slot."""
+    """Reads what lies in a slot; buffers of shape (slots, ...), values without that axis."""
     return [lax.dynamic_index_in_dim(buffer, slot, keepdims=False) for buffer in buffers]
 
 
 def write(
     buffers: Sequence[jax.Array], slot: jax.Array, values: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """The buffers with values in a slot."""
+    """Writes values into a slot, in place where the buffers are the carry of a loop."""
     return [
         lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
         for buffer, value in zip(buffers, values, strict=True)
@@ -96,8 +118,8 @@ class Carrier:
     """How the values on a wire travel.
 
     Attributes:
-      types: what travels.
-      own: for each receiver what it gets.
+      types: what travels, for all senders and receivers.
+      own: for each receiver what it gets; empty if all get the same.
       is_packed: whether values travel in flat arrays, one for each dtype.
     """
 
@@ -124,6 +146,7 @@ class Carrier:
         """What a receiver finds on it."""
         if not self.is_packed:
             return list(arrays)
+        # Leaves of one dtype lie one after the other in their order; padding comes last.
         flat = {t.dtype: array for t, array in zip(self.types, arrays, strict=True)}
         offsets: Counter[Any] = Counter()
         leaves = []
@@ -136,6 +159,7 @@ class Carrier:
 
 def carrier(own: Mapping[int, Sequence[ArrayType]]) -> Carrier:
     """A carrier for what each receiver gets."""
+    # Alike but for the axes over which they vary: nothing is packed, and those axes are joined.
     kinds = {tuple((t.shape, t.dtype) for t in types) for types in own.values()}
     if len(kinds) <= 1:
         joined = [
@@ -176,6 +200,9 @@ class Pool:
 
 def pool(owned: Sequence[Sequence[ArrayType]]) -> Pool:
     """Buffers for the values of each owner."""
+    # A buffer's name is its type and a number: an owner's second value of a type goes to the second
+    # buffer of that type, whoever asked for that first. So there are as many of a type as the owner
+    # with the most needs.
     types: dict[tuple[Any, ...], ArrayType] = {}
     places = []
     for values in owned:

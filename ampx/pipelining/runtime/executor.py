@@ -1,8 +1,26 @@
 """Runs a schedule: one loop over ticks, the same program on every device.
 
 A tick has three slots (forward, backward, weight gradient). In each, a device branches to what its
-table says: a real branch, so that nothing is computed in a bubble. Then neighbours exchange what
-they have made; that happens outside of the branches, because all devices must take part.
+row of the tables says. Then neighbours exchange what they have made:
+
+  carry                 one tick                                                            carry
+  activations --read--> +---------+ +----------+ +-----------------+ +----------+ --write-->
+  cotangents            | forward | | backward | | weight gradient | | exchange |
+  kept                  | switch  | | switch   | | switch          | | ppermute |
+  deferred              +---------+ +----------+ +-----------------+ +----------+
+  grads, results         sent, kept  returned,    grads               sent, returned
+                                     deferred,                        go to neighbours
+                                     grads
+
+Each buffer of the carry has a leading axis of slots: one for each value that waits, and one more
+that nobody reads, where a device writes if it has nothing to keep.
+
+- Branches are real (`lax.switch` on a number that each device looks up for itself), so nothing is
+  computed in a bubble: branch 0 returns zeros, and no mask multiplies what is not due.
+- Collectives stand outside of the branches. Devices take different branches at a time, and all
+  must take part in a `ppermute`: inside, some would wait for the others for ever.
+- For the same reason nothing that is unvarying may be differentiated in a branch, see
+  `ampx.pipelining.shard_map_program`.
 """
 
 from __future__ import annotations
@@ -64,6 +82,18 @@ class Totals(NamedTuple):
 
 
 class _Carry(NamedTuple):
+    """What a device hands from tick to tick; of `n` slots, buffers have n + 1.
+
+    Attributes:
+      activations: for each wire the arrays that have arrived, each of shape (n + 1, ...).
+      cotangents: the same for those that come back.
+      kept: what forwards keep for backwards, each of shape (n + 1, ...).
+      deferred: what the first half of a backward keeps for the second, each of shape (n + 1, ...).
+      grads: sums of gradients so far, like the device's view of the parameters; None without a
+        backward.
+      results: loss, weight and auxiliary output, each with a leading axis of micro-batches.
+    """
+
     activations: Wires
     cotangents: Wires
     kept: list[jax.Array]
@@ -111,6 +141,9 @@ class Executor:
         device = lax.axis_index(self.axis_name)
 
         def own(table: Any) -> jax.Array | None:
+            # int32[..., ticks, devices] -> int32[ticks, ...]: the column of this device, ticks
+            # first, so that the loop gets a row at each tick. What else is in the tables (links,
+            # numbers of slots) is static, and read from `self.tables`.
             if not isinstance(table, np.ndarray):
                 return None
             return jnp.moveaxis(jnp.asarray(table)[..., device], -1, 0)
@@ -119,6 +152,8 @@ class Executor:
         return Totals(carry.grads, carry.results)
 
     def _start(self) -> _Carry:
+        """Empty buffers and sums of zero."""
+
         def on(carriers: Sequence[Carrier], routes: Sequence[Route]) -> Wires:
             return tuple(
                 [t.zeros(route.storage.num_slots + 1) for t in carrier.types]
@@ -137,6 +172,8 @@ class Executor:
         )
 
     def _tick(self, carry: _Carry, row: Tables) -> tuple[_Carry, None]:
+        """One tick; `row` are the tables' entries for this device and this tick, as scalars."""
+        # The order is that of the moments of `intervals`, by which slots were given out.
         carry, sent = self._forward(carry, row)
         carry, returned = self._backward(carry, row)
         carry = self._weight_gradient(carry, row)
@@ -175,7 +212,10 @@ class Executor:
             return branch
 
         index, branches = self._branches((self.tables.forward, row.forward, run))
+        # Branches read buffers and return single values; the writes stand behind them. A branch
+        # that wrote would have to return whole buffers, and so would the idle one.
         sent, kept, results = lax.switch(index, [idle, *branches])
+        # An idle device has micro-batch -1 and adds zeros to the last one's.
         return carry._replace(
             kept=write(carry.kept, row.residuals.forward, kept),
             results=jax.tree.map(
@@ -189,6 +229,7 @@ class Executor:
         def idle(grads: Any) -> Any:
             return _nothing(self.cotangents), [t.zeros() for t in self.deferred.types], grads
 
+        # A whole backward ("B") and a first half ("I") share the slot: a table each, one switch.
         def taken(number: int, now: Work) -> tuple[StageInputs, list[Any], list[Any]]:
             inputs = self._inputs(number, carry, now, slots)
             kept = self._kept(number, carry, row.residuals.backward)
@@ -244,7 +285,12 @@ class Executor:
         return carry._replace(grads=lax.switch(index, [*idle, *branches], carry.grads))
 
     def _branches(self, *kinds: Any) -> tuple[jax.Array, list[Callable[..., Any]]]:
-        """One branch for each program that occurs, and the number of the one due, 0 for none."""
+        """One branch for each program that occurs, and the number of the one due, 0 for none.
+
+        Stages that compute alike share a program and thus a branch: with 32 equal stages there are
+        the first, the last and one for all others, so the size of the compiled program does not
+        grow with the number of stages.
+        """
         index, branches = jnp.zeros((), jnp.int32), []
         for table, now, branch_of in kinds:
             stages = sorted({int(stage) for stage in np.unique(table.stage)} - {IDLE})
@@ -253,6 +299,7 @@ class Executor:
             for stage in stages:
                 code_of[stage] = 1 + len(branches) + programs.index(self.program_of[stage])
             branches += map(branch_of, programs)
+            # Of several tables at most one has work in a tick; the others add 0.
             index += jnp.asarray(code_of)[now.stage]
         return index, branches
 
@@ -261,6 +308,7 @@ class Executor:
     def _inputs(
         self, number: int, carry: _Carry, now: Work, slots: Sequence[jax.Array]
     ) -> StageInputs:
+        """What a stage takes; the same in its forward and in its backward, which recomputes."""
         stage, microbatch = now
         received = tuple(
             None if tree is None else self._arrived(tree, c.unpack(number, read(buffers, slot)))
@@ -276,12 +324,16 @@ class Executor:
             self.parameters.select(number, self._chunk(stage)),
             received,
             jax.tree.map(
+                # (rows, num_microbatches, ...) -> (rows, ...). The axis of micro-batches is the
+                # second one, as it lies in memory: with a leading one XLA would copy the batch.
                 lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, axis=1, keepdims=False),
                 self.microbatches,
             ),
             None if self.key is None else jax.random.fold_in(self.key, microbatch),
             stage,
         )
+        # A jaxpr takes operands of the types it was traced for, and the axes over which a value
+        # may vary are part of a type.
         return jax.tree.map(as_varying_as, inputs, self.programs[number].inputs)
 
     def _arrived(self, types: Any, values: Sequence[jax.Array]) -> Any:
@@ -297,7 +349,7 @@ class Executor:
         return [as_before(value, aval) for value, aval in zip(values, types, strict=True)]
 
     def _cotangents(self, number: int, carry: _Carry, row: Tables) -> list[jax.Array]:
-        """Of all that the stage has sent, and of its loss."""
+        """The cotangents of all that the stage has sent, and of its loss."""
         outputs = self.programs[number].outputs
         found: list[jax.Array] = []
         for tree, c, buffers, route in zip(
@@ -305,12 +357,15 @@ class Executor:
         ):
             if floating_leaves(tree):
                 found += c.unpack(number, read(buffers, route.storage.backward))
+        # The loss of a step is a sum over micro-batches (and stages, where layers have losses of
+        # their own), so the cotangent of each part is that of the whole: the loss scale.
         if outputs.loss is not None:
             found.append(self.results[0].of(self.scale.astype(outputs.loss.dtype)))
         return found
 
     def _returned(self, program: StageProgram, gradients: Sequence[jax.Array]) -> Wires:
         """The gradients of what was received, on their wires."""
+        # Only floating leaves have cotangents. Integers travel forward, and nothing comes back.
         left = list(gradients)
         returned = []
         for c, tree in zip(self.cotangents, program.inputs.received, strict=True):
@@ -323,6 +378,7 @@ class Executor:
         return self.parameters.add(grads, number, self._chunk(stage), ours)
 
     def _results(self, outputs: StageOutputs) -> Any:
+        """What a stage adds to loss, weight and auxiliary output: zeros, where it has none."""
         found = outputs.loss, outputs.weight, outputs.aux
         return tuple(
             jax.tree.map(lambda t: t.zeros(), types)
@@ -341,9 +397,14 @@ class Executor:
     def _received(
         self, route: Route, row: Route, buffers: list[jax.Array], sent: list[jax.Array]
     ) -> list[jax.Array]:
+        # A device that nobody sends to in an exchange is given zeros by `ppermute`, and its table
+        # says to write them to the slot that nobody reads. So does that of one whose neighbour
+        # was idle: no condition is needed here.
         for exchange, pairs in enumerate(route.links):
             arrived = [lax.ppermute(value, self.axis_name, pairs) for value in sent]
             buffers = write(buffers, row.arrivals[exchange], arrived)
+        # The next stage may be on the same device, as at the turn of zero-bubble V. Known while
+        # tracing: most schedules have no such write.
         if np.any(route.arrivals[-1] < route.storage.num_slots):
             buffers = write(buffers, row.arrivals[-1], sent)
         return buffers

@@ -1,6 +1,20 @@
 """Layers on their way between the devices that store them and those that run them.
 
-In each round a device sends one block and receives one, so that a round is one `ppermute`.
+Stored layers are divided in the order of the model, so that a checkpoint knows nothing of stages.
+With chunks, or stages of unequal length, a schedule wants others. 8 layers for `interleaved` on 2
+devices, 2 chunks, as 4 blocks of 2 layers:
+
+           stored           run
+  device 0  [0 1] [2 3]      [0 1] [4 5]     stages 0 and 2
+  device 1  [4 5] [6 7]      [2 3] [6 7]     stages 1 and 3
+
+  round 1   device 0 sends [2 3] to device 1, which sends [4 5] to device 0
+  round 2   each sends the block that it keeps to itself
+
+In each round a device sends one block and receives one, at most: that is what one `ppermute` does.
+Seen as a graph, with senders on one side, receivers on the other and a line for each block, a round
+is a matching, a set of lines of which no two share an end. Each round takes a largest one, until no
+line is left. There are at least as many rounds as any device has blocks to send, or to receive.
 """
 
 from __future__ import annotations
@@ -38,7 +52,19 @@ class Round(NamedTuple):
 def exchange_rounds(
     sources: Sequence[Place], targets: Sequence[Place], num_devices: int
 ) -> list[Round]:
-    """Rounds in which every block gets from its source to its target."""
+    """Plans rounds in which every block gets from its source to its target.
+
+    Args:
+      sources: for each block where it lies.
+      targets: for each block where it is to lie.
+      num_devices: how many devices there are.
+
+    Returns:
+      Rounds that together have each block once.
+    """
+    # A place too many, for devices without a block in a round. What they take nobody receives (JAX
+    # clamps the index). What they put are the zeros that `ppermute` gives to those whom nobody
+    # sends to; they go to padding, or to the row that is cut off.
     nowhere = [1 + max(place for _, place in ends) for ends in (sources, targets)]
     left = dict(enumerate(zip(sources, targets, strict=True)))
     rounds = []
@@ -53,7 +79,12 @@ def exchange_rounds(
 
 
 def _matching(left: dict[int, tuple[Place, Place]]) -> list[int]:
-    """As many blocks as possible with different senders and receivers (Kuhn's algorithm)."""
+    """Finds as many blocks as possible with different senders and receivers (Kuhn's algorithm).
+
+    Senders are taken one after the other. `block_to` is a matching all the time. A sender whose
+    receivers are all taken may have one of them if that one's sender can be given another, and so
+    on: an augmenting path. By Berge's theorem a matching without such a path is a largest one.
+    """
     block_to: dict[int, int] = {}  # by receiver
 
     def assign(sender: int, tried: set[int]) -> bool:
@@ -72,12 +103,22 @@ def _matching(left: dict[int, tuple[Place, Place]]) -> list[int]:
 
 
 def exchanged(tree: Any, rounds: Sequence[Round], size: int, axis_name: str) -> Any:
-    """Blocks in their new places; leaves have a leading axis of places, afterwards of this size."""
+    """Brings blocks to their new places.
+
+    Args:
+      tree: leaves of shape (old places, ...), different on each device.
+      rounds: from `exchange_rounds`.
+      size: how many places there are afterwards; those that no block goes to have zeros.
+      axis_name: the mapped axis of the stages.
+
+    Returns:
+      Leaves of shape (size, ...).
+    """
     device = lax.axis_index(axis_name)
 
     def exchange(leaf: jax.Array) -> jax.Array:
         arrived = mark_varying(
-            jnp.zeros((size + 1, *leaf.shape[1:]), leaf.dtype), tuple(varying_axes(leaf))
+            jnp.zeros((size + 1, *leaf.shape[1:]), leaf.dtype), sorted(varying_axes(leaf))
         )
         for pairs, taken, put in rounds:
             block = lax.dynamic_index_in_dim(leaf, jnp.asarray(taken)[device], keepdims=False)

@@ -2,6 +2,18 @@
 
 They are stored as a model has them: with a leading axis of layers, or one tree for each stage. What
 a schedule needs is a view, made anew in every step, so that a checkpoint knows nothing of stages.
+Shapes of one leaf, on one of D devices:
+
+                   stored                        view                          gradients
+  StackedLayers    (layers / D, ...), divided    (chunks, longest, ...)        as the view
+                   (layers, ...), if D does not divide the layers
+  SeparateStages   a tree for each stage         [(chunks, longest), ...],     as the view
+                                                 an array for each dtype
+
+`longest` is the number of layers of the longest stage, or of the numbers in its parameters; shorter
+stages are padded. Separate stages whose trees are alike keep their arrays. `local` makes the view,
+`returned` brings gradients from there to where the parameters are stored; in between `select` and
+`add` look at one stage.
 """
 
 from __future__ import annotations
@@ -107,6 +119,7 @@ def stacked_layout(
         )
     if min(layers_per_stage) < 1:
         raise ValueError(f"every stage needs a layer, got layers_per_stage={layers_per_stage}")
+    # A backward in halves needs its layers one by one: a scan over them cannot be divided.
     unrolled = schedule.splits_backward or max(layers_per_stage) == 1
     return StackedLayers(schedule, layers_per_stage, unrolled)
 
@@ -162,6 +175,8 @@ class StackedLayers:
             if rounds:
                 blocks = exchanged(blocks, rounds, math.prod(shape) // size, axis_name)
             return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]), blocks)
+        # Every device holds all layers. It takes its own by their numbers; padding takes layer 0,
+        # whose copy no stage reads.
         order = np.zeros((self.schedule.num_devices, math.prod(shape)), np.int32)
         order[*zip(*self._places(), strict=True)] = np.arange(sum(self.counts))
         own = jnp.asarray(order.reshape(-1, *shape))[lax.axis_index(axis_name)]
@@ -177,6 +192,7 @@ class StackedLayers:
                 blocks = exchanged(blocks, [r.reversed() for r in rounds], stored, axis_name)
             return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), blocks)
 
+        # Each device has gradients for its layers alone, and all devices store all layers.
         def gather(leaf: jax.Array) -> jax.Array:
             rows = _of_all_devices(leaf, axis_name)
             rows = rows.reshape(self.schedule.num_devices, -1, *rows.shape[2:])
@@ -186,6 +202,7 @@ class StackedLayers:
 
     def _exchange(self) -> tuple[int, list[Round]]:
         """How many layers stay together, and how they get to their devices; no rounds in place."""
+        # The largest blocks that cross no border between devices or stages: fewer, larger messages.
         stored = sum(self.counts) // self.schedule.num_devices
         size = math.gcd(stored, *self.counts)
         sources = [divmod(block, stored // size) for block in range(sum(self.counts) // size)]
@@ -221,6 +238,7 @@ class StackedLayers:
             gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
 
         def add(sums: jax.Array, gradient: jax.Array) -> jax.Array:
+            # (layers of the stage, ...) into (chunks, longest, ...); padding stays zero.
             start = (chunk, *[jnp.zeros_like(chunk)] * gradient.ndim)
             old = lax.dynamic_slice(sums, start, (1, *gradient.shape))
             return lax.dynamic_update_slice(sums, old + gradient.astype(sums.dtype), start)
@@ -252,10 +270,12 @@ class SeparateStages:
 
         def pack(device: int) -> list[jax.Array]:
             stages = self.schedule.stages_on(device)
-            padding = [0] * (_chunks(self.schedule) - len(stages))  # any stage will do
+            # Rows that no stage of this device reads, as all devices need equally many.
+            padding = [0] * (_chunks(self.schedule) - len(stages))
             rows = [self.carrier.pack(jax.tree.leaves(stored[s])) for s in (*stages, *padding)]
             return [jnp.stack(arrays) for arrays in zip(*rows, strict=True)]
 
+        # All devices hold the parameters of all stages; each packs its own.
         packs = [functools.partial(pack, device) for device in range(self.schedule.num_devices)]
         return lax.switch(lax.axis_index(axis_name), packs)
 

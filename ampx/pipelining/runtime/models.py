@@ -1,4 +1,13 @@
-"""The functions of a model as what its stages compute."""
+"""The functions of a model as what its stages compute.
+
+  stage 0             first, then its layers        reads params["first"], ["shared"], ["stages"]
+  stages in between   their layers                  reads params["stages"]
+  the last stage      its layers, then last         reads params["stages"], ["last"], ["shared"]
+
+A random key is folded with the micro-batch, then with 0 for `first`, n + 1 for layer n of N, and
+N + 1 for `last`. None of these numbers depends on the stage, so masks of dropout are the same for
+every schedule. Stages that differ count as one layer each.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +34,27 @@ from ampx.precision.opt_levels import Recipe
 from ampx.trees import path_name
 
 Stash = Literal["inputs", "residuals"]
+# Forward and backward are in different branches, often in different ticks. XLA cannot merge what is
+# recomputed with the first computation, so the barriers against that would only cost.
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The functions that `ampx.pipelining.value_and_grad` is given, and how they are to be run."""
+    """The functions that `ampx.pipelining.value_and_grad` is given, and how they are to be run.
+
+    Attributes:
+      first: what comes before the layers.
+      stage: one layer, or a function for each stage.
+      last: what comes after the layers, with the loss.
+      schedule: gives the stages.
+      recipe: the precision, or None.
+      normalize: what `last` returns.
+      has_aux: whether `last` returns auxiliary output.
+      has_aux_loss: whether layers return a loss of their own.
+      stash: what is kept between forward and backward.
+      skips: by name, (source, target) of connections between stages that are not neighbours.
+    """
 
     first: Callable[..., Any]
     stage: Callable[..., Any] | Sequence[Callable[..., Any]]
@@ -92,6 +116,7 @@ class Model:
     def _alike(self, stage: int, layout: Any) -> Any:
         if self.is_separate:
             return stage
+        # What can differ between stages of equal layers: both ends, and how many layers they have.
         return stage == 0, stage == self.schedule.num_stages - 1, layout.counts[stage]
 
     def _uses(self, stage: int) -> tuple[str, ...]:
@@ -107,6 +132,8 @@ class Model:
         first, last = self._at_precision(self.first), self.last
         if self.recipe is not None:
             last = functools.partial(self.recipe.call, last)
+        # `stash` is about the layers. What the ends would keep, such as logits, can be larger than
+        # all of that, so they are recomputed in any case.
         if self.stash != "inputs":
             first, last = _recomputed(first), _recomputed(last)
 
@@ -116,7 +143,7 @@ class Model:
             if is_first:
                 x = first(params["first"], params["shared"], inputs.microbatch, _folded(key, 0))
                 # Constants, too: layers mix them with what differs between devices.
-                x = mark_varying(x, tuple(varying_axes(inputs.stage)))
+                x = mark_varying(x, sorted(varying_axes(inputs.stage)))
             x, skipped, extra_loss = own(params["stages"], x, inputs)
             if not is_last:
                 return StageOutputs((x, *skipped), extra_loss)
@@ -146,11 +173,13 @@ class Model:
             new, loss = _with_loss(out) if self.has_aux_loss else (out, None)
             _check_same_type(x, new)
             # A sum over devices is the same on all of them: no carry of a loop, but for a mark.
-            return mark_varying(new, tuple(varying_axes(number))), loss
+            return mark_varying(new, sorted(varying_axes(number))), loss
 
         layer = self._with_stash(layer)
 
         def own(params: Any, x: Any, inputs: StageInputs) -> Any:
+            # int32 scalar, the number of this stage's first layer in the model: looked up, since
+            # the program is the same for all stages of a kind.
             start = jnp.asarray(layout.first_layer)[inputs.stage]
 
             def body(x: Any, layer_and_number: Any) -> Any:
@@ -214,6 +243,9 @@ def _check_signature(name: str, function: Any) -> None:
 
 def _as_layers_leave_it(body: Callable[..., Any], x: Any, params: Any, start: jax.Array) -> Any:
     """What the first layer takes, marked as different between devices wherever its result is."""
+    # The carry of a scan needs one type. A layer may make a value vary over an axis of its own,
+    # such as a tensor-parallel one over which its weights are divided. Where the number of the
+    # layer varies over all mapped axes already, there is no such axis.
     manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
     if set(manual) <= varying_axes(start):
         return x

@@ -1,8 +1,25 @@
 """What one stage computes, traced once: forward, backward, and the two halves of the backward.
 
-A backward pass reads what its forward pass has left. Of that, what came into the stage (parameters,
-activations, the micro-batch, the key) is at hand anyway and is fetched again; only the rest is
-kept. Where everything is recomputed, nothing is.
+A backward pass reads residuals: values that its forward pass had. In a jaxpr each of them is a
+variable, and which one says what to do about it:
+
+  an input of the stage    fetched again at the backward: parameters and the micro-batch are at
+                           hand, received activations lie in their buffer, keys are folded anew
+  a constant               written into the program
+  anything else            kept from the forward to the backward, once for each micro-batch
+
+So parameters are never kept for each micro-batch, though nobody says which inputs are parameters.
+And `stash="inputs"` needs no code of its own: it is `jax.checkpoint` around the stage, which leaves
+inputs as the only residuals.
+
+The halves of a backward are found by liveness. For a layer y = x w with cotangent dy:
+
+  residuals x, w; cotangent dy --> first half:  dx = dy w^T  --> sent to the stage before
+                                   second half: dw = x^T dy  --> added to the gradients, ticks later
+
+The first half has all equations that the gradients of inputs depend on, the second what else the
+gradients of weights need. What the first makes and the second reads is deferred: kept between them.
+So are cotangents that the second reads, since their slots are free after the first.
 """
 
 from __future__ import annotations
@@ -103,6 +120,7 @@ class StageProgram:
     ) -> tuple[list[Any], list[Any]]:
         """Gradients of what was received, and what is to be kept for those of the parameters."""
         assert self.halves is not None
+        # Residuals need not be deferred: at the weight gradient they are still at hand, or kept.
         residuals = self._residuals(inputs, kept)
         values = reading.evaluate(reading.closed(self.halves.inputs), *residuals, *cotangents)
         count = len(self.pulled) - self.num_params
@@ -131,6 +149,12 @@ class StageProgram:
 
 
 class _Constant(NamedTuple):
+    """A residual that is known while tracing; a class of its own, as numbers mean other residuals.
+
+    Attributes:
+      value: an array or a number.
+    """
+
     value: Any
 
 
@@ -166,6 +190,8 @@ def trace_stage(
         i for i in range(num_params + num_received) if reading.is_differentiable(leaves[i])
     )
 
+    # Differentiated are floating leaves of parameters and of what was received. Nobody asks for
+    # gradients of the micro-batch, the key or the number of the stage.
     def from_floating(floating: Sequence[Any], *leaves: Any) -> Any:
         filled = list(leaves)
         for number, leaf in zip(pulled, floating, strict=True):
@@ -182,6 +208,9 @@ def trace_stage(
         )
         return outputs, pullback
 
+    # `pullback` is a pytree (`jax.tree_util.Partial`) whose leaves are the residuals. Returned from
+    # a traced function they become outputs of the jaxpr, behind those of the stage, and what
+    # comes back here is the same pytree with types in their place.
     traced, (outputs, pullback) = reading.trace(forward, *leaves)
     body = reading.open_jaxpr(traced)
     made = [v.aval for v in body.outvars][: len(jax.tree.leaves(outputs))]
@@ -199,8 +228,11 @@ def trace_stage(
 def _with_backward(
     program: StageProgram, pulled: tuple[int, ...], pullback: Any, split: bool
 ) -> StageProgram:
+    """Adds the backward to a program whose forward still returns all residuals."""
     body = reading.open_jaxpr(program.forward)
     num_outputs = len(jax.tree.leaves(program.outputs))
+    # Numbers 0 to len(invars) - 1 are inputs, those from there on what is kept. A value that is a
+    # residual twice gets one number, and is kept once.
     number_of = {variable: i for i, variable in enumerate(body.invars)}
     constants = dict(zip(body.constvars, reading.closed(program.forward).consts, strict=True))
     kept: list[Any] = []
@@ -223,17 +255,20 @@ def _with_backward(
         (gradients,) = jax.tree.unflatten(structure, residuals)((cotangents, seed))
         return gradients
 
+    # From the pullback's structure and types alone: no array of the forward is in it.
     traced, _ = reading.trace(backward, types[num_outputs:], sent, loss)
     halves = split_backward(traced, program.num_params) if split else None
     deferred: list[Any] = []
     if halves is not None:
         first = reading.open_jaxpr(halves.inputs)
+        # Operands of the backward are residuals, then cotangents.
         late = [i for i in halves.reads if i >= len(residuals)]
-        num_received = len(pulled) - program.num_params
+        num_received = len(pulled) - program.num_params  # all parameters are floating
         deferred = [
             *(first.invars[i].aval for i in late),
             *(a.aval for a in first.outvars[num_received:]),
         ]
+    # The forward, with only those residuals as outputs that are to be kept.
     forward = building.rebuilt(
         program.forward, body.invars, [*body.outvars[:num_outputs], *kept], body.eqns
     )
@@ -263,13 +298,26 @@ def floating_leaves(tree: Any) -> list[Any]:
 def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
     """Divides a jaxpr whose first outputs are gradients of weights, the others of inputs.
 
-    An equation that both need is in the first half. Loops are not divided: unroll them before.
+    An equation that both need is in the first half. Loops are not divided: unroll them before. (A
+    scan over layers is one equation that makes both kinds of gradients, so all of it would be in
+    the first half.)
+
+    Args:
+      jaxpr: from residuals and cotangents to gradients.
+      num_weights: how many of its outputs are gradients of weights.
+
+    Returns:
+      Two jaxprs that together compute each equation that is needed once.
     """
+    # Calls are opened first: an equation inside one could not go to another half than the call.
+    # Those of `jax.checkpoint` are among them, so what is recomputed is divided, too.
     whole = building.inlined(jaxpr)
     body = reading.open_jaxpr(whole)
     of_weights, of_inputs = body.outvars[:num_weights], body.outvars[num_weights:]
     first = reading.equations_for(body, of_inputs)
     second = [i for i in reading.equations_for(body, body.outvars) if i not in set(first)]
+    # What crosses from the first half to the second: made there, and wanted here as an operand or
+    # as a result. In order and without repetition, so that a trace is the same every time.
     made_first = {out for i in first for out in body.eqns[i].outvars}
     made_second = {out for i in second for out in body.eqns[i].outvars}
     wanted = [atom for i in second for atom in body.eqns[i].invars] + list(of_weights)
