@@ -1,9 +1,19 @@
-"""Runs a function of whole arrays where each device holds but a shard of them.
+"""Runs a function of whole arrays where each device holds but a shard of some of them.
 
-The function is traced as if all were whole. What is computed element by element is computed on
-shards; what sums over a divided axis is summed over the devices too, so that a norm is that of the
-whole array. Anything else that touches a shard is refused: nothing is computed on a part in the
-belief that it is the whole.
+The function, the update of an optimizer, is traced as if all arrays were whole. Its equations are
+then executed one after the other on `Part`s, which know along which axis a value is a shard. Each
+equation with a shard among its operands is one of four kinds:
+
+    elementwise      a * b, sqrt(a)    on the shards; a whole operand is cut to a shard first
+    moves the axis   transpose         on the shard; the result is divided along another axis
+    reduction        sum(a * a)        on the shard; if it is over the divided axis, completed over
+                                       the devices, and then every device holds the whole
+    anything else    sort, a @ b       refused: it would see a part and take it for the whole
+
+So `optax.clip_by_global_norm` gets the norm of all shards, and the trust ratio of LAMB that of the
+whole parameter, though neither knows of devices. A mean is right as well: its divisor was traced
+as the size of the whole array. Equations without a shard among their operands (step counts,
+schedules) run as they are, on every device.
 """
 
 from __future__ import annotations
@@ -19,7 +29,8 @@ from ampx.jaxprs import folds, primitives, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.mesh_axes import count_devices, mark_varying
 
-# How a reduction over a divided axis goes on over the devices.
+# How a reduction over a divided axis is completed over the devices. There is no collective for
+# bools: as 0 and 1, "and" is the least and "or" the largest.
 _OVER_DEVICES: dict[str, Callable[..., Any]] = {
     "reduce_sum": lax.psum,
     "reduce_max": lax.pmax,
@@ -30,20 +41,29 @@ _OVER_DEVICES: dict[str, Callable[..., Any]] = {
 
 
 class Part(NamedTuple):
-    """A value and the axis along which the devices hold shards of it; None: all hold the whole."""
+    """A value as this device holds it.
+
+    Attributes:
+      value: an array: this device's shard, or the whole.
+      dim: the axis along which the devices hold equal shards; None: all hold the whole.
+    """
 
     value: Any
     dim: int | None = None
 
 
-def shard_dim(shape: Sequence[int], count: int) -> int | None:
-    """The axis along which an array of this shape is divided: the longest that can be, or None."""
+def choose_shard_dim(shape: Sequence[int], count: int) -> int | None:
+    """Chooses the axis along which an array is divided: the longest that `count` divides, or None.
+
+    Of axes of one length the first. The choice depends on the shape alone, so that a parameter, its
+    gradient and its moments are divided alike without a word about it.
+    """
     divisible = [dim for dim, size in enumerate(shape) if size and size % count == 0]
     return max(divisible, key=lambda dim: (shape[dim], -dim)) if divisible else None
 
 
-def own_shard(value: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
-    """This device's shard of an array that every device holds whole."""
+def take_own_shard(value: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
+    """Cuts this device's shard out of an array that every device holds whole."""
     if dim is None:
         return value
     size = value.shape[dim] // count_devices(axes)
@@ -52,7 +72,7 @@ def own_shard(value: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
     )
 
 
-def partitioned(
+def run_on_shards(
     fun: Callable[..., Any], shapes: Any, parts: Sequence[Part], axes: tuple[str, ...]
 ) -> tuple[list[Part], Any]:
     """Calls `fun` with shards of its arguments.
@@ -74,18 +94,22 @@ def partitioned(
 
 
 class _Partition:
+    """One run over a jaxpr; `axes` are the mapped axes over which shards are divided."""
+
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.axes = axes
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Part]) -> list[Part]:
         def apply(eqn: Equation, operands: list[Part]) -> Sequence[Part]:
-            with eqn.ctx.manager:
+            with eqn.ctx.manager:  # the mesh and metadata under which it was traced
                 return self._apply(eqn, operands)
 
         return folds.fold(jaxpr, inputs, apply, constant=Part)
 
     def _apply(self, eqn: Equation, operands: Sequence[Part]) -> Sequence[Part]:
         name = eqn.primitive.name
+        # What is called is entered rather than called: nothing is differentiated here, so custom
+        # derivative rules do not matter, and a jitted norm is a norm.
         if name in primitives.CALLS | primitives.CUSTOM_RULES:
             (body,) = reading.bodies_of(eqn)
             return self.run(body, operands)
@@ -99,11 +123,11 @@ class _Partition:
             return self._barrier(eqn, operands)
         if name in _OVER_DEVICES:
             ((value, dim),) = operands
-            return [self._reduced(eqn, value, dim)]
+            return [self._reduce(eqn, value, dim)]
         if name == "broadcast_in_dim":
             return [self._broadcast(eqn, operands[0])]
         if name == "transpose":
-            return [self._transposed(eqn, operands[0])]
+            return [self._transpose(eqn, operands[0])]
         if name == "cond" and operands[0].dim is None:
             return self._branches(eqn, operands)
         raise NotImplementedError(
@@ -115,17 +139,20 @@ class _Partition:
     def _elementwise(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
         dim = max(part.dim for part in operands if part.dim is not None)
 
-        def aligned(part: Part) -> Any:
+        # Scalars need no cut. Of other operands an elementwise equation has whole shapes that are
+        # equal, so a whole one can be cut along the axis of the shards.
+        def align(part: Part) -> Any:
             whole = part.dim is None and jnp.ndim(part.value) and part.value.shape[dim] != 1
             if part.dim not in (dim, None):
                 raise NotImplementedError(
                     f"{eqn.primitive.name} ({source_info.line_of(eqn)}) takes shards along axes "
-                    f"{part.dim} and {dim}"
+                    f"{part.dim} and {dim}, and zero1 does not move data between devices for it: "
+                    "take this transformation out of zero1, to run on whole gradients"
                 )
-            value = own_shard(part.value, dim, self.axes) if whole else part.value
+            value = take_own_shard(part.value, dim, self.axes) if whole else part.value
             return mark_varying(value, self.axes)
 
-        return [Part(value, dim) for value in reading.bound(eqn, [aligned(p) for p in operands])]
+        return [Part(value, dim) for value in reading.bound(eqn, [align(p) for p in operands])]
 
     def _barrier(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
         # Result i is operand i. All operands of a barrier must vary over the same axes, and shards
@@ -138,12 +165,12 @@ class _Partition:
                 results[i] = Part(value, operands[i].dim)
         return results
 
-    def _reduced(self, eqn: Equation, shard: Any, dim: Any) -> Part:
+    def _reduce(self, eqn: Equation, shard: Any, dim: Any) -> Part:
         axes = eqn.params["axes"]
         (value,) = reading.bound(eqn, [shard])
         if dim in axes:
             return Part(_OVER_DEVICES[eqn.primitive.name](value, self.axes))
-        return Part(value, dim - sum(axis < dim for axis in axes))
+        return Part(value, dim - sum(axis < dim for axis in axes))  # axes before it are gone
 
     def _broadcast(self, eqn: Equation, part: Part) -> Part:
         dim = eqn.params["broadcast_dimensions"][part.dim]
@@ -152,14 +179,22 @@ class _Partition:
         dimensions = eqn.params["broadcast_dimensions"]
         return Part(lax.broadcast_in_dim(part.value, shape, dimensions), dim)
 
-    def _transposed(self, eqn: Equation, part: Part) -> Part:
+    def _transpose(self, eqn: Equation, part: Part) -> Part:
         permutation = eqn.params["permutation"]
         return Part(lax.transpose(part.value, permutation), permutation.index(part.dim))
 
     def _branches(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
+        """A `lax.cond` or `switch` whose index every device holds.
+
+        All branches must return a result in one way, but one may return a shard where another
+        returns a whole value, such as zeros. So they are traced twice: first to see along which
+        axis each returns a result, then so that a result that any branch divides is divided by all.
+        """
         (index, *others), dims = operands, []
 
         def branch(body: Jaxpr, dims_of_all: list[int | None] | None) -> Callable[..., Any]:
+            """The function of a body; without `dims_of_all` it appends its axes to `dims`."""
+
             def run(*values: Any) -> list[Any]:
                 inputs = [Part(v, p.dim) for v, p in zip(values, others, strict=True)]
                 outputs = self.run(body, inputs)
@@ -169,7 +204,7 @@ class _Partition:
                 return [
                     mark_varying(part.value, self.axes)
                     if part.dim is not None
-                    else own_shard(part.value, dim, self.axes)
+                    else take_own_shard(part.value, dim, self.axes)
                     for part, dim in zip(outputs, dims_of_all, strict=True)
                 ]
 

@@ -1,4 +1,22 @@
-"""ZeRO-1: each device keeps and updates its share of the optimizer's state."""
+"""ZeRO-1: each device keeps and updates its share of the optimizer's state.
+
+For n devices that hold the same parameters, one update goes
+
+    gradients     each device's own, whole      f32 or narrower
+        │  reduce-scatter, by the bucket        (`shard_exchange`)
+    gradients     1/n of each leaf, summed
+        │  inner.update on shards of gradients, state and parameters   (`sharded_updates`)
+    updates       1/n of each leaf              the state stays divided: it never travels
+        │  all-gather, by the bucket            (`shard_exchange`)
+    updates       whole, the same everywhere
+
+A reduce-scatter and an all-gather move the bytes of one all-reduce, so the memory of the moments is
+divided by n at no cost in traffic.
+
+Leaves are divided, not flat buffers: the shards of a flat buffer would need padding that depends on
+the number of devices, and with it the layout of checkpoints. So outside of `shard_map` every array
+of the state has the shape that `inner` gave it, whatever n is.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +34,13 @@ from jax.typing import DTypeLike
 from ampx.checking import check_transformation
 from ampx.data_parallel.reduction import (
     Op,
-    Reduction,
     ReductionState,
     make_reduction,
     reduction_state,
 )
-from ampx.data_parallel.sharded_updates import Part, own_shard, partitioned, shard_dim
-from ampx.flat_buffers.buckets import bucket_layout
-from ampx.mesh_axes import as_axes, count_devices, sum_over_axes, varying_axes
+from ampx.data_parallel.shard_exchange import ShardExchange
+from ampx.data_parallel.sharded_updates import Part, choose_shard_dim, run_on_shards, take_own_shard
+from ampx.mesh_axes import as_axes
 from ampx.trees import find_nodes, path_name
 
 
@@ -34,9 +51,10 @@ class Zero1State(NamedTuple):
       reduction: what the last update handed to its reduce-scatters, and to the all-reduces of
         parameters that are not divided; see `ReductionState`. The gather of the updates, which
         travel in their own dtype, is not in it.
-      inner_state: the state of the wrapped transformation, in the shapes that it has without
-        sharding: outside of `shard_map` whole arrays, inside this device's shards.
-      gradient_norm: float32, norm of the reduced gradients that the last update took.
+      inner_state: the state of the wrapped transformation, in the shapes and dtypes that it has
+        without sharding: outside of `shard_map` whole arrays, inside this device's shards.
+      gradient_norm: float32 scalar, norm of the reduced gradients that the last update took; 0
+        before the first.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -59,15 +77,16 @@ def zero1(
 ) -> optax.GradientTransformationExtraArgs:
     """Shards the state and the update of an optimizer over devices that hold the same parameters.
 
-    In the place of `ampx.all_reduce` and an optimizer: gradients are reduce-scattered, each device
-    updates its shard of every parameter with its shard of the moments, and the updates are
-    gathered, bucket by bucket. The bytes on the wire are those of an all-reduce; the state is 1/n.
+    Use it in the place of `ampx.all_reduce` and an optimizer. Gradients are reduce-scattered, each
+    device updates its shard of every parameter with its shard of the moments, and the updates are
+    gathered, bucket by bucket. The bytes on the wire are those of an all-reduce; the state takes
+    1/n of the memory.
 
     `inner` may be any transformation that works element by element and by reductions: AdamW, LAMB,
     `clip_by_global_norm`, `ampx.master_weights`, schedules. It is traced as if it saw whole arrays,
-    and its sums over a parameter go on over the devices, so that norms are those of the whole. An
-    operation that shards do not allow, such as a matrix product, is refused. Clipping belongs
-    inside: before `zero1` gradients are each device's own.
+    and its sums over a parameter are completed over the devices, so that norms are those of the
+    whole. An operation that cannot be computed on shards, such as a matrix product, is refused.
+    Clipping belongs inside: before `zero1` gradients are each device's own.
 
     A parameter is divided along its longest axis that n divides; one without such an axis is
     updated on every device. The state keeps the shapes that `inner` gives it, so a checkpoint does
@@ -135,45 +154,49 @@ def zero1(
     ) -> tuple[Any, Zero1State]:
         if params is None:
             raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
-        exchange = _Exchange(reduction.with_op(reduce_op), params)
+        exchange = ShardExchange(reduction.with_op(reduce_op), params)
+        # What a checkpoint holds. Shapes alone: nothing is allocated for it.
         whole_state = jax.eval_shape(inner.init, params)
-        state_dims = _state_dims(whole_state, params, exchange.count)
+        state_dims = _choose_state_dims(whole_state, params, exchange.count)
         _check_state(state.inner_state, whole_state, state_dims, exchange.count)
-        grads, sent = exchange.scattered(updates)
-        held = (grads, state.inner_state, exchange.own_shards(params))
+        grads, sent = exchange.scatter(updates)
+        held = (grads, state.inner_state, exchange.take_own_shards(params))
         dims = (*exchange.dims, *state_dims, *exchange.dims)
-        whole = (_shapes(updates, dtypes_of=grads), whole_state, _shapes(params))
+        whole = (_whole_shapes(updates, dtypes_of=grads), whole_state, _whole_shapes(params))
 
         def inner_update(grads: Any, inner_state: Any, params: Any) -> Any:
             return inner.update(grads, inner_state, params, **extra_args)
 
-        parts, structure = partitioned(
+        parts, structure = run_on_shards(
             inner_update, whole, list(map(Part, jax.tree.leaves(held), dims)), axes
         )
         count = len(exchange.dims)
         new_updates, new_state = (
-            [_in_layout(*pair, axes) for pair in zip(some, wanted, strict=True)]
+            # An update that does not depend on the gradient comes out whole, for example zeros.
+            [_as_divided(*pair, axes) for pair in zip(some, wanted, strict=True)]
             for some, wanted in ((parts[:count], exchange.dims), (parts[count:], state_dims))
         )
-        gathered = exchange.gathered(new_updates)
+        gathered = exchange.gather(new_updates)
         result, inner_state = jax.tree.unflatten(structure, [*gathered, *new_state])
-        return result, Zero1State(reduction_state(sent), inner_state, exchange.norm(grads))
+        return result, Zero1State(reduction_state(sent), inner_state, exchange.compute_norm(grads))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _shapes(tree: Any, dtypes_of: Any = None) -> Any:
-    """The whole shapes of `tree`, with other dtypes perhaps."""
+def _whole_shapes(tree: Any, dtypes_of: Any = None) -> Any:
+    """The whole shapes of `tree`, with the dtypes of another tree if one is given."""
     dtypes_of = tree if dtypes_of is None else dtypes_of
     return jax.tree.map(
         lambda leaf, like: jax.ShapeDtypeStruct(jnp.shape(leaf), like.dtype), tree, dtypes_of
     )
 
 
-def _state_dims(state: Any, params: Any, count: int) -> list[int | None]:
-    """The axis along which each leaf of an optimizer state is divided.
+def _choose_state_dims(state: Any, params: Any, count: int) -> list[int | None]:
+    """Chooses the axis along which each leaf of an optimizer state is divided.
 
-    That of the parameter that it belongs to: whose path ends its own, and whose shape it has.
+    It is that of the parameter which the leaf belongs to. A leaf at `0/mu/dense/kernel` belongs to
+    the parameter `dense/kernel`, whose path ends its own, if it has the same shape. Others, such as
+    counts or factored moments of another shape, are whole on every device.
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -182,7 +205,7 @@ def _state_dims(state: Any, params: Any, count: int) -> list[int | None]:
     def dim_of(path: Any, leaf: Any) -> int | None:
         names = [path_name(path[i:]) for i in range(len(path) + 1)]
         own = any(jnp.shape(leaf) in shapes.get(name, ()) for name in names)
-        return shard_dim(jnp.shape(leaf), count) if own else None
+        return choose_shard_dim(jnp.shape(leaf), count) if own else None
 
     return [dim_of(*item) for item in jax.tree_util.tree_leaves_with_path(state)]
 
@@ -203,116 +226,14 @@ def _check_state(state: Any, whole: Any, dims: Sequence[int | None], count: int)
             )
 
 
-def _in_layout(part: Part, dim: int | None, axes: tuple[str, ...]) -> Any:
-    """The value as a shard along `dim`, or whole."""
+def _as_divided(part: Part, dim: int | None, axes: tuple[str, ...]) -> Any:
+    """Converts a value to a shard along `dim`, or to the whole if that is None."""
     if part.dim == dim:
         return part.value
     if part.dim is not None:
         whole = lax.all_gather(part.value, axes, axis=part.dim, tiled=True, to="invarying")
-        return own_shard(whole, dim, axes)
-    return own_shard(part.value, dim, axes)
-
-
-class _Exchange:
-    """Shards of gradients from all devices, and shards of updates to all of them."""
-
-    def __init__(self, reduction: Reduction, params: Any) -> None:
-        self.reduction = reduction
-        self.axes = reduction.axes
-        self.count = count_devices(self.axes)
-        self.structure = jax.tree.structure(params)
-        self.shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-        self.dims = [shard_dim(shape, self.count) for shape in self.shapes]
-        self.divided = {i: dim for i, dim in enumerate(self.dims) if dim is not None}
-
-    def own_shards(self, tree: Any) -> Any:
-        """This device's shards of a tree that all devices hold."""
-        shards = map(own_shard, jax.tree.leaves(tree), self.dims, [self.axes] * len(self.dims))
-        return jax.tree.unflatten(jax.tree.structure(tree), list(shards))
-
-    def scattered(self, grads: Any) -> tuple[Any, list[int]]:
-        """This device's shards of the reduced gradients, and the bytes handed over for them.
-
-        Leaves that are not divided are there whole.
-        """
-        leaves, structure = jax.tree.flatten(self.reduction.widen(grads))
-        rows = [self._rows(leaves[i], i) for i in self.divided]
-        whole = [leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None]
-
-        sent: list[int] = []
-
-        def scatter(rows: jax.Array) -> jax.Array:
-            if self.count > 1:
-                sent.append(rows.nbytes)
-            return lax.psum_scatter(rows, self.axes)
-
-        received = self._in_buckets(rows, scatter)
-        shards = dict(zip(self.divided, received, strict=True))
-        sums, sent_whole = self.reduction.sum_over_devices(whole)
-        rest = iter(sums)
-        parts = [
-            next(rest) if dim is None else self._shard(shards[i], i)
-            for i, dim in enumerate(self.dims)
-        ]
-        shards_of_tree = jax.tree.unflatten(structure, parts)
-        return self.reduction.narrow(shards_of_tree, grads), [*sent, *sent_whole]
-
-    def gathered(self, updates: Sequence[Any]) -> list[Any]:
-        """Whole updates, from every device's shards."""
-        rows = [jnp.moveaxis(updates[i], dim, 0).reshape(-1) for i, dim in self.divided.items()]
-
-        def gather(row: jax.Array) -> jax.Array:
-            return lax.all_gather(row, self.axes, to="invarying")
-
-        whole = dict(zip(self.divided, self._in_buckets(rows, gather), strict=True))
-        return [
-            leaf if dim is None else self._whole(whole[i], i)
-            for i, (leaf, dim) in enumerate(zip(updates, self.dims, strict=True))
-        ]
-
-    def norm(self, grads: Any) -> jax.Array:
-        """The norm of whole gradients, of which `grads` are this device's shards."""
-        divided, whole = (
-            [leaf for leaf, dim in self._with_dims(grads) if (dim is None) == is_whole]
-            for is_whole in (False, True)
-        )
-        own = jnp.asarray(optax.tree.norm(divided, squared=True), jnp.float32)
-        total = sum_over_axes(own, self.axes) if divided else jnp.float32(0)
-        return jnp.sqrt(total + jnp.asarray(optax.tree.norm(whole, squared=True), jnp.float32))
-
-    def _with_dims(self, tree: Any) -> list[tuple[Any, int | None]]:
-        return list(zip(jax.tree.leaves(tree), self.dims, strict=True))
-
-    def _rows(self, leaf: jax.Array, place: int) -> jax.Array:
-        """A row for each device, which holds that device's shard."""
-        return jnp.moveaxis(leaf, self.divided[place], 0).reshape(self.count, -1)
-
-    def _shard(self, row: jax.Array, place: int) -> jax.Array:
-        return self._restored(row, place, self.count)
-
-    def _whole(self, rows: jax.Array, place: int) -> jax.Array:
-        return self._restored(rows, place, 1)
-
-    def _restored(self, flat: jax.Array, place: int, parts: int) -> jax.Array:
-        dim, shape = self.divided[place], list(self.shapes[place])
-        length = shape.pop(dim) // parts
-        return jnp.moveaxis(flat.reshape(length, *shape), 0, dim)
-
-    def _in_buckets(self, rows: Sequence[jax.Array], move: Any) -> list[jax.Array]:
-        """`move` of as many rows at once as a bucket holds; they lie along the last axis."""
-        layout = bucket_layout(
-            [jax.ShapeDtypeStruct(row.shape[-1:], row.dtype) for row in rows],
-            bucket_bytes=self.reduction.bucket_bytes,
-            group_of=lambda path, leaf: varying_axes(rows[int(path)]),
-        )
-        moved: dict[int, jax.Array] = {}
-        for number, bucket in enumerate(layout.buckets):
-            with jax.named_scope(f"ampx.bucket_{number}"):
-                joined = move(jnp.concatenate([rows[i] for i in bucket.leaves], axis=-1))
-            places = zip(bucket.leaves, bucket.offsets, bucket.sizes, strict=True)
-            for i, offset, size in places:
-                moved[i] = lax.slice_in_dim(joined, offset, offset + size, axis=-1)
-        return [moved[i] for i in range(len(rows))]
+        return take_own_shard(whole, dim, axes)
+    return take_own_shard(part.value, dim, axes)
 
 
 def zero1_specs(
@@ -353,7 +274,7 @@ def zero1_specs(
     def specs_of(node: Any) -> Any:
         if not isinstance(node, Zero1State):
             return PartitionSpec()
-        dims = iter(_state_dims(node.inner_state, params, count))
+        dims = iter(_choose_state_dims(node.inner_state, params, count))
         inner = jax.tree.map(lambda leaf: _spec(next(dims), axes), node.inner_state)
         everywhere: Any = PartitionSpec()
         reduction = jax.tree.map(lambda _: everywhere, node.reduction)
