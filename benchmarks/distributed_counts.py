@@ -32,6 +32,8 @@ from benchmarks.distributed_steps import (
     summed_leaf_by_leaf,
 )
 
+# XLA:CPU merges independent all-reduces in one pass. Without it the compiled program still has each
+# all-reduce that the program asked for.
 _NO_COMBINER = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
 
@@ -60,6 +62,8 @@ def _summed_in_each_microbatch(num_microbatches: int) -> Step:
 
     def step(state: Any, x: jax.Array) -> Any:
         params, opt_state, _ = state
+        # Parameters are replicated, and JAX sums the gradient of a replicated value over devices by
+        # itself. Marked as varying, each device gets the gradient of its own rows.
         local = lax.pcast(params, AXIS, to="varying")
 
         def one(x: jax.Array) -> tuple[Any, jax.Array]:
@@ -88,7 +92,7 @@ def counts(leaves: int, num_microbatches: int) -> dict[str, list[int]]:
     width = 32
     sgd = optax.sgd(0.1)
     params = make_params(leaves, width)
-    quarter = leaves // 4 * width * width * 4
+    quarter = leaves // 4 * width * width * 4  # bytes of a quarter of the leaves: 4 buckets
     batch = placed(make_batch(width, 16 * jax.device_count()), SPLIT)
     steps = {"in each micro-batch": _summed_in_each_microbatch(num_microbatches)}
     for name, reduction in {
@@ -140,7 +144,7 @@ def waits() -> dict[str, list[list[int]]]:
     layers, width = 12, 32
     params = make_params(layers, width)
     batch = placed(make_batch(width, 16 * jax.device_count()), SPLIT)
-    size = 3 * width * width * 4
+    size = 3 * width * width * 4  # bytes of three of the twelve float32 layers: 4 buckets
     layout = ampx.bucket_layout(params, bucket_bytes=size)
     adamw = optax.adamw(1e-3)
     chained, loose = (
@@ -182,5 +186,6 @@ def waits() -> dict[str, list[list[int]]]:
 
 def _numbers(output: Any, report: Any) -> tuple[int, int]:
     """How many gradient reductions an output waits for; one merged of four counts as four."""
+    # XLA may have merged reductions: who waits for one of them then waits for all.
     merged = sum(report.compiled[place].gradients for place in output.compiled_waits_for)
     return len(output.waits_for), merged

@@ -35,6 +35,8 @@ def placed(tree: Any, spec: P = WHOLE) -> Any:
 
     def place(leaf: Any) -> jax.Array:
         leaf = np.asarray(leaf)
+        # Each process hands out the parts that lie on its own devices; `device_put` could not place
+        # an array on devices of other processes without comparing the values of all.
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
     return jax.tree.map(place, tree)

@@ -53,6 +53,7 @@ def timed(candidates: list[Candidate], rounds: int) -> dict[str, list[float]]:
 def small_leaves(rounds: int) -> dict[str, list[float]]:
     """Times the reduction alone: 200 leaves of 4 KB."""
     devices = jax.device_count()
+    # f32[devices, 1024] each: every device has one row, as it would have its own gradient.
     leaves = placed([np.ones((devices, 1024), np.float32) for _ in range(200)], SPLIT)
 
     def reduction(tx: optax.GradientTransformation) -> Step:
@@ -123,6 +124,8 @@ def in_backward(rounds: int, scan: bool) -> dict[str, list[float]]:
     def step(state: Any, x: jax.Array) -> Any:
         params, opt_state, _ = state
 
+        # Summed over devices, the shares are the mean loss, and so are their gradients, which
+        # `reduce_in_backward` sums where they are made.
         def share(params: Any) -> jax.Array:
             return loss(params, x, reducing) / lax.axis_size(AXIS)
 
@@ -147,6 +150,7 @@ def _zero1(inner: optax.GradientTransformation, params: Any) -> tuple[Step, Any]
     specs = ampx.zero1_specs(tx, params, mesh, AXIS)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     params, loss = placed((params, np.float32(0)))
+    # Made under jit with these shardings, the whole state is never on one device.
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     return on_devices(make_step(applied(tx)), (WHOLE, specs, WHOLE)), (params, state, loss)
 
@@ -177,10 +181,10 @@ def zero1(rounds: int) -> dict[str, Any]:
             for seed in range(20):
                 batch = make_batch(64, ROWS * jax.device_count(), seed)
                 state = step(state, placed(batch, SPLIT))
-            ends.append(jax.device_get(state[0]))
+            ends.append(jax.device_get(state[0]))  # replicated, then sharded
         result["differences"][name] = [
             max(float(np.abs(a[key] - b[key]).max()) for key in small)
-            for a, b in (ends, (ends[0], small))
+            for a, b in (ends, (ends[0], small))  # between both; and since the start, for scale
         ]
     return result
 

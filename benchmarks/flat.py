@@ -30,7 +30,7 @@ def flat_tail(leaves: int = 2000, size: int = 5000, rounds: int = 15) -> None:
 
     params, grads = tree(), tree()
     flat_params = ampx.fused.flatten(params)
-    flat_grads = flat_params.like(grads)
+    flat_grads = flat_params.like(grads)  # the same leaves at the same places of the buffer
     optaxs, ours = optax.adamw(1e-3), ampx.fused.adamw(1e-3)
 
     def by_optax(state, grads):

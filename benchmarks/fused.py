@@ -37,6 +37,7 @@ except ImportError:
     torch = None
 
 SCALE, RATE, DECAY, MAX_NORM = 1024.0, 1e-3, 0.1, 1.0
+# What other candidates are compared with; the last one measures the bandwidth of memory.
 NAIVE, BASELINE, COPY = "naive AMP", "optax, clip + AdamW", "in-place scale of the parameters"
 # With hundreds of leaves XLA:CPU takes minutes to compile these, so large tables leave them out.
 SLOW_TO_COMPILE = (NAIVE, "`dynamic_loss_scale` of optax, clip + AdamW")
@@ -103,6 +104,7 @@ def _naive(tx: Any) -> Callable[..., Any]:
         is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in grads]))
         updates, new_state = tx.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_state
+        # Here the old and the new state are both needed, whole.
         return jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state)
 
     return step
@@ -120,6 +122,7 @@ def _steps() -> dict[str, tuple[Callable[..., Any], Any]]:
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
     ours = ampx.fused.adamw(RATE, weight_decay=DECAY)
     by_face = _scaled(clipped(ours, MAX_NORM))
+    # optax's own way to skip, and ampx's loss scale around optax's optimizers, not fused.
     guarded, wrapped = optax.apply_if_finite(chain, 5), _scaled(chain)
     steps = {
         "`fused.apply`, scale + clip + AdamW": (by_apply(_scaled(ours), MAX_NORM), _scaled(ours)),

@@ -168,6 +168,7 @@ def memory() -> None:
         for count in counts:
             grads_of = _gradients(make(STAGES, count), stage, last, stash=stash)
             stored = jax.device_put({"stages": params}, grads_of.shardings({"stages": params}))
+            # Rows grow with the number of micro-batches: what may not grow is what a stage keeps.
             batch = jax.ShapeDtypeStruct((count * rows_of_microbatch, width), jnp.float32)
             compiled = jax.jit(grads_of).lower(stored, batch).compile()
             kib.append(compiled.memory_analysis().temp_size_in_bytes / 1024)

@@ -198,7 +198,9 @@ def padded_attention(width: int = 32, heads: int = 2, length: int = 12, rows: in
 
     def batch(key: jax.Array) -> tuple[Any, Any]:
         tokens = jax.random.randint(key, (rows, length), 0, 32)
-        lengths = jnp.arange(rows) * length // (rows - 1)  # from none to all of them
+        # From no real token at all to all of them. In the first row every score is the fill: with
+        # -1e9 rounded to -inf, its softmax would be NaN.
+        lengths = jnp.arange(rows) * length // (rows - 1)
         mask = jnp.arange(length) < lengths[:, None]
         return {"tokens": tokens, "mask": mask}, jax.random.randint(key, (rows,), 0, 8)
 
@@ -240,7 +242,7 @@ def mixture_of_experts(
         x = jax.nn.relu(dense(inputs, params["stem"], dtype))
         logits = (x.astype(jnp.float32) if dtype else x) @ params["router"]
         gates, experts_of = jax.lax.top_k(jax.nn.softmax(logits), chosen)
-        gates = gates / gates.sum(axis=-1, keepdims=True)
+        gates = gates / gates.sum(axis=-1, keepdims=True)  # [tokens, chosen], of sum 1
         # Each (token, expert) pair becomes a row. Sorted by expert, the rows of an expert are
         # neighbours, and one ragged product multiplies each group by its own matrix.
         order = jnp.argsort(experts_of.reshape(-1))  # int32[tokens * chosen]
@@ -248,6 +250,7 @@ def mixture_of_experts(
         up, down = (params[name].astype(dtype or x.dtype) for name in ("up", "down"))
         hidden = jax.nn.gelu(jax.lax.ragged_dot(x[rows], up, sizes))
         outputs = jax.lax.ragged_dot(hidden, down, sizes)
+        # Back to tokens: each gets the sum of its experts' outputs, weighted by its gates.
         weighed = outputs.astype(gates.dtype) * gates.reshape(-1)[order][:, None]
         mixed = jnp.zeros(x.shape, gates.dtype).at[rows].add(weighed)
         return dense(x + mixed.astype(x.dtype), params["head"], dtype), state
