@@ -6,12 +6,12 @@ follows (loss scale, clipping, optimizer) therefore need not know of stages.
 
   global arrays, under jit
     params --> half precision, once a step --> | shard_map                                       |
-    batch  ----------------------------------> | layout.local: layers to their stages            |
+    batch  ----------------------------------> | layout.as_view: layers to their stages            |
                                                | assemble, Executor.run: all ticks               |
                                                | losses and weights summed over stages and data  |
                                                | gradients / weight, then the verdict            |
                                                | gradients summed over data (ends: over stages)  |
-    gradients like params <------------------- | layout.returned: layers back to their places    |
+    gradients like params <------------------- | layout.as_stored: layers back to their places    |
 
 The verdict looks at gradients that are divided by the weight, as they will be used, and not yet
 summed over data: a non-finite number is found on the device that made it.
@@ -39,9 +39,9 @@ from ampx.accumulation.results import GradResult
 from ampx.data_parallel.reduction import Reduction
 from ampx.loss_scaling.nonfinite import count_nonfinite
 from ampx.mesh_axes import axes_of_spec, fold_in_device, is_spec, mark_varying, place
-from ampx.pipelining.runtime.assembly import assemble, stage_parameters
+from ampx.pipelining.runtime.assembly import assemble, make_stage_parameters
 from ampx.pipelining.runtime.executor import Executor, Totals
-from ampx.pipelining.runtime.layouts import Layout, separate_layout, stacked_layout
+from ampx.pipelining.runtime.layouts import Layout, make_separate_layout, make_stacked_layout
 from ampx.pipelining.runtime.models import Model
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.precision.opt_levels import Recipe
@@ -190,7 +190,7 @@ class PipelineGradients:
           stages, the rest on every device. So are layers whose number these do not divide, and
           stages that differ.
         """
-        specs = self._specs(self._layout(self.model, params["stages"]).is_divided)
+        specs = self._make_specs(self._make_layout(self.model, params["stages"]).is_divided)
         mesh = mesh or self.mesh
         if mesh is None:
             raise ValueError(
@@ -213,18 +213,18 @@ class PipelineGradients:
         key: jax.Array | None,
         observe: Callable[[Executor], None] | None = None,
     ) -> GradResult:
-        mesh = self._checked_mesh()
+        mesh = self._check_mesh()
         _check_params(params)
         parts = {part: params.get(part) for part in PARTS}
         computed = parts if self.recipe is None else self.recipe.half_params(parts)
-        layout = self._layout(model, computed["stages"])
+        layout = self._make_layout(model, computed["stages"])
         self._check_batch(batch)
-        specs = self._specs(layout.is_divided)
+        specs = self._make_specs(layout.is_divided)
         kinds = model.kinds(layout)
         # Unchecked, a sum over devices is differentiated as if each of them had a loss of its own,
         # and the gradient of a `psum` is summed again: n devices find n times the gradient. The
         # loss scale is therefore divided by n, and gradients of parameters that all n have are
-        # summed (`_summed`): what the checked mode does by types.
+        # summed (`_sum_over_replicas`): what the checked mode does by types.
         own = (self.axis_name, *self.data_axes)
         replicas = () if self.check_vma else tuple(a for a in self._axes if a not in own)
 
@@ -241,8 +241,8 @@ class PipelineGradients:
                 model.schedule,
                 kinds,
                 model.wires,
-                stage_parameters(
-                    params | {"stages": layout.local(params["stages"], self.axis_name)},
+                make_stage_parameters(
+                    params | {"stages": layout.as_view(params["stages"], self.axis_name)},
                     layout,
                     kinds,
                     self.accumulator_dtype,
@@ -254,8 +254,8 @@ class PipelineGradients:
             )
             if observe is not None:
                 observe(executor)
-            result = self._finished(executor.run(), layout)
-            return result._replace(grads=_summed(result.grads, specs, replicas))
+            result = self._reduce_over_devices(executor.run(), layout)
+            return result._replace(grads=_sum_over_replicas(result.grads, specs, replicas))
 
         out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
         place_params = functools.partial(place, mesh=self.mesh, axes=self._axes)
@@ -275,7 +275,7 @@ class PipelineGradients:
         grads = {part: (result.grads | {"stages": stages})[part] for part in params}
         return result._replace(grads=grads)
 
-    def _finished(self, totals: Totals, layout: Layout) -> GradResult:
+    def _reduce_over_devices(self, totals: Totals, layout: Layout) -> GradResult:
         """Sums over devices: of the loss and the weight, then the verdict, then the gradients."""
         # Each micro-batch has its loss and weight on the device of the last stage, and zeros
         # elsewhere (losses of layers where these are): the sum over stages collects them.
@@ -299,16 +299,16 @@ class PipelineGradients:
         # or two devices along the stage axis, and are zeros on the others: one sum over all axes
         # completes them, ties (`"shared"`) included, and leaves them the same everywhere.
         stages = over_data(grads["stages"], first) if over_data.axes else grads["stages"]
-        stages = layout.returned(stages, self.axis_name)
+        stages = layout.as_stored(stages, self.axis_name)
         rest = over_all({part: grads[part] for part in grads if part != "stages"}, first)
         return GradResult(loss, rest | {"stages": stages}, weight, aux, None, verdict)
 
-    def _layout(self, model: Model, stages: Any) -> Layout:
+    def _make_layout(self, model: Model, stages: Any) -> Layout:
         if model.is_separate:
-            return separate_layout(model.schedule, stages)
-        return stacked_layout(model.schedule, stages, self.layers_per_stage)
+            return make_separate_layout(model.schedule, stages)
+        return make_stacked_layout(model.schedule, stages, self.layers_per_stage)
 
-    def _specs(self, is_divided: bool) -> dict[str, Any]:
+    def _make_specs(self, is_divided: bool) -> dict[str, Any]:
         # Whole arrays for the ends, a part of the layers for each device. Layers that the devices
         # do not divide are whole, too; axes behind the first keep what `param_specs` says.
         specs: dict[str, Any] = dict.fromkeys(PARTS, P()) | {"stages": P(self.axis_name)}
@@ -331,7 +331,7 @@ class PipelineGradients:
         ]
         return tuple(dict.fromkeys((self.axis_name, *self.data_axes, *named)))
 
-    def _checked_mesh(self) -> Mesh | None:
+    def _check_mesh(self) -> Mesh | None:
         around = jax.sharding.get_abstract_mesh()
         if self.axis_name in getattr(around, "manual_axes", ()):
             raise ValueError(
@@ -369,7 +369,7 @@ class PipelineGradients:
             )
 
 
-def _summed(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
+def _sum_over_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
     """Gradients summed over those of the axes along which their parameters are not divided."""
     if grads is None or not axes:
         return grads

@@ -86,24 +86,24 @@ def balance(
     exact[-1] += Fraction(last)
     unit = math.lcm(*(cost.denominator for cost in exact))
     whole = [int(cost * unit) for cost in exact]
-    return _most_even(whole, num_stages, _least_bound(whole, num_stages))
+    return _find_most_even(whole, num_stages, _find_least_bound(whole, num_stages))
 
 
-def _least_bound(costs: Sequence[int], num_stages: int) -> int:
+def _find_least_bound(costs: Sequence[int], num_stages: int) -> int:
     """Finds the least possible cost of the costliest stage."""
     # Invariant: no bound below `low` will do, and `high` will. No stage can cost less than the
     # costliest layer, and one stage for all needs no more than the sum.
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2
-        if _stages_needed(costs, middle) <= num_stages:
+        if _count_stages(costs, middle) <= num_stages:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _stages_needed(costs: Sequence[int], bound: int) -> int:
+def _count_stages(costs: Sequence[int], bound: int) -> int:
     """Counts the stages that are needed if each takes all that it can.
 
     No division needs fewer: at any layer, what this one has filled is at least what another has, so
@@ -117,7 +117,7 @@ def _stages_needed(costs: Sequence[int], bound: int) -> int:
     return number
 
 
-def _most_even(costs: Sequence[int], num_stages: int, bound: int) -> tuple[int, ...]:
+def _find_most_even(costs: Sequence[int], num_stages: int, bound: int) -> tuple[int, ...]:
     """Of the divisions in which no stage costs more than `bound` the most even one.
 
     Goes from the last stage to the first. After k stages `best[start]` is about the layers from
@@ -198,7 +198,7 @@ def layer_costs(
     check_positive_int("repeats", repeats)
     found: dict[Hashable, float] = {}
     costs = []
-    for call, own in _layers(layer, params):
+    for call, own in _split_layers(layer, params):
         # Layers of the same function, structure, shapes and dtypes cost the same, so 64 equal ones
         # are compiled and measured once.
         leaves, structure = jax.tree.flatten((own, x))
@@ -206,13 +206,13 @@ def layer_costs(
             raise TypeError("by='time' runs the layers: give arrays in place of ShapeDtypeStructs")
         kind = call, structure, tuple((jnp.shape(a), jnp.result_type(a)) for a in leaves)
         if kind not in found:
-            found[kind] = _cost(_both_passes(call, key), own, x, by, repeats)
+            found[kind] = _measure_cost(_make_both_passes(call, key), own, x, by, repeats)
         costs.append(found[kind])
-        x = _output(call, own, x, key, by == "time")
+        x = _run_layer(call, own, x, key, by == "time")
     return np.array(costs)
 
 
-def _layers(layer: Any, params: Any) -> Iterator[tuple[Callable[..., Any], Any]]:
+def _split_layers(layer: Any, params: Any) -> Iterator[tuple[Callable[..., Any], Any]]:
     if callable(layer):
         leaves = jax.tree.leaves(params)
         numbers = {tuple(leaf.shape[:1]) for leaf in leaves}
@@ -223,7 +223,7 @@ def _layers(layer: Any, params: Any) -> Iterator[tuple[Callable[..., Any], Any]]
             )
         ((number,),) = numbers
         for i in range(number):
-            yield layer, jax.tree.map(lambda leaf, i=i: _slice(leaf, i), params)
+            yield layer, jax.tree.map(lambda leaf, i=i: _take_layer(leaf, i), params)
         return
     if not isinstance(params, list | tuple) or len(params) != len(layer):
         raise ValueError(
@@ -233,13 +233,13 @@ def _layers(layer: Any, params: Any) -> Iterator[tuple[Callable[..., Any], Any]]
     yield from zip(layer, params, strict=True)
 
 
-def _slice(leaf: Any, number: int) -> Any:
+def _take_layer(leaf: Any, number: int) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     return leaf[number]
 
 
-def _both_passes(call: Callable[..., Any], key: Any) -> Callable[..., Any]:
+def _make_both_passes(call: Callable[..., Any], key: Any) -> Callable[..., Any]:
     def run(params: Any, x: Any) -> Any:
         leaves, structure = jax.tree.flatten((params, x))
         places = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
@@ -258,7 +258,9 @@ def _both_passes(call: Callable[..., Any], key: Any) -> Callable[..., Any]:
     return run
 
 
-def _cost(run: Callable[..., Any], params: Any, x: Any, by: CostKind, repeats: int) -> float:
+def _measure_cost(
+    run: Callable[..., Any], params: Any, x: Any, by: CostKind, repeats: int
+) -> float:
     compiled = jax.jit(run).lower(params, x).compile()
     if by != "time":
         found = compiled.cost_analysis() or {}
@@ -272,7 +274,7 @@ def _cost(run: Callable[..., Any], params: Any, x: Any, by: CostKind, repeats: i
     return statistics.median(times)
 
 
-def _output(call: Callable[..., Any], params: Any, x: Any, key: Any, is_real: bool) -> Any:
+def _run_layer(call: Callable[..., Any], params: Any, x: Any, key: Any, is_real: bool) -> Any:
     """What a layer gives to the next one."""
     if is_real:
         return jax.jit(lambda params, x: call(params, x, key))(params, x)

@@ -32,7 +32,7 @@ from ampx.jaxprs.reading import Equation, Jaxpr
 _IDENTITIES = primitives.AXIS_TYPE_CASTS | primitives.PLACEMENTS
 
 
-def device_program(
+def make_device_program(
     body: Jaxpr,
     constants: Mapping[int, Any],
     made: Collection[int],
@@ -56,55 +56,55 @@ def device_program(
         # What the program around makes, such as casts of parameters, comes from a stand-in: given
         # as an operand it would count as an argument of the step, and it is temporary.
         order = sorted(made)
-        values = dict(zip(order, _stand_in([device], [types[i] for i in order]), strict=True))
+        values = dict(zip(order, _make_stand_ins([device], [types[i] for i in order]), strict=True))
         values |= constants
         given = iter(operands)
         values |= {i: next(given) for i in range(len(types)) if i not in values}
-        results = _evaluated(body, [values[i] for i in range(len(types))], device)
+        results = _evaluate(body, [values[i] for i in range(len(types))], device)
         # Results that the program around uses go to a stand-in that gives what becomes of them: for
         # a moment both are in memory. The last stand-in makes a number of it, which is returned, so
         # that nothing is left out.
         kept = [result for i, result in enumerate(results) if i not in used]
-        left = _stand_in([results[i] for i in used], list(used.values()))
-        return kept, _stand_in(_stand_in(left, list(used.values())), [device])
+        left = _make_stand_ins([results[i] for i in used], list(used.values()))
+        return kept, _make_stand_ins(_make_stand_ins(left, list(used.values())), [device])
 
     return program
 
 
-def _evaluated(jaxpr: Jaxpr, operands: Sequence[Any], device: jax.Array) -> list[Any]:
+def _evaluate(jaxpr: Jaxpr, operands: Sequence[Any], device: jax.Array) -> list[Any]:
     def apply(eqn: Equation, values: list[Any]) -> Sequence[Any]:
-        return _results(eqn, values, device)
+        return _apply_equation(eqn, values, device)
 
     return folds.fold(jaxpr, operands, apply, constant=lambda array: array)
 
 
-def _results(eqn: Equation, operands: list[Any], device: jax.Array) -> Sequence[Any]:
+def _apply_equation(eqn: Equation, operands: list[Any], device: jax.Array) -> Sequence[Any]:
     name = eqn.primitive.name
     if name == "axis_index":
         return [device]
     if name in _IDENTITIES:
         return operands
     if reading.collective_axes(eqn):
-        return _stand_in(operands, [out.aval for out in eqn.outvars])
+        return _make_stand_ins(operands, [out.aval for out in eqn.outvars])
     if not folds.bodies_with_operands(eqn, operands):
         return reading.bound(eqn, operands)
     # Traced anew, since types say over which mapped axes values vary, and here is none.
     bodies = [
-        lambda *values, body=body: _evaluated(body, values, device)
+        lambda *values, body=body: _evaluate(body, values, device)
         for body in reading.bodies_of(eqn)
     ]
     if name == "cond":
         return lax.switch(operands[0], bodies, *operands[1:])
     if name == "scan":
-        return _scanned(eqn, bodies[0], operands)
+        return _run_scan(eqn, bodies[0], operands)
     if name == "while":
-        return _repeated(eqn, bodies[0], bodies[1], operands)
+        return _run_while(eqn, bodies[0], bodies[1], operands)
     if name in ("remat2", "checkpoint"):
         return jax.checkpoint(bodies[0], prevent_cse=eqn.params["prevent_cse"])(*operands)
     return bodies[0](*operands)
 
 
-def _scanned(eqn: Equation, body: Callable[..., Any], operands: list[Any]) -> list[Any]:
+def _run_scan(eqn: Equation, body: Callable[..., Any], operands: list[Any]) -> list[Any]:
     consts, first, scanned = reading.split_scan(eqn, operands)
 
     def step(carry: list[Any], x: list[Any]) -> Any:
@@ -116,7 +116,7 @@ def _scanned(eqn: Equation, body: Callable[..., Any], operands: list[Any]) -> li
     return [*carry, *made]
 
 
-def _repeated(
+def _run_while(
     eqn: Equation,
     condition: Callable[..., Any],
     body: Callable[..., Any],
@@ -128,7 +128,7 @@ def _repeated(
     )
 
 
-def _stand_in(operands: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:
+def _make_stand_ins(operands: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:
     """Arrays that the compiler can neither foresee nor put where others are, as what arrives."""
 
     def never(*_: Any) -> Any:
@@ -154,7 +154,9 @@ class Traffic(NamedTuple):
     bytes: float
 
 
-def traffic(jaxpr: Jaxpr, sizes: Mapping[str, int], *, loops: bool = True) -> Iterator[Traffic]:
+def find_traffic(
+    jaxpr: Jaxpr, sizes: Mapping[str, int], *, loops: bool = True
+) -> Iterator[Traffic]:
     """What a program sends, each time that it runs.
 
     Args:
@@ -169,14 +171,14 @@ def traffic(jaxpr: Jaxpr, sizes: Mapping[str, int], *, loops: bool = True) -> It
             continue
         pairs = eqn.params.get("perm")
         number = math.prod(sizes[axis] for axis in axes)
-        rounds = _rounds(eqn.primitive.name, number, pairs is not None)
+        rounds = _count_rounds(eqn.primitive.name, number, pairs is not None)
         size = sum(size_in_bytes(atom.aval) for atom in eqn.invars)
         # How often a while loop runs is not in the program: it counts as one iteration.
         times = math.prod(loop.params.get("length", 1) for loop in around_it)
         yield Traffic(axes, None if pairs is None else tuple(pairs), rounds * size * times)
 
 
-def _rounds(name: str, number: int, is_exchange: bool) -> float:
+def _count_rounds(name: str, number: int, is_exchange: bool) -> float:
     """How often a device sends as much as it holds, with the best algorithms that use a ring.
 
     Of n devices, each with an array of s bytes: in a reduce-scatter a device passes on n - 1 parts

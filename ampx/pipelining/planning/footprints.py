@@ -21,7 +21,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ampx.jaxprs import reading
-from ampx.pipelining.planning.device_programs import device_program, size_in_bytes, traffic
+from ampx.pipelining.planning.device_programs import (
+    find_traffic,
+    make_device_program,
+    size_in_bytes,
+)
 from ampx.pipelining.runtime.buffers import ArrayType
 from ampx.pipelining.runtime.executor import Executor
 from ampx.pipelining.runtime.lowering import Route
@@ -101,7 +105,9 @@ class Footprint:
         seen: list[_Stored] = []
 
         def step(params: Any, batch: Any, key: Any) -> Any:
-            return grads_of.observed(params, batch, lambda e: seen.append(_stored(e)), key=key)
+            return grads_of.observed(
+                params, batch, lambda e: seen.append(_measure_storage(e)), key=key
+            )
 
         with jax.sharding.use_abstract_mesh(mesh):
             traced, self.result = reading.trace(step, params, batch, key)
@@ -137,30 +143,30 @@ class Footprint:
     def memory(self, tx: Any) -> dict[str, int]:
         """Bytes by purpose."""
         stored, tables = self.stored, self.stored.tables
-        local = self._shards(self.params)
+        local = self._find_shards(self.params)
         known = {
-            "parameters": _bytes(local),
-            "optimizer state": 0 if tx is None else _bytes(jax.eval_shape(tx.init, local)),
-            "batch": self._local_batch(),
-            "gradients": _bytes(self._shards(self.result.grads)),
+            "parameters": _count_bytes(local),
+            "optimizer state": 0 if tx is None else _count_bytes(jax.eval_shape(tx.init, local)),
+            "batch": self._count_local_batch(),
+            "gradients": _count_bytes(self._find_shards(self.result.grads)),
         }
         inner = reading.open_jaxpr(self.body).invars
         temporary = {
-            "copies of parameters": sum(size_in_bytes(inner[i].aval) for i in self._made()),
+            "copies of parameters": sum(size_in_bytes(inner[i].aval) for i in self._find_made()),
             "sums of gradients": stored.accumulators,
-            "stash of activations": _slots(tables.activations, stored.activations),
-            "stash of cotangents": _slots(tables.cotangents, stored.cotangents),
+            "stash of activations": _count_buffer_bytes(tables.activations, stored.activations),
+            "stash of cotangents": _count_buffer_bytes(tables.cotangents, stored.cotangents),
             "stash of residuals": (tables.residuals.num_slots + 1) * stored.kept,
             "stash of weight gradients": (tables.deferred.num_slots + 1) * stored.deferred,
         }
         # The rest: what a branch needs while it runs, as the compiler arranges it.
-        work = self._temporary() - sum(temporary.values())
+        work = self._compile_temporary() - sum(temporary.values())
         return known | temporary | {"one stage's work": work}
 
-    def _temporary(self) -> int:
+    def _compile_temporary(self) -> int:
         """Bytes of all that is neither an argument nor a result of the step."""
-        made = self._made()
-        program = device_program(self.body, self.constants, made, self._used())
+        made = self._find_made()
+        program = make_device_program(self.body, self.constants, made, self._find_used())
         types = [
             variable.aval
             for i, variable in enumerate(reading.open_jaxpr(self.body).invars)
@@ -177,7 +183,7 @@ class Footprint:
         found: Any = compiled.memory_analysis()
         return found.temp_size_in_bytes
 
-    def _shards(self, tree: Any) -> Any:
+    def _find_shards(self, tree: Any) -> Any:
         """What one device has of parameters, or of gradients."""
         shardings = self.grads_of.shardings(self.params)
         return jax.tree.map(
@@ -188,11 +194,11 @@ class Footprint:
             shardings,
         )
 
-    def _local_batch(self) -> int:
+    def _count_local_batch(self) -> int:
         parts = int(np.prod([self.sizes[axis] for axis in self.grads_of.data_axes], dtype=int))
-        return _bytes(self.batch) // parts
+        return _count_bytes(self.batch) // parts
 
-    def _made(self) -> list[int]:
+    def _find_made(self) -> list[int]:
         """What the mapped program takes that is no argument of the step, such as casts."""
         given = set(self.outer.invars)
         return [
@@ -201,7 +207,7 @@ class Footprint:
             if i not in self.constants and (reading.is_literal(atom) or atom not in given)
         ]
 
-    def _used(self) -> dict[int, Any]:
+    def _find_used(self) -> dict[int, Any]:
         """What the mapped program gives that is no result of the step, and what it becomes.
 
         Of stages that differ, the compiler gathers all before it takes out those of each.
@@ -235,22 +241,22 @@ class Footprint:
                     device,
                     stages,
                     sum(layers[stage] for stage in stages),
-                    _bytes(used) + sum(map(self._stage_bytes, stages)),
+                    _count_bytes(used) + sum(map(self._count_stage_bytes, stages)),
                     self.stored.tables.residuals.used[device],
-                    self._stash(device),
+                    self._count_stash(device),
                     0.0,
-                    {name: round(size) for name, size in self._sent(device).items()},
+                    {name: round(size) for name, size in self._count_sent(device).items()},
                 )
             )
         return found
 
-    def _stage_bytes(self, stage: int) -> int:
+    def _count_stage_bytes(self, stage: int) -> int:
         stages, layers = self.params["stages"], self.layers_of_stages
         if self.grads_of.model.is_separate:
-            return _bytes(stages[stage])
-        return _bytes(stages) * layers[stage] // sum(layers)
+            return _count_bytes(stages[stage])
+        return _count_bytes(stages) * layers[stage] // sum(layers)
 
-    def _stash(self, device: int) -> int:
+    def _count_stash(self, device: int) -> int:
         stored, tables = self.stored, self.stored.tables
         return (
             sum(
@@ -265,7 +271,7 @@ class Footprint:
             + stored.deferred * tables.deferred.used[device]
         )
 
-    def _sent(self, device: int) -> dict[str, float]:
+    def _count_sent(self, device: int) -> dict[str, float]:
         """Bytes that a device sends in a step."""
         sent: dict[str, float] = dict.fromkeys(WIRES, 0.0)
         tables = self.stored.tables
@@ -280,7 +286,7 @@ class Footprint:
                 add(name, exchanges * size * self.num_ticks)
         # Outside of the loop over ticks. What is in it was counted above, or is inside of stages,
         # which the devices run differently often.
-        for found in traffic(self.body, self.sizes, loops=False):
+        for found in find_traffic(self.body, self.sizes, loops=False):
             if found.pairs is not None:
                 number = sum(source == device != target for source, target in found.pairs)
                 add("layers to their stages and back", number * found.bytes)
@@ -288,10 +294,10 @@ class Footprint:
                 add(f"sums over {', '.join(found.axes)}", found.bytes)
         for action in self.schedule.rows[device]:
             if action is not None:
-                add("inside of stages", self._sent_by(action.stage, action.kind))
+                add("inside of stages", self._count_sent_by(action.stage, action.kind))
         return {name: size for name, size in sent.items() if size or name in WIRES}
 
-    def _sent_by(self, stage: int, kind: str) -> float:
+    def _count_sent_by(self, stage: int, kind: str) -> float:
         program = self.stored.programs[self.stored.program_of[stage]]
         halves = program.halves
         jaxpr = {
@@ -300,29 +306,29 @@ class Footprint:
             "I": halves and halves.inputs,
             "W": halves and halves.weights,
         }[kind]
-        return sum(found.bytes for found in traffic(jaxpr, self.sizes))
+        return sum(found.bytes for found in find_traffic(jaxpr, self.sizes))
 
 
-def _stored(executor: Executor) -> _Stored:
+def _measure_storage(executor: Executor) -> _Stored:
     sums = jax.eval_shape(executor.parameters.zeros)
     return _Stored(
         executor.tables,
         executor.programs,
         executor.program_of,
-        [_bytes(carrier.types) for carrier in executor.activations],
-        [_bytes(carrier.types) for carrier in executor.cotangents],
-        _bytes(executor.kept.types),
-        _bytes(executor.deferred.types),
-        _bytes(sums),
+        [_count_bytes(carrier.types) for carrier in executor.activations],
+        [_count_bytes(carrier.types) for carrier in executor.cotangents],
+        _count_bytes(executor.kept.types),
+        _count_bytes(executor.deferred.types),
+        _count_bytes(sums),
     )
 
 
-def _bytes(tree: Any) -> int:
+def _count_bytes(tree: Any) -> int:
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ArrayType))
     return sum(map(size_in_bytes, leaves))
 
 
-def _slots(routes: Sequence[Route], sizes: Sequence[int]) -> int:
+def _count_buffer_bytes(routes: Sequence[Route], sizes: Sequence[int]) -> int:
     """Bytes of the buffers of some wires, with the slot that is nobody's."""
     pairs = zip(routes, sizes, strict=True)
     return sum((route.storage.num_slots + 1) * size for route, size in pairs)

@@ -84,8 +84,9 @@ class Plan:
 
     def __str__(self) -> str:
         shape = " x ".join(f"{size} {axis}" for axis, size in self.mesh_shape.items())
+        number = _format_count(self.num_parameters)
         lines = [
-            f"{self.schedule.name}: {_count(self.num_parameters)} parameters on {shape} devices, "
+            f"{self.schedule.name}: {number} parameters on {shape} devices, "
             f"{self.schedule.num_stages} stages, {self.schedule.num_microbatches} micro-batches",
             f"{self.num_ticks} ticks; idle: {self.lockstep.bubble_fraction:.1%} in lockstep, "
             f"{self.asynchronous.bubble_fraction:.1%} if devices could go on by themselves",
@@ -93,16 +94,21 @@ class Plan:
         head = ["device", "stages", "layers", "parameters", "alive", "stash", "idle"]
         rows = [[*head, *(f"{name} sent" for name in WIRES)]]
         for d in self.devices:
-            row = [str(d.device), ",".join(map(str, d.stages)), str(d.layers), _size(d.parameters)]
-            row += [str(d.microbatches), _size(d.stash), f"{d.idle:.1%}"]
-            rows.append(row + [_size(d.sent[name]) for name in WIRES])
+            row = [
+                str(d.device),
+                ",".join(map(str, d.stages)),
+                str(d.layers),
+                _format_size(d.parameters),
+            ]
+            row += [str(d.microbatches), _format_size(d.stash), f"{d.idle:.1%}"]
+            rows.append(row + [_format_size(d.sent[name]) for name in WIRES])
         memory = [["memory of every device", ""]]
-        memory += [[name, _size(size)] for name, size in self.memory.items() if size]
-        memory.append([f"peak, by the compiler for {self.backend}", _size(self.peak_bytes)])
+        memory += [[name, _format_size(size)] for name, size in self.memory.items() if size]
+        memory.append([f"peak, by the compiler for {self.backend}", _format_size(self.peak_bytes)])
         wire = [["on the wire in a step, at most", ""]]
         for name, size in self.sent.items():
             time = [f"{self.seconds[name]:.3g} s"] if self.seconds else []
-            wire.append([name, _size(size), *time])
+            wire.append([name, _format_size(size), *time])
         wire[0] += [""] * (len(wire[-1]) - 2)
         return "\n\n".join(
             ("\n".join(lines), format_table(rows), format_table(memory), format_table(wire))
@@ -184,13 +190,13 @@ def plan(
         )
     if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
         raise ValueError(f"bandwidth must be finite and positive, got {bandwidth}")
-    abstract = _abstract_mesh(grads_of.mesh if mesh is None else mesh)
-    params, batch, key = jax.tree.map(_type, (params, batch, key))
+    abstract = _as_abstract_mesh(grads_of.mesh if mesh is None else mesh)
+    params, batch, key = jax.tree.map(_as_shape, (params, batch, key))
     found = Footprint(grads_of, abstract, params, batch, key)
     devices = found.devices()
     # The busiest device's exchanges, evenly over the ticks: in lockstep all wait for it.
     sent = max(sum(device.sent[name] for name in WIRES) for device in devices)
-    costs: dict[str, Any] = _costs(found.layers_of_stages, forward, backward)
+    costs: dict[str, Any] = _find_costs(found.layers_of_stages, forward, backward)
     if forward is not None and bandwidth is not None:
         costs["communication"] = sent / found.num_ticks / bandwidth
     lockstep = grads_of.schedule.simulate(mode="lockstep", **costs)
@@ -213,7 +219,9 @@ def plan(
     return dataclasses.replace(result, seconds=seconds)
 
 
-def _costs(layers: Sequence[int], forward: Cost | None, backward: Cost | None) -> dict[str, Any]:
+def _find_costs(
+    layers: Sequence[int], forward: Cost | None, backward: Cost | None
+) -> dict[str, Any]:
     """Times of each stage, as long as it has layers where nothing else is known."""
     if forward is None:
         forward = [number * len(layers) / sum(layers) for number in layers]
@@ -222,7 +230,7 @@ def _costs(layers: Sequence[int], forward: Cost | None, backward: Cost | None) -
     return {"forward": forward, "backward": backward}
 
 
-def _abstract_mesh(mesh: Any) -> AbstractMesh:
+def _as_abstract_mesh(mesh: Any) -> AbstractMesh:
     # Only sizes count: the axes are Auto ones, whatever those of a given mesh are.
     if mesh is None:
         raise ValueError('no mesh: give plan a mesh or sizes, such as {"data": 16, "stage": 32}')
@@ -232,18 +240,18 @@ def _abstract_mesh(mesh: Any) -> AbstractMesh:
     )
 
 
-def _type(leaf: Any) -> jax.ShapeDtypeStruct:
+def _as_shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     for unit, size in (("billion", 1e9), ("million", 1e6)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
 
 
-def _size(size: int) -> str:
+def _format_size(size: int) -> str:
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:

@@ -22,15 +22,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx.jaxprs import folds, reading, source_info
-from ampx.pipelining.runtime.buffers import ArrayType, carrier, pool, type_of
+from ampx.pipelining.runtime.buffers import ArrayType, make_carrier, make_pool, type_of
 from ampx.pipelining.runtime.executor import Executor, Parameters
-from ampx.pipelining.runtime.layouts import Layout, chunk_numbers
+from ampx.pipelining.runtime.layouts import Layout, number_chunks
 from ampx.pipelining.runtime.lowering import lower
 from ampx.pipelining.runtime.stage_programs import (
     Compute,
     StageInputs,
     StageProgram,
-    floating_leaves,
+    select_floating_leaves,
     trace_stage,
 )
 from ampx.pipelining.schedules.intervals import Edge
@@ -105,21 +105,26 @@ def assemble(
     # What crosses a wire, a buffer or a branch varies at least over the axes of the stages and of
     # the data, whatever it varied over when it was made.
     base = type_of(scale).axes
-    programs = _traced(trace, len(kinds), program_of, wires, base)
+    programs = _trace_programs(trace, len(kinds), program_of, wires, base)
     activations = [
-        carrier({n: [_of(t, base) for t in jax.tree.leaves(tree)] for n, tree in taken})
-        for taken in _by_wire(p.inputs.received for p in programs)
+        make_carrier(
+            {n: [_type_on_wire(t, base) for t in jax.tree.leaves(tree)] for n, tree in taken}
+        )
+        for taken in _group_by_wire(p.inputs.received for p in programs)
     ]
     cotangents = [
-        carrier({n: [_of(t, base) for t in floating_leaves(tree)] for n, tree in given})
-        for given in _by_wire(p.outputs.sent for p in programs)
+        make_carrier(
+            {n: [_type_on_wire(t, base) for t in select_floating_leaves(tree)] for n, tree in given}
+        )
+        for given in _group_by_wire(p.outputs.sent for p in programs)
     ]
     # Loss, weight and auxiliary output have one type for all programs: that of the last one that
     # has them, as a rule that of the last stage.
     outputs = [(p.outputs.loss, p.outputs.weight, p.outputs.aux) for p in programs]
     results = tuple(
         jax.tree.map(
-            lambda leaf: _of(leaf, base), next((v for v in values[::-1] if v is not None), None)
+            lambda leaf: _type_on_wire(leaf, base),
+            next((v for v in values[::-1] if v is not None), None),
         )
         for values in zip(*outputs, strict=True)
     )
@@ -127,11 +132,11 @@ def assemble(
         tables=lower(schedule, wires, keeps_inputs=any(p.reads_received for p in programs)),
         programs=programs,
         program_of=program_of,
-        chunk_of=chunk_numbers(schedule),
+        chunk_of=number_chunks(schedule),
         activations=activations,
         cotangents=cotangents,
-        kept=pool([[_of(t, base) for t in p.kept] for p in programs]),
-        deferred=pool([[_of(t, base) for t in p.deferred] for p in programs]),
+        kept=make_pool([[_type_on_wire(t, base) for t in p.kept] for p in programs]),
+        deferred=make_pool([[_type_on_wire(t, base) for t in p.deferred] for p in programs]),
         results=results,
         parameters=parameters,
         microbatches=microbatches,
@@ -141,12 +146,12 @@ def assemble(
     )
 
 
-def _of(leaf: Any, base: frozenset[str]) -> ArrayType:
+def _type_on_wire(leaf: Any, base: frozenset[str]) -> ArrayType:
     found = type_of(leaf)
     return dataclasses.replace(found, axes=found.axes | base)
 
 
-def _by_wire(trees: Iterable[Sequence[Any]]) -> list[list[tuple[int, Any]]]:
+def _group_by_wire(trees: Iterable[Sequence[Any]]) -> list[list[tuple[int, Any]]]:
     """What programs have on each wire, with the numbers of those that have something."""
     return [
         [(number, tree) for number, tree in enumerate(wire) if tree is not None]
@@ -154,7 +159,7 @@ def _by_wire(trees: Iterable[Sequence[Any]]) -> list[list[tuple[int, Any]]]:
     ]
 
 
-def _traced(
+def _trace_programs(
     trace: Callable[[int, Sequence[Any]], StageProgram],
     number_of_kinds: int,
     program_of: Sequence[int],
@@ -183,8 +188,8 @@ def _traced(
             taken = list(received[number])
             for _, source, wire in arriving:
                 sent = programs[program_of[source]].outputs.sent[wire]
-                sent = jax.tree.map(lambda leaf: _of(leaf, base), sent)
-                taken[wire] = _joined(taken[wire], sent, source, stage)
+                sent = jax.tree.map(lambda leaf: _type_on_wire(leaf, base), sent)
+                taken[wire] = _join_types(taken[wire], sent, source, stage)
             if taken != received[number]:
                 received[number] = taken
                 programs[number] = trace(number, taken)
@@ -192,7 +197,7 @@ def _traced(
     return programs
 
 
-def _joined(before: Any, sent: Any, source: int, target: int) -> Any:
+def _join_types(before: Any, sent: Any, source: int, target: int) -> Any:
     """A type for both; the same but for the axes over which it may differ."""
     if before is None:
         return sent
@@ -202,13 +207,13 @@ def _joined(before: Any, sent: Any, source: int, target: int) -> Any:
 
     if signature(before) != signature(sent):
         raise TypeError(
-            f"stage {source} gives {_described(sent)}, but stages such as stage {target} take "
-            f"{_described(before)}: layers of one kind must return what they take"
+            f"stage {source} gives {_describe(sent)}, but stages such as stage {target} take "
+            f"{_describe(before)}: layers of one kind must return what they take"
         )
     return jax.tree.map(lambda a, b: dataclasses.replace(a, axes=a.axes | b.axes), before, sent)
 
 
-def _described(tree: Any) -> str:
+def _describe(tree: Any) -> str:
     return str(jax.tree.map(lambda t: f"{t.dtype}{list(t.shape)}", tree))
 
 
@@ -228,7 +233,7 @@ def _refuse_stage_collectives(program: StageProgram, axis_name: str) -> None:
                 )
 
 
-def stage_parameters(
+def make_stage_parameters(
     view: Any, layout: Layout, kinds: Sequence[StageKind], accumulator_dtype: DTypeLike
 ) -> Parameters:
     """The parameters of a device.

@@ -76,12 +76,12 @@ def as_varying_as(value: jax.Array, aval: Any) -> jax.Array:
     return mark_varying(value, sorted(aval.manual_axis_type.varying))
 
 
-def as_numbers(leaf: Any) -> Any:
+def as_key_numbers(leaf: Any) -> Any:
     """A random key as numbers; anything else as it is."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def as_before(numbers: Any, aval: Any) -> Any:
+def as_key_again(numbers: Any, aval: Any) -> Any:
     """What `as_numbers` made numbers of."""
     if not _is_key(aval):
         return numbers
@@ -98,12 +98,12 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def read(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
+def read_slot(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
     """Reads what lies in a slot; buffers of shape (slots, ...), values without that axis."""
     return [lax.dynamic_index_in_dim(buffer, slot, keepdims=False) for buffer in buffers]
 
 
-def write(
+def write_slot(
     buffers: Sequence[jax.Array], slot: jax.Array, values: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Writes values into a slot, in place where the buffers are the carry of a loop."""
@@ -131,9 +131,9 @@ class Carrier:
         """What a sender puts on the wire."""
         if not self.is_packed:
             return [t.of(leaf) for t, leaf in zip(self.types, leaves, strict=True)]
-        return [self._flat(t, [x for x in leaves if x.dtype == t.dtype]) for t in self.types]
+        return [self._flatten(t, [x for x in leaves if x.dtype == t.dtype]) for t in self.types]
 
-    def _flat(self, wire: ArrayType, leaves: Sequence[jax.Array]) -> jax.Array:
+    def _flatten(self, wire: ArrayType, leaves: Sequence[jax.Array]) -> jax.Array:
         parts = [jnp.ravel(leaf) for leaf in leaves]
         padding = wire.size - sum(part.size for part in parts)
         return wire.of(jnp.concatenate([*parts, jnp.zeros(padding, wire.dtype)]))
@@ -157,7 +157,7 @@ class Carrier:
         return leaves
 
 
-def carrier(own: Mapping[int, Sequence[ArrayType]]) -> Carrier:
+def make_carrier(own: Mapping[int, Sequence[ArrayType]]) -> Carrier:
     """A carrier for what each receiver gets."""
     # Alike but for the axes over which they vary: nothing is packed, and those axes are joined.
     kinds = {tuple((t.shape, t.dtype) for t in types) for types in own.values()}
@@ -198,7 +198,7 @@ class Pool:
         return [values[place] for place in self.places[owner]]
 
 
-def pool(owned: Sequence[Sequence[ArrayType]]) -> Pool:
+def make_pool(owned: Sequence[Sequence[ArrayType]]) -> Pool:
     """Buffers for the values of each owner."""
     # A buffer's name is its type and a number: an owner's second value of a type goes to the second
     # buffer of that type, whoever asked for that first. So there are as many of a type as the owner

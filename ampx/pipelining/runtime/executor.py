@@ -37,18 +37,18 @@ from jax import lax
 from ampx.pipelining.runtime.buffers import (
     Carrier,
     Pool,
-    as_before,
-    as_numbers,
+    as_key_again,
+    as_key_numbers,
     as_varying_as,
-    read,
-    write,
+    read_slot,
+    write_slot,
 )
 from ampx.pipelining.runtime.lowering import IDLE, Route, Tables, Work
 from ampx.pipelining.runtime.stage_programs import (
     StageInputs,
     StageOutputs,
     StageProgram,
-    floating_leaves,
+    select_floating_leaves,
 )
 
 Wires = tuple[list[jax.Array], ...]
@@ -148,10 +148,10 @@ class Executor:
                 return None
             return jnp.moveaxis(jnp.asarray(table)[..., device], -1, 0)
 
-        carry, _ = lax.scan(self._tick, self._start(), jax.tree.map(own, self.tables))
+        carry, _ = lax.scan(self._run_tick, self._make_carry(), jax.tree.map(own, self.tables))
         return Totals(carry.grads, carry.results)
 
-    def _start(self) -> _Carry:
+    def _make_carry(self) -> _Carry:
         """Empty buffers and sums of zero."""
 
         def on(carriers: Sequence[Carrier], routes: Sequence[Route]) -> Wires:
@@ -171,17 +171,17 @@ class Executor:
             jax.tree.map(lambda t: t.zeros(number), self.results),
         )
 
-    def _tick(self, carry: _Carry, row: Tables) -> tuple[_Carry, None]:
+    def _run_tick(self, carry: _Carry, row: Tables) -> tuple[_Carry, None]:
         """One tick; `row` are the tables' entries for this device and this tick, as scalars."""
         # The order is that of the moments of `intervals`, by which slots were given out.
-        carry, sent = self._forward(carry, row)
-        carry, returned = self._backward(carry, row)
-        carry = self._weight_gradient(carry, row)
+        carry, sent = self._run_forward(carry, row)
+        carry, returned = self._run_backward(carry, row)
+        carry = self._run_weight_gradient(carry, row)
         carry = carry._replace(
-            activations=self._exchanged(
+            activations=self._exchange_wires(
                 self.tables.activations, row.activations, carry.activations, sent
             ),
-            cotangents=self._exchanged(
+            cotangents=self._exchange_wires(
                 self.tables.cotangents, row.cotangents, carry.cotangents, returned
             ),
         )
@@ -189,58 +189,58 @@ class Executor:
 
     # --- the slots of a tick ---------------------------------------------------------------------
 
-    def _forward(self, carry: _Carry, row: Tables) -> tuple[_Carry, Wires]:
+    def _run_forward(self, carry: _Carry, row: Tables) -> tuple[_Carry, Wires]:
         slots = [route.storage.forward for route in row.activations]
 
         def idle() -> Any:
             results = jax.tree.map(lambda t: t.zeros(), self.results)
-            return _nothing(self.activations), [t.zeros() for t in self.kept.types], results
+            return _make_empty(self.activations), [t.zeros() for t in self.kept.types], results
 
         def run(number: int) -> Callable[[], Any]:
             def branch() -> Any:
-                inputs = self._inputs(number, carry, row.forward, slots)
+                inputs = self._gather_inputs(number, carry, row.forward, slots)
                 outputs, kept = self.programs[number].run(inputs)
                 sent = tuple(
-                    c.pack([as_numbers(x) for x in jax.tree.leaves(tree)])
+                    c.pack([as_key_numbers(x) for x in jax.tree.leaves(tree)])
                     if tree is not None
                     else c.nothing()
                     for c, tree in zip(self.activations, outputs.sent, strict=True)
                 )
-                kept = self.kept.fill(number, [as_numbers(leaf) for leaf in kept])
-                return sent, kept, self._results(outputs)
+                kept = self.kept.fill(number, [as_key_numbers(leaf) for leaf in kept])
+                return sent, kept, self._as_results(outputs)
 
             return branch
 
-        index, branches = self._branches((self.tables.forward, row.forward, run))
+        index, branches = self._make_branches((self.tables.forward, row.forward, run))
         # Branches read buffers and return single values; the writes stand behind them. A branch
         # that wrote would have to return whole buffers, and so would the idle one.
         sent, kept, results = lax.switch(index, [idle, *branches])
         # An idle device has micro-batch -1 and adds zeros to the last one's.
         return carry._replace(
-            kept=write(carry.kept, row.residuals.forward, kept),
+            kept=write_slot(carry.kept, row.residuals.forward, kept),
             results=jax.tree.map(
                 lambda total, x: total.at[row.forward.microbatch].add(x), carry.results, results
             ),
         ), sent
 
-    def _backward(self, carry: _Carry, row: Tables) -> tuple[_Carry, Wires]:
+    def _run_backward(self, carry: _Carry, row: Tables) -> tuple[_Carry, Wires]:
         slots = [route.storage.backward for route in row.activations]
 
         def idle(grads: Any) -> Any:
-            return _nothing(self.cotangents), [t.zeros() for t in self.deferred.types], grads
+            return _make_empty(self.cotangents), [t.zeros() for t in self.deferred.types], grads
 
         # A whole backward ("B") and a first half ("I") share the slot: a table each, one switch.
         def taken(number: int, now: Work) -> tuple[StageInputs, list[Any], list[Any]]:
-            inputs = self._inputs(number, carry, now, slots)
-            kept = self._kept(number, carry, row.residuals.backward)
-            return inputs, kept, self._cotangents(number, carry, row)
+            inputs = self._gather_inputs(number, carry, now, slots)
+            kept = self._read_kept(number, carry, row.residuals.backward)
+            return inputs, kept, self._read_cotangents(number, carry, row)
 
         def whole(number: int) -> Callable[[Any], Any]:
             def branch(grads: Any) -> Any:
                 program = self.programs[number]
                 ours, theirs = program.pull(*taken(number, row.backward))
-                grads = self._added(grads, number, row.backward.stage, ours)
-                returned = self._returned(program, theirs)
+                grads = self._add_gradients(grads, number, row.backward.stage, ours)
+                returned = self._pack_returned(program, theirs)
                 return returned, [t.zeros() for t in self.deferred.types], grads
 
             return branch
@@ -249,42 +249,44 @@ class Executor:
             def branch(grads: Any) -> Any:
                 program = self.programs[number]
                 theirs, late = program.pull_inputs(*taken(number, row.halved))
-                late = self.deferred.fill(number, [as_numbers(leaf) for leaf in late])
-                return self._returned(program, theirs), late, grads
+                late = self.deferred.fill(number, [as_key_numbers(leaf) for leaf in late])
+                return self._pack_returned(program, theirs), late, grads
 
             return branch
 
-        index, branches = self._branches(
+        index, branches = self._make_branches(
             (self.tables.backward, row.backward, whole), (self.tables.halved, row.halved, half)
         )
         if not branches:
-            return carry, _nothing(self.cotangents)
+            return carry, _make_empty(self.cotangents)
         returned, late, grads = lax.switch(index, [idle, *branches], carry.grads)
-        deferred = write(carry.deferred, row.deferred.backward, late)
+        deferred = write_slot(carry.deferred, row.deferred.backward, late)
         return carry._replace(deferred=deferred, grads=grads), returned
 
-    def _weight_gradient(self, carry: _Carry, row: Tables) -> _Carry:
+    def _run_weight_gradient(self, carry: _Carry, row: Tables) -> _Carry:
         slots = [route.storage.weight for route in row.activations]
 
         def run(number: int) -> Callable[[Any], Any]:
             def branch(grads: Any) -> Any:
                 program = self.programs[number]
-                inputs = self._inputs(number, carry, row.weight, slots)
-                kept = self._kept(number, carry, row.residuals.weight)
-                late = self.deferred.pick(number, read(carry.deferred, row.deferred.weight))
-                late = [as_before(x, aval) for x, aval in zip(late, program.deferred, strict=True)]
+                inputs = self._gather_inputs(number, carry, row.weight, slots)
+                kept = self._read_kept(number, carry, row.residuals.weight)
+                late = self.deferred.pick(number, read_slot(carry.deferred, row.deferred.weight))
+                late = [
+                    as_key_again(x, aval) for x, aval in zip(late, program.deferred, strict=True)
+                ]
                 ours = program.pull_weights(inputs, kept, late)
-                return self._added(grads, number, row.weight.stage, ours)
+                return self._add_gradients(grads, number, row.weight.stage, ours)
 
             return branch
 
-        index, branches = self._branches((self.tables.weight, row.weight, run))
+        index, branches = self._make_branches((self.tables.weight, row.weight, run))
         if not branches:
             return carry
         idle = [lambda grads: grads]
         return carry._replace(grads=lax.switch(index, [*idle, *branches], carry.grads))
 
-    def _branches(self, *kinds: Any) -> tuple[jax.Array, list[Callable[..., Any]]]:
+    def _make_branches(self, *kinds: Any) -> tuple[jax.Array, list[Callable[..., Any]]]:
         """One branch for each program that occurs, and the number of the one due, 0 for none.
 
         Stages that compute alike share a program and thus a branch: with 32 equal stages there are
@@ -305,13 +307,15 @@ class Executor:
 
     # --- what a stage takes and gives ------------------------------------------------------------
 
-    def _inputs(
+    def _gather_inputs(
         self, number: int, carry: _Carry, now: Work, slots: Sequence[jax.Array]
     ) -> StageInputs:
         """What a stage takes; the same in its forward and in its backward, which recomputes."""
         stage, microbatch = now
         received = tuple(
-            None if tree is None else self._arrived(tree, c.unpack(number, read(buffers, slot)))
+            None
+            if tree is None
+            else self._as_received(tree, c.unpack(number, read_slot(buffers, slot)))
             for tree, c, buffers, slot in zip(
                 self.programs[number].inputs.received,
                 self.activations,
@@ -321,7 +325,7 @@ class Executor:
             )
         )
         inputs = StageInputs(
-            self.parameters.select(number, self._chunk(stage)),
+            self.parameters.select(number, self._find_chunk(stage)),
             received,
             jax.tree.map(
                 # (rows, num_microbatches, ...) -> (rows, ...). The axis of micro-batches is the
@@ -336,48 +340,50 @@ class Executor:
         # may vary are part of a type.
         return jax.tree.map(as_varying_as, inputs, self.programs[number].inputs)
 
-    def _arrived(self, types: Any, values: Sequence[jax.Array]) -> Any:
+    def _as_received(self, types: Any, values: Sequence[jax.Array]) -> Any:
         avals, structure = jax.tree.flatten(types)
-        return jax.tree.unflatten(structure, map(as_before, values, avals))
+        return jax.tree.unflatten(structure, map(as_key_again, values, avals))
 
-    def _chunk(self, stage: jax.Array) -> jax.Array:
+    def _find_chunk(self, stage: jax.Array) -> jax.Array:
         return jnp.asarray(self.chunk_of, jnp.int32)[stage]
 
-    def _kept(self, number: int, carry: _Carry, slot: jax.Array) -> list[jax.Array]:
-        values = self.kept.pick(number, read(carry.kept, slot))
+    def _read_kept(self, number: int, carry: _Carry, slot: jax.Array) -> list[jax.Array]:
+        values = self.kept.pick(number, read_slot(carry.kept, slot))
         types = self.programs[number].kept
-        return [as_before(value, aval) for value, aval in zip(values, types, strict=True)]
+        return [as_key_again(value, aval) for value, aval in zip(values, types, strict=True)]
 
-    def _cotangents(self, number: int, carry: _Carry, row: Tables) -> list[jax.Array]:
+    def _read_cotangents(self, number: int, carry: _Carry, row: Tables) -> list[jax.Array]:
         """The cotangents of all that the stage has sent, and of its loss."""
         outputs = self.programs[number].outputs
         found: list[jax.Array] = []
         for tree, c, buffers, route in zip(
             outputs.sent, self.cotangents, carry.cotangents, row.cotangents, strict=True
         ):
-            if floating_leaves(tree):
-                found += c.unpack(number, read(buffers, route.storage.backward))
+            if select_floating_leaves(tree):
+                found += c.unpack(number, read_slot(buffers, route.storage.backward))
         # The loss of a step is a sum over micro-batches (and stages, where layers have losses of
         # their own), so the cotangent of each part is that of the whole: the loss scale.
         if outputs.loss is not None:
             found.append(self.results[0].of(self.scale.astype(outputs.loss.dtype)))
         return found
 
-    def _returned(self, program: StageProgram, gradients: Sequence[jax.Array]) -> Wires:
+    def _pack_returned(self, program: StageProgram, gradients: Sequence[jax.Array]) -> Wires:
         """The gradients of what was received, on their wires."""
         # Only floating leaves have cotangents. Integers travel forward, and nothing comes back.
         left = list(gradients)
         returned = []
         for c, tree in zip(self.cotangents, program.inputs.received, strict=True):
-            count = len(floating_leaves(tree))
+            count = len(select_floating_leaves(tree))
             returned.append(c.pack(left[:count]) if count else c.nothing())
             left = left[count:]
         return tuple(returned)
 
-    def _added(self, grads: Any, number: int, stage: jax.Array, ours: Sequence[jax.Array]) -> Any:
-        return self.parameters.add(grads, number, self._chunk(stage), ours)
+    def _add_gradients(
+        self, grads: Any, number: int, stage: jax.Array, ours: Sequence[jax.Array]
+    ) -> Any:
+        return self.parameters.add(grads, number, self._find_chunk(stage), ours)
 
-    def _results(self, outputs: StageOutputs) -> Any:
+    def _as_results(self, outputs: StageOutputs) -> Any:
         """What a stage adds to loss, weight and auxiliary output: zeros, where it has none."""
         found = outputs.loss, outputs.weight, outputs.aux
         return tuple(
@@ -389,12 +395,12 @@ class Executor:
 
     # --- between devices -------------------------------------------------------------------------
 
-    def _exchanged(
+    def _exchange_wires(
         self, routes: Sequence[Route], rows: Sequence[Route], buffers: Wires, sent: Wires
     ) -> Wires:
-        return tuple(map(self._received, routes, rows, buffers, sent))
+        return tuple(map(self._exchange_wire, routes, rows, buffers, sent))
 
-    def _received(
+    def _exchange_wire(
         self, route: Route, row: Route, buffers: list[jax.Array], sent: list[jax.Array]
     ) -> list[jax.Array]:
         # A device that nobody sends to in an exchange is given zeros by `ppermute`, and its table
@@ -402,13 +408,13 @@ class Executor:
         # was idle: no condition is needed here.
         for exchange, pairs in enumerate(route.links):
             arrived = [lax.ppermute(value, self.axis_name, pairs) for value in sent]
-            buffers = write(buffers, row.arrivals[exchange], arrived)
+            buffers = write_slot(buffers, row.arrivals[exchange], arrived)
         # The next stage may be on the same device, as at the turn of zero-bubble V. Known while
         # tracing: most schedules have no such write.
         if np.any(route.arrivals[-1] < route.storage.num_slots):
-            buffers = write(buffers, row.arrivals[-1], sent)
+            buffers = write_slot(buffers, row.arrivals[-1], sent)
         return buffers
 
 
-def _nothing(carriers: Sequence[Carrier]) -> Wires:
+def _make_empty(carriers: Sequence[Carrier]) -> Wires:
     return tuple(c.nothing() for c in carriers)

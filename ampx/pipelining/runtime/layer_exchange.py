@@ -49,7 +49,7 @@ class Round(NamedTuple):
         return Round(tuple((t, s) for s, t in self.pairs), self.put, self.taken)
 
 
-def exchange_rounds(
+def plan_exchange(
     sources: Sequence[Place], targets: Sequence[Place], num_devices: int
 ) -> list[Round]:
     """Plans rounds in which every block gets from its source to its target.
@@ -69,7 +69,7 @@ def exchange_rounds(
     left = dict(enumerate(zip(sources, targets, strict=True)))
     rounds = []
     while left:
-        chosen = [left.pop(block) for block in _matching(left)]
+        chosen = [left.pop(block) for block in _find_matching(left)]
         taken, put = ([count] * num_devices for count in nowhere)
         for (sender, place_there), (receiver, place_here) in chosen:
             taken[sender], put[receiver] = place_there, place_here
@@ -78,7 +78,7 @@ def exchange_rounds(
     return rounds
 
 
-def _matching(left: dict[int, tuple[Place, Place]]) -> list[int]:
+def _find_matching(left: dict[int, tuple[Place, Place]]) -> list[int]:
     """Finds as many blocks as possible with different senders and receivers (Kuhn's algorithm).
 
     Senders are taken one after the other. `block_to` is a matching all the time. A sender whose
@@ -102,7 +102,7 @@ def _matching(left: dict[int, tuple[Place, Place]]) -> list[int]:
     return list(block_to.values())
 
 
-def exchanged(tree: Any, rounds: Sequence[Round], size: int, axis_name: str) -> Any:
+def exchange_blocks(tree: Any, rounds: Sequence[Round], size: int, axis_name: str) -> Any:
     """Brings blocks to their new places.
 
     Args:

@@ -11,9 +11,9 @@ Shapes of one leaf, on one of D devices:
                                                  an array for each dtype
 
 `longest` is the number of layers of the longest stage, or of the numbers in its parameters; shorter
-stages are padded. Separate stages whose trees are alike keep their arrays. `local` makes the view,
-`returned` brings gradients from there to where the parameters are stored; in between `select` and
-`add` look at one stage.
+stages are padded. Separate stages whose trees are alike keep their arrays. `as_view` makes the
+view, `as_stored` brings gradients from there to where the parameters are stored. In between,
+`select` and `add` look at one stage.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.pipelining.runtime.buffers import ArrayType, Carrier, carrier, read
-from ampx.pipelining.runtime.layer_exchange import Place, Round, exchange_rounds, exchanged
+from ampx.pipelining.runtime.buffers import ArrayType, Carrier, make_carrier, read_slot
+from ampx.pipelining.runtime.layer_exchange import Place, Round, exchange_blocks, plan_exchange
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.trees import path_name
 
@@ -43,7 +43,7 @@ class Layout(Protocol):
         """Whether what is stored can be divided over the devices as it is."""
         ...
 
-    def local(self, stored: Any, axis_name: str) -> Any:
+    def as_view(self, stored: Any, axis_name: str) -> Any:
         """What the stages of a device read, with a leading axis of chunks."""
         ...
 
@@ -55,29 +55,29 @@ class Layout(Protocol):
         """`total`, in the shape of the view, with the gradients of one stage added."""
         ...
 
-    def returned(self, total: Any, axis_name: str) -> Any:
-        """What `local` did undone, for gradients."""
+    def as_stored(self, total: Any, axis_name: str) -> Any:
+        """What `as_view` did undone, for gradients."""
         ...
 
 
-def chunk_numbers(schedule: Schedule) -> tuple[int, ...]:
+def number_chunks(schedule: Schedule) -> tuple[int, ...]:
     """For each stage, which of its device's chunks it is."""
     return tuple(
         schedule.stages_on(device).index(stage) for stage, device in enumerate(schedule.device_of)
     )
 
 
-def _chunks(schedule: Schedule) -> int:
+def _count_chunks(schedule: Schedule) -> int:
     """How many stages a device has at most."""
-    return max(chunk_numbers(schedule)) + 1
+    return max(number_chunks(schedule)) + 1
 
 
-def _of_all_devices(leaf: jax.Array, axis_name: str) -> jax.Array:
+def _gather_from_devices(leaf: jax.Array, axis_name: str) -> jax.Array:
     """The chunks of all devices in turn, the same everywhere."""
     return lax.all_gather(leaf, axis_name, tiled=True, to="invarying")
 
 
-def stacked_layout(
+def make_stacked_layout(
     schedule: Schedule, stages: Any, layers_per_stage: tuple[int, ...] | None
 ) -> StackedLayers:
     """The layout of layers that are stacked.
@@ -124,7 +124,7 @@ def stacked_layout(
     return StackedLayers(schedule, layers_per_stage, unrolled)
 
 
-def separate_layout(schedule: Schedule, stages: Any) -> SeparateStages:
+def make_separate_layout(schedule: Schedule, stages: Any) -> SeparateStages:
     """The layout of stages that differ.
 
     Raises:
@@ -139,7 +139,7 @@ def separate_layout(schedule: Schedule, stages: Any) -> SeparateStages:
         stage: [ArrayType(np.shape(a), np.dtype(a.dtype), frozenset()) for a in jax.tree.leaves(t)]
         for stage, t in enumerate(stages)
     }
-    return SeparateStages(schedule, tuple(map(jax.tree.structure, stages)), carrier(own))
+    return SeparateStages(schedule, tuple(map(jax.tree.structure, stages)), make_carrier(own))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,54 +166,54 @@ class StackedLayers:
         """The number of each stage's first layer."""
         return np.cumsum([0, *self.counts[:-1]]).astype(np.int32)
 
-    def local(self, stored: Any, axis_name: str) -> Any:
+    def as_view(self, stored: Any, axis_name: str) -> Any:
         """Layers with a leading axis of chunks, from wherever they are stored."""
-        shape = _chunks(self.schedule), max(self.counts)
+        shape = _count_chunks(self.schedule), max(self.counts)
         if self.is_divided:
-            size, rounds = self._exchange()
+            size, rounds = self._plan_exchange()
             blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), stored)
             if rounds:
-                blocks = exchanged(blocks, rounds, math.prod(shape) // size, axis_name)
+                blocks = exchange_blocks(blocks, rounds, math.prod(shape) // size, axis_name)
             return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]), blocks)
         # Every device holds all layers. It takes its own by their numbers; padding takes layer 0,
         # whose copy no stage reads.
         order = np.zeros((self.schedule.num_devices, math.prod(shape)), np.int32)
-        order[*zip(*self._places(), strict=True)] = np.arange(sum(self.counts))
+        order[*zip(*self._find_places(), strict=True)] = np.arange(sum(self.counts))
         own = jnp.asarray(order.reshape(-1, *shape))[lax.axis_index(axis_name)]
         return jax.tree.map(lambda leaf: leaf[own], stored)
 
-    def returned(self, total: Any, axis_name: str) -> Any:
+    def as_stored(self, total: Any, axis_name: str) -> Any:
         """Sent back to where they are stored."""
         if self.is_divided:
-            size, rounds = self._exchange()
+            size, rounds = self._plan_exchange()
             blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[2:]), total)
             if rounds:
                 stored = sum(self.counts) // self.schedule.num_devices // size
-                blocks = exchanged(blocks, [r.reversed() for r in rounds], stored, axis_name)
+                blocks = exchange_blocks(blocks, [r.reversed() for r in rounds], stored, axis_name)
             return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), blocks)
 
         # Each device has gradients for its layers alone, and all devices store all layers.
         def gather(leaf: jax.Array) -> jax.Array:
-            rows = _of_all_devices(leaf, axis_name)
+            rows = _gather_from_devices(leaf, axis_name)
             rows = rows.reshape(self.schedule.num_devices, -1, *rows.shape[2:])
-            return rows[*map(np.array, zip(*self._places(), strict=True))]
+            return rows[*map(np.array, zip(*self._find_places(), strict=True))]
 
         return jax.tree.map(gather, total)
 
-    def _exchange(self) -> tuple[int, list[Round]]:
+    def _plan_exchange(self) -> tuple[int, list[Round]]:
         """How many layers stay together, and how they get to their devices; no rounds in place."""
         # The largest blocks that cross no border between devices or stages: fewer, larger messages.
         stored = sum(self.counts) // self.schedule.num_devices
         size = math.gcd(stored, *self.counts)
         sources = [divmod(block, stored // size) for block in range(sum(self.counts) // size)]
-        targets = self._places(size)
+        targets = self._find_places(size)
         if sources == targets and len(set(self.counts)) == 1:
             return size, []
-        return size, exchange_rounds(sources, targets, self.schedule.num_devices)
+        return size, plan_exchange(sources, targets, self.schedule.num_devices)
 
-    def _places(self, size: int = 1) -> list[Place]:
+    def _find_places(self, size: int = 1) -> list[Place]:
         """Where blocks of so many layers are run when all stages are padded to the longest."""
-        chunks = chunk_numbers(self.schedule)
+        chunks = number_chunks(self.schedule)
         return [
             (self.schedule.device_of[stage], chunks[stage] * max(self.counts) // size + block)
             for stage, count in enumerate(self.counts)
@@ -265,13 +265,13 @@ class SeparateStages:
         """See `Layout`."""
         return False
 
-    def local(self, stored: Any, axis_name: str) -> Any:
+    def as_view(self, stored: Any, axis_name: str) -> Any:
         """Packed arrays with a row for each stage of the device."""
 
         def pack(device: int) -> list[jax.Array]:
             stages = self.schedule.stages_on(device)
             # Rows that no stage of this device reads, as all devices need equally many.
-            padding = [0] * (_chunks(self.schedule) - len(stages))
+            padding = [0] * (_count_chunks(self.schedule) - len(stages))
             rows = [self.carrier.pack(jax.tree.leaves(stored[s])) for s in (*stages, *padding)]
             return [jnp.stack(arrays) for arrays in zip(*rows, strict=True)]
 
@@ -279,23 +279,26 @@ class SeparateStages:
         packs = [functools.partial(pack, device) for device in range(self.schedule.num_devices)]
         return lax.switch(lax.axis_index(axis_name), packs)
 
-    def returned(self, total: Any, axis_name: str) -> Any:
+    def as_stored(self, total: Any, axis_name: str) -> Any:
         """One tree for each stage, on all devices."""
-        everywhere = [_of_all_devices(sums, axis_name) for sums in total]
-        chunks = chunk_numbers(self.schedule)
+        everywhere = [_gather_from_devices(sums, axis_name) for sums in total]
+        chunks = number_chunks(self.schedule)
         return [
-            self._tree(
+            self._as_tree(
                 stage,
-                [rows[device * _chunks(self.schedule) + chunks[stage]] for rows in everywhere],
+                [
+                    rows[device * _count_chunks(self.schedule) + chunks[stage]]
+                    for rows in everywhere
+                ],
             )
             for stage, device in enumerate(self.schedule.device_of)
         ]
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
         """The tree of a stage, from its row."""
-        return self._tree(stage, read(view, chunk))
+        return self._as_tree(stage, read_slot(view, chunk))
 
-    def _tree(self, stage: int, arrays: Sequence[jax.Array]) -> Any:
+    def _as_tree(self, stage: int, arrays: Sequence[jax.Array]) -> Any:
         return jax.tree.unflatten(self.structures[stage], self.carrier.unpack(stage, arrays))
 
     def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:

@@ -36,7 +36,7 @@ from ampx.trees import path_name
 Stash = Literal["inputs", "residuals"]
 # Forward and backward are in different branches, often in different ticks. XLA cannot merge what is
 # recomputed with the first computation, so the barriers against that would only cost.
-_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+_recompute = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,27 +107,29 @@ class Model:
         """Stages that compute alike, and what they compute."""
         stages: dict[Any, list[int]] = {}
         for stage in range(self.schedule.num_stages):
-            stages.setdefault(self._alike(stage, layout), []).append(stage)
+            stages.setdefault(self._describe_kind(stage, layout), []).append(stage)
         return [
-            StageKind(tuple(group), self._uses(group[0]), self._compute(group[0], layout))
+            StageKind(
+                tuple(group), self._find_parts(group[0]), self._make_compute(group[0], layout)
+            )
             for group in stages.values()
         ]
 
-    def _alike(self, stage: int, layout: Any) -> Any:
+    def _describe_kind(self, stage: int, layout: Any) -> Any:
         if self.is_separate:
             return stage
         # What can differ between stages of equal layers: both ends, and how many layers they have.
         return stage == 0, stage == self.schedule.num_stages - 1, layout.counts[stage]
 
-    def _uses(self, stage: int) -> tuple[str, ...]:
+    def _find_parts(self, stage: int) -> tuple[str, ...]:
         """The parts of the parameters that a stage reads."""
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
         used = {"first": is_first, "stages": True, "last": is_last, "shared": is_first or is_last}
         return tuple(part for part, is_used in used.items() if is_used)
 
-    def _compute(self, stage: int, layout: Any) -> Compute:
+    def _make_compute(self, stage: int, layout: Any) -> Compute:
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
-        own = self._separate(stage) if self.is_separate else self._layers(layout)
+        own = self._make_separate(stage) if self.is_separate else self._make_layers(layout)
         number_of_layers = self.schedule.num_stages if self.is_separate else sum(layout.counts)
         first, last = self._at_precision(self.first), self.last
         if self.recipe is not None:
@@ -135,19 +137,19 @@ class Model:
         # `stash` is about the layers. What the ends would keep, such as logits, can be larger than
         # all of that, so they are recomputed in any case.
         if self.stash != "inputs":
-            first, last = _recomputed(first), _recomputed(last)
+            first, last = _recompute(first), _recompute(last)
 
         def compute(inputs: StageInputs) -> StageOutputs:
             params, key = inputs.params, inputs.key
             x = inputs.received[0]
             if is_first:
-                x = first(params["first"], params["shared"], inputs.microbatch, _folded(key, 0))
+                x = first(params["first"], params["shared"], inputs.microbatch, _fold_in(key, 0))
                 # Constants, too: layers mix them with what differs between devices.
                 x = mark_varying(x, sorted(varying_axes(inputs.stage)))
             x, skipped, extra_loss = own(params["stages"], x, inputs)
             if not is_last:
                 return StageOutputs((x, *skipped), extra_loss)
-            key = _folded(key, number_of_layers + 1)
+            key = _fold_in(key, number_of_layers + 1)
             out = last(params["last"], params["shared"], x, inputs.microbatch, key)
             value, aux, _ = unpack_output(out, self.has_aux, False, "last")
             _check_aux(aux)
@@ -155,22 +157,22 @@ class Model:
             loss = loss if extra_loss is None else loss + extra_loss.astype(loss.dtype)
             return StageOutputs((None, *skipped), loss, weight, aux)
 
-        return _recomputed(compute) if self.stash == "inputs" else compute
+        return _recompute(compute) if self.stash == "inputs" else compute
 
     def _at_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun if self.recipe is None else functools.partial(self.recipe.call_part, fun)
 
     def _with_stash(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        return _recomputed(fun, policy=self.stash) if callable(self.stash) else fun
+        return _recompute(fun, policy=self.stash) if callable(self.stash) else fun
 
-    def _layers(self, layout: StackedLayers) -> Callable[..., Any]:
+    def _make_layers(self, layout: StackedLayers) -> Callable[..., Any]:
         """All layers of a stage, one after the other."""
         assert callable(self.stage)
         call = self._at_precision(self.stage)
 
         def layer(params: Any, x: Any, key: Any, number: jax.Array) -> Any:
-            out = call(params, x, _folded(key, number + 1))
-            new, loss = _with_loss(out) if self.has_aux_loss else (out, None)
+            out = call(params, x, _fold_in(key, number + 1))
+            new, loss = _unpack_loss(out) if self.has_aux_loss else (out, None)
             _check_same_type(x, new)
             # A sum over devices is the same on all of them: no carry of a loop, but for a mark.
             return mark_varying(new, sorted(varying_axes(number))), loss
@@ -192,15 +194,15 @@ class Model:
                     losses.append(loss)
             else:
                 number = jax.tree.leaves(params)[0].shape[0]
-                x = _as_layers_leave_it(body, x, params, start)
+                x = _mark_like_result(body, x, params, start)
                 x, losses = lax.scan(
                     body, x, (params, start + jnp.arange(number, dtype=start.dtype))
                 )
-            return x, [None] * len(self.skips), _sum(losses) if self.has_aux_loss else None
+            return x, [None] * len(self.skips), _sum_losses(losses) if self.has_aux_loss else None
 
         return own
 
-    def _separate(self, stage: int) -> Callable[..., Any]:
+    def _make_separate(self, stage: int) -> Callable[..., Any]:
         """The function of one stage, with what it takes from skips and gives to them."""
         assert not callable(self.stage)
         gives = [name for name, (source, _) in self.skips.items() if source == stage]
@@ -210,11 +212,11 @@ class Model:
         def own(params: Any, x: Any, inputs: StageInputs) -> Any:
             arrived = dict(zip(self.skips, inputs.received[1:], strict=True))
             args = [{name: arrived[name] for name in takes}] if takes else []
-            out = call(params, x, _folded(inputs.key, stage + 1), *args)
+            out = call(params, x, _fold_in(inputs.key, stage + 1), *args)
             x, *rest = out if gives or self.has_aux_loss else (out,)
             given = rest.pop(0) if gives else {}
             skipped = [given[name] if name in gives else None for name in self.skips]
-            return x, skipped, _sum(rest) if self.has_aux_loss else None
+            return x, skipped, _sum_losses(rest) if self.has_aux_loss else None
 
         return own
 
@@ -241,7 +243,7 @@ def _check_signature(name: str, function: Any) -> None:
         ) from error
 
 
-def _as_layers_leave_it(body: Callable[..., Any], x: Any, params: Any, start: jax.Array) -> Any:
+def _mark_like_result(body: Callable[..., Any], x: Any, params: Any, start: jax.Array) -> Any:
     """What the first layer takes, marked as different between devices wherever its result is."""
     # The carry of a scan needs one type. A layer may make a value vary over an axis of its own,
     # such as a tensor-parallel one over which its weights are divided. Where the number of the
@@ -255,7 +257,7 @@ def _as_layers_leave_it(body: Callable[..., Any], x: Any, params: Any, start: ja
     return jax.tree.unflatten(structure, map(as_varying_as, leaves, given))
 
 
-def _with_loss(out: Any) -> tuple[Any, Any]:
+def _unpack_loss(out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or len(out) != 2:
         raise TypeError(
             f"has_aux_loss=True: stage must return a tuple (x, loss), got {type(out).__name__}"
@@ -284,11 +286,11 @@ def _check_aux(aux: Any) -> None:
             )
 
 
-def _folded(key: jax.Array | None, number: Any) -> jax.Array | None:
+def _fold_in(key: jax.Array | None, number: Any) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, number)
 
 
-def _sum(losses: Any) -> jax.Array:
+def _sum_losses(losses: Any) -> jax.Array:
     return jnp.sum(jnp.stack(list(losses)) if isinstance(losses, list) else losses).astype(
         jnp.float32
     )

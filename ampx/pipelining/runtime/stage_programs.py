@@ -111,7 +111,7 @@ class StageProgram:
         self, inputs: StageInputs, kept: Sequence[Any], cotangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Gradients of the parameters, and of what was received: of all floating leaves."""
-        operands = [*self._residuals(inputs, kept), *cotangents]
+        operands = [*self._gather_residuals(inputs, kept), *cotangents]
         gradients = reading.evaluate(reading.closed(self.backward), *operands)
         return gradients[: self.num_params], gradients[self.num_params :]
 
@@ -121,7 +121,7 @@ class StageProgram:
         """Gradients of what was received, and what is to be kept for those of the parameters."""
         assert self.halves is not None
         # Residuals need not be deferred: at the weight gradient they are still at hand, or kept.
-        residuals = self._residuals(inputs, kept)
+        residuals = self._gather_residuals(inputs, kept)
         values = reading.evaluate(reading.closed(self.halves.inputs), *residuals, *cotangents)
         count = len(self.pulled) - self.num_params
         late = [i - len(residuals) for i in self.halves.reads if i >= len(residuals)]
@@ -132,11 +132,11 @@ class StageProgram:
     ) -> list[Any]:
         """Gradients of the parameters."""
         assert self.halves is not None
-        residuals = self._residuals(inputs, kept)
+        residuals = self._gather_residuals(inputs, kept)
         early = [residuals[i] for i in self.halves.reads if i < len(residuals)]
         return reading.evaluate(reading.closed(self.halves.weights), *early, *deferred)
 
-    def _residuals(self, inputs: StageInputs, kept: Sequence[Any]) -> list[Any]:
+    def _gather_residuals(self, inputs: StageInputs, kept: Sequence[Any]) -> list[Any]:
         at_hand = [*jax.tree.leaves(inputs), *kept]
         return [at_hand[r] if isinstance(r, int) else r.value for r in self.residuals]
 
@@ -197,7 +197,7 @@ def trace_stage(
         for number, leaf in zip(pulled, floating, strict=True):
             filled[number] = leaf
         outputs = compute(jax.tree.unflatten(structure, filled))
-        return (floating_leaves(outputs.sent), outputs.loss), outputs
+        return (select_floating_leaves(outputs.sent), outputs.loss), outputs
 
     def forward(*leaves: Any) -> Any:
         floating = [leaves[i] for i in pulled]
@@ -222,10 +222,10 @@ def trace_stage(
     )
     if not differentiate:
         return program
-    return _with_backward(program, pulled, pullback, split)
+    return _add_backward(program, pulled, pullback, split)
 
 
-def _with_backward(
+def _add_backward(
     program: StageProgram, pulled: tuple[int, ...], pullback: Any, split: bool
 ) -> StageProgram:
     """Adds the backward to a program whose forward still returns all residuals."""
@@ -249,7 +249,7 @@ def _with_backward(
             residuals.append(number_of[atom])
     types = [atom.aval for atom in body.outvars]
     structure = jax.tree.structure(pullback)
-    sent, loss = _types_of_cotangents(program.outputs, types)
+    sent, loss = _find_cotangent_types(program.outputs, types)
 
     def backward(residuals: Any, cotangents: Any, seed: Any) -> Any:
         (gradients,) = jax.tree.unflatten(structure, residuals)((cotangents, seed))
@@ -284,13 +284,13 @@ def _with_backward(
     )
 
 
-def _types_of_cotangents(outputs: StageOutputs, types: Sequence[Any]) -> tuple[list[Any], Any]:
+def _find_cotangent_types(outputs: StageOutputs, types: Sequence[Any]) -> tuple[list[Any], Any]:
     numbered = jax.tree.unflatten(jax.tree.structure(outputs), range(len(jax.tree.leaves(outputs))))
     sent = [types[i] for i in jax.tree.leaves(numbered.sent) if reading.is_differentiable(types[i])]
     return sent, None if outputs.loss is None else types[numbered.loss]
 
 
-def floating_leaves(tree: Any) -> list[Any]:
+def select_floating_leaves(tree: Any) -> list[Any]:
     """The leaves of a tree that have gradients."""
     return [leaf for leaf in jax.tree.leaves(tree) if reading.is_differentiable(leaf)]
 

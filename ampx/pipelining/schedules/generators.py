@@ -68,7 +68,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
       device 0  F0 F1 F2 .  .  B0 B1 B2
       device 1  .  F0 F1 F2 B0 B1 B2 .
     """
-    return _alternating("gpipe", num_stages, num_microbatches, lambda device: num_microbatches)
+    return _alternate("gpipe", num_stages, num_microbatches, lambda device: num_microbatches)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -103,7 +103,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
       device 1  .  F0 F1 .  B0 F2 B1 .  B2 .
       device 2  .  .  F0 B0 F1 B1 F2 B2 .  .
     """
-    return _alternating("1f1b", num_stages, num_microbatches, lambda device: num_stages - device)
+    return _alternate("1f1b", num_stages, num_microbatches, lambda device: num_stages - device)
 
 
 def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -132,7 +132,7 @@ def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
       >>> eager_one_f_one_b(num_stages=4, num_microbatches=8).liveness().peak
       (7, 5, 3, 1)
     """
-    return _alternating(
+    return _alternate(
         "eager-1f1b",
         num_stages,
         num_microbatches,
@@ -177,8 +177,8 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
     """
     check_sizes(num_stages, num_microbatches)
     _check_chunks(chunks, "one_f_one_b")
-    groups = _groups(num_stages, num_microbatches)
-    return _alternating(
+    groups = _group_microbatches(num_stages, num_microbatches)
+    return _alternate(
         "interleaved",
         num_stages,
         num_microbatches,
@@ -221,7 +221,7 @@ def looped_breadth_first(num_stages: int, num_microbatches: int, chunks: int = 2
       device 1 (stages 1, 3)  .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 .
     """
     _check_chunks(chunks, "gpipe")
-    return _alternating(
+    return _alternate(
         "looped-bfs",
         num_stages,
         num_microbatches,
@@ -259,10 +259,10 @@ def forward_only(num_stages: int, num_microbatches: int, chunks: int = 1) -> Sch
     """
     check_sizes(num_stages, num_microbatches)
     check_positive_int("chunks", chunks)
-    groups = _groups(num_stages, num_microbatches)
+    groups = _group_microbatches(num_stages, num_microbatches)
     return schedule_from_orders(
         "forward-only",
-        lambda device: _forwards(device, num_stages, chunks, groups),
+        lambda device: _list_forwards(device, num_stages, chunks, groups),
         tuple(range(num_stages)) * chunks,
         num_microbatches,
         has_backward=False,
@@ -323,7 +323,7 @@ def _check_chunks(chunks: int, instead: str) -> None:
         raise ValueError(f"chunks must be at least 2, got {chunks}: use {instead}")
 
 
-def _alternating(
+def _alternate(
     name: str,
     num_stages: int,
     num_microbatches: int,
@@ -344,7 +344,7 @@ def _alternating(
     check_sizes(num_stages, num_microbatches)
 
     def order(device: int) -> Iterator[Action]:
-        forwards = _forwards(device, num_stages, chunks, groups or [range(num_microbatches)])
+        forwards = _list_forwards(device, num_stages, chunks, groups or [range(num_microbatches)])
         # Backwards take micro-batches in the order of the forwards, and chunks in the opposite one:
         # of 0F0 0F1 2F0 2F1 they are 2B0 2B1 0B0 0B1.
         backwards = [
@@ -360,7 +360,7 @@ def _alternating(
     return schedule_from_orders(name, order, tuple(range(num_stages)) * chunks, num_microbatches)
 
 
-def _groups(num_stages: int, num_microbatches: int) -> list[range]:
+def _group_microbatches(num_stages: int, num_microbatches: int) -> list[range]:
     """Micro-batches in groups of `num_stages` or, with what is left over, a little more.
 
     A group is as many as fill the devices once: when its last micro-batch has gone through a chunk
@@ -373,7 +373,9 @@ def _groups(num_stages: int, num_microbatches: int) -> list[range]:
     return [range(*bounds) for bounds in itertools.pairwise(starts)]
 
 
-def _forwards(device: int, num_stages: int, chunks: int, groups: Sequence[range]) -> list[Action]:
+def _list_forwards(
+    device: int, num_stages: int, chunks: int, groups: Sequence[range]
+) -> list[Action]:
     """The forwards of a device: a group of micro-batches through all chunks, then the next."""
     return [
         Action(chunk * num_stages + device, "F", microbatch)

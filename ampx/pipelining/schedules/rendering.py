@@ -21,18 +21,21 @@ def render_grid(schedule: Grid, start: int = 0, stop: int | None = None) -> str:
     chunked = schedule.num_stages > schedule.num_devices
     columns = [[str(tick) for tick in ticks]]
     for row in schedule.rows:
-        columns.append([_cell(row, tick, chunked) for tick in ticks])
+        columns.append([_write_cell(row, tick, chunked) for tick in ticks])
     width = max((len(cell) for row in columns for cell in row), default=1)
-    labels = ["tick", *(_label(schedule, device, chunked) for device in range(len(schedule.rows)))]
+    labels = [
+        "tick",
+        *(_write_label(schedule, device, chunked) for device in range(len(schedule.rows))),
+    ]
     margin = max(map(len, labels))
     lines = (
         f"{label:<{margin}}  {' '.join(f'{cell:<{width}}' for cell in row)}".rstrip()
         for label, row in zip(labels, columns, strict=True)
     )
-    return "\n".join([_headline(schedule, num_ticks), *lines])
+    return "\n".join([_write_headline(schedule, num_ticks), *lines])
 
 
-def _headline(schedule: Grid, num_ticks: int) -> str:
+def _write_headline(schedule: Grid, num_ticks: int) -> str:
     used = sum(action is not None for row in schedule.rows for action in row)
     idle = 1 - used / max(1, num_ticks * len(schedule.rows))
     return (
@@ -41,12 +44,12 @@ def _headline(schedule: Grid, num_ticks: int) -> str:
     )
 
 
-def _label(schedule: Grid, device: int, chunked: bool) -> str:
+def _write_label(schedule: Grid, device: int, chunked: bool) -> str:
     stages = ", ".join(map(str, schedule.stages_on(device)))
     return f"device {device} (stages {stages})" if chunked else f"device {device}"
 
 
-def _cell(row: Sequence[Any], tick: int, chunked: bool) -> str:
+def _write_cell(row: Sequence[Any], tick: int, chunked: bool) -> str:
     """Without chunks the row says which stage it is, so the cell need not."""
     # Of a schedule with faults a row may be too short, and a cell may hold anything.
     action = row[tick] if tick < len(row) else None

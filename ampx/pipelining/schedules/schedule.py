@@ -324,7 +324,7 @@ class Schedule(Grid):
         return cls(
             name,
             tuple(map(tuple, rows)),
-            _devices_of(rows),
+            _find_devices(rows),
             1 + max(action.microbatch for action in actions),
             any(action.kind != "F" for action in actions),
         )
@@ -371,7 +371,7 @@ def _read_row(device: int, cells: Sequence[str]) -> list[Action | None]:
     return row
 
 
-def _devices_of(rows: Sequence[Sequence[Action | None]]) -> tuple[int, ...]:
+def _find_devices(rows: Sequence[Sequence[Action | None]]) -> tuple[int, ...]:
     devices: dict[int, int] = {}
     for device, row in enumerate(rows):
         for action in row:

@@ -87,7 +87,7 @@ def _draw_actions(axes: Axes, schedule: Grid, result: Simulation) -> None:
     size = min(9.0, 0.55 * axes.bbox.height / axes.figure.dpi * 72 / schedule.num_devices)
     shortest = min(end - start for start, end in result.times.values()) / result.makespan * width
     for action, (start, end) in result.times.items():
-        device, shade = _place(schedule, action)
+        device, shade = _find_place(schedule, action)
         bars.setdefault((device, action.kind, shade), []).append((start, end - start))
         text = str(action.microbatch)
         # A digit is about 0.6 of the font size wide. Hundreds of numbers in a few pixels would be
@@ -114,7 +114,7 @@ def _draw_actions(axes: Axes, schedule: Grid, result: Simulation) -> None:
         )
 
 
-def _place(schedule: Grid, action: Action) -> tuple[int, float]:
+def _find_place(schedule: Grid, action: Action) -> tuple[int, float]:
     """The device of an action, and how dark its stage is: from 0, the first, to 1, the last."""
     device = schedule.device_of[action.stage]
     stages = schedule.stages_on(device)

@@ -89,7 +89,7 @@ def run_schedule(
 ) -> Simulation:
     """Plays a schedule; see `Schedule.simulate`."""
     check_choice("mode", mode, ("async", "lockstep"))
-    costs = _costs(schedule.num_stages, forward, backward, input_grad, weight_grad)
+    costs = _find_costs(schedule.num_stages, forward, backward, input_grad, weight_grad)
     if not (math.isfinite(communication) and communication >= 0):
         raise ValueError(f"communication must be a finite time of at least 0, got {communication}")
     play = _play_async if mode == "async" else _play_lockstep
@@ -104,7 +104,7 @@ def run_schedule(
     return Simulation(mode, makespan, busy, times)
 
 
-def _costs(
+def _find_costs(
     num_stages: int,
     forward: Cost,
     backward: Cost | None = None,
@@ -116,9 +116,13 @@ def _costs(
     There are three numbers, and one equation: backward = input_grad + weight_grad. Two of them say
     the third; one leaves a choice (halves, or what it leaves of a backward of 2); all are checked.
     """
-    whole = None if backward is None else _per_stage("backward", backward, num_stages)
-    inputs = None if input_grad is None else _per_stage("input_grad", input_grad, num_stages)
-    weights = None if weight_grad is None else _per_stage("weight_grad", weight_grad, num_stages)
+    whole = None if backward is None else _as_cost_per_stage("backward", backward, num_stages)
+    inputs = (
+        None if input_grad is None else _as_cost_per_stage("input_grad", input_grad, num_stages)
+    )
+    weights = (
+        None if weight_grad is None else _as_cost_per_stage("weight_grad", weight_grad, num_stages)
+    )
     if inputs is not None and weights is not None:
         sums = [i + w for i, w in zip(inputs, weights, strict=True)]
         if whole is not None and not all(map(math.isclose, whole, sums)):
@@ -129,14 +133,19 @@ def _costs(
     else:
         sums = whole or [2.0] * num_stages
         if weights is not None:
-            inputs = _rest(sums, weights, "weight_grad")
+            inputs = _subtract(sums, weights, "weight_grad")
         else:
             inputs = inputs or [b / 2 for b in sums]
-            weights = _rest(sums, inputs, "input_grad")
-    return {"F": _per_stage("forward", forward, num_stages), "B": sums, "I": inputs, "W": weights}
+            weights = _subtract(sums, inputs, "input_grad")
+    return {
+        "F": _as_cost_per_stage("forward", forward, num_stages),
+        "B": sums,
+        "I": inputs,
+        "W": weights,
+    }
 
 
-def _per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
+def _as_cost_per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
     costs = np.asarray(cost, float)
     if costs.shape not in ((), (num_stages,)):
         raise ValueError(
@@ -148,7 +157,7 @@ def _per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
     return np.broadcast_to(costs, num_stages).tolist()
 
 
-def _rest(whole: list[float], part: list[float], name: str) -> list[float]:
+def _subtract(whole: list[float], part: list[float], name: str) -> list[float]:
     rest = [w - p for w, p in zip(whole, part, strict=True)]
     if min(rest) < 0:
         raise ValueError(f"{name} must be at most backward, got {max(part)} of {whole[0]}")

@@ -25,17 +25,17 @@ _EXCLUDES: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",)
 
 def check_schedule(schedule: Grid) -> None:
     """Raises a ValueError about the first fault; see `Schedule.validate`."""
-    fault = _fault_of_shape(schedule)
+    fault = _find_fault_of_shape(schedule)
     if fault is not None:
         raise ValueError(f"schedule {schedule.name!r}: {fault}")
-    found = _fault_of_order(schedule) or _missing(schedule)
+    found = _find_fault_of_order(schedule) or _find_missing(schedule)
     if found is not None:
         tick, fault = found
         grid = render_grid(schedule, max(0, tick - _SHOWN), tick + _SHOWN + 1)
         raise ValueError(f"schedule {schedule.name!r}: {fault}\n{grid}")
 
 
-def _fault_of_shape(schedule: Grid) -> str | None:
+def _find_fault_of_shape(schedule: Grid) -> str | None:
     """What keeps the rows from being a grid."""
     devices, microbatches = schedule.num_devices, schedule.num_microbatches
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
@@ -62,9 +62,9 @@ def _fault_of_shape(schedule: Grid) -> str | None:
     return None
 
 
-def _fault_of_order(schedule: Grid) -> tuple[int, str] | None:
+def _find_fault_of_order(schedule: Grid) -> tuple[int, str] | None:
     """The first fault of something that is there, tick by tick and device by device."""
-    tick_of = _ticks(schedule)
+    tick_of = _find_first_ticks(schedule)
     seen: set[Action] = set()
     # By (stage, kind of result), where a whole backward counts as its `I`: the micro-batch that
     # came last. Order is asked for within a kind only: an `I` may overtake a `W`.
@@ -73,11 +73,13 @@ def _fault_of_order(schedule: Grid) -> tuple[int, str] | None:
         for device, action in enumerate(column):
             if action is None:
                 continue
-            fault = _unknown(schedule, action, device)
+            fault = _find_unknown(schedule, action, device)
             if fault is None and action in seen:
                 fault = "is there for the second time: do each action once"
             if fault is None:
-                fault = _twofold(action, seen) or _too_early(schedule, action, tick, tick_of)
+                fault = _find_double_backward(action, seen) or _find_missing_input(
+                    schedule, action, tick, tick_of
+                )
             stream = (action.stage, result_of(action).kind)
             if fault is None and last.get(stream, -1) > action.microbatch:
                 fault = (
@@ -85,13 +87,13 @@ def _fault_of_order(schedule: Grid) -> tuple[int, str] | None:
                     "ascending order"
                 )
             if fault is not None:
-                return tick, f"{_named(action)} at tick {tick} on device {device} {fault}"
+                return tick, f"{_describe(action)} at tick {tick} on device {device} {fault}"
             seen.add(action)
             last[stream] = action.microbatch
     return None
 
 
-def _ticks(schedule: Grid) -> dict[Action, int]:
+def _find_first_ticks(schedule: Grid) -> dict[Action, int]:
     """The first tick of every result."""
     # Of all rows before any is judged: what comes too late is then told from what is missing.
     ticks: dict[Action, int] = {}
@@ -103,13 +105,13 @@ def _ticks(schedule: Grid) -> dict[Action, int]:
     return ticks
 
 
-def _named(action: Action) -> str:
+def _describe(action: Action) -> str:
     words = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     what = words.get(action.kind, "unknown action")
     return f"{action} ({what} of stage {action.stage}, micro-batch {action.microbatch})"
 
 
-def _unknown(schedule: Grid, action: Action, device: int) -> str | None:
+def _find_unknown(schedule: Grid, action: Action, device: int) -> str | None:
     if action.kind not in get_args(Kind):
         return f"is of kind {action.kind!r}: use one of {', '.join(get_args(Kind))}"
     if not _is_index(action.stage, schedule.num_stages):
@@ -133,7 +135,7 @@ def _is_index(value: Any, size: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
 
 
-def _twofold(action: Action, seen: set[Action]) -> str | None:
+def _find_double_backward(action: Action, seen: set[Action]) -> str | None:
     """A backward is done whole or in two halves, not both."""
     for kind in _EXCLUDES[action.kind]:
         other = action._replace(kind=kind)
@@ -142,7 +144,9 @@ def _twofold(action: Action, seen: set[Action]) -> str | None:
     return None
 
 
-def _too_early(schedule: Grid, action: Action, tick: int, tick_of: dict[Action, int]) -> str | None:
+def _find_missing_input(
+    schedule: Grid, action: Action, tick: int, tick_of: dict[Action, int]
+) -> str | None:
     for need in needs_of(action, schedule.num_stages):
         done = tick_of.get(need)
         if done is None or done >= tick:
@@ -155,7 +159,7 @@ def _too_early(schedule: Grid, action: Action, tick: int, tick_of: dict[Action, 
     return None
 
 
-def _missing(schedule: Grid) -> tuple[int, str] | None:
+def _find_missing(schedule: Grid) -> tuple[int, str] | None:
     """The first action that is nowhere; what is there is known to be right."""
     there = {action for row in schedule.rows for action in row if action is not None}
     tick = len(schedule.rows[0])
@@ -170,5 +174,5 @@ def _missing(schedule: Grid) -> tuple[int, str] | None:
                 if action not in there:
                     halved = kind == "I" and whole._replace(kind="W") not in there
                     action = whole if halved else action
-                    return tick, f"{_named(action)} is missing from all {tick} ticks"
+                    return tick, f"{_describe(action)} is missing from all {tick} ticks"
     return None
