@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend import core
 
 import ampx
 from ampx.jaxprs import reading
+from ampx.jaxprs.folds import equations_inside
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 from benchmarks.zoo import Loss, Model, transformer
 from benchmarks.zoo_flax import models, perceptron
@@ -82,20 +82,12 @@ def relative_errors(result: tuple, exact: tuple) -> tuple[float, float]:
     return of_loss, float(difference / optax.tree.norm(exact_grads))
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, and of the jaxprs inside its equations."""
-    for eqn in reading.open_jaxpr(jaxpr).eqns:
-        yield eqn
-        for body in core.jaxprs_in_params(eqn.params):
-            yield from equations(body)
-
-
 def products_by_dtype(fun: Callable[..., Any], *args: Any) -> Counter:
     """Counts matrix products and convolutions by the dtype of their widest operand."""
     jaxpr, _ = reading.trace(fun, *args)
     return Counter(
         max((atom.aval.dtype for atom in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
-        for eqn in equations(jaxpr)
+        for eqn, _ in equations_inside(jaxpr)
         if eqn.primitive.name in PRODUCTS
     )
 
