@@ -23,7 +23,8 @@ from ampx.data_parallel.forward_order import forward_order
 from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State, zero1, zero1_specs
 from ampx.diagnostics.bucket_timelines import BucketTimeline, bucket_timeline
-from ampx.diagnostics.numerics import NumericsReport, NumericsRow, numerics_report
+from ampx.diagnostics.numerics import numerics_report
+from ampx.diagnostics.numerics_reports import NumericsReport, NumericsRow
 from ampx.diagnostics.overflow_reports import OverflowRecord, OverflowReport
 from ampx.diagnostics.overflow_tracing import trace_overflow
 from ampx.diagnostics.overlap import OverlapReport, check_overlap

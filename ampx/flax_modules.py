@@ -19,7 +19,7 @@ _HALF = (jnp.float16, jnp.bfloat16)
 Cast = Callable[[Any], Any]
 
 
-def loaded(module: str) -> Any:
+def find_imported(module: str) -> Any:
     """A module if the program has imported it, else None."""
     return sys.modules.get(module)
 
@@ -30,25 +30,25 @@ def _norm_types(package: Any) -> tuple[type, ...]:
 
 def linen_norm_types() -> tuple[type, ...]:
     """The linen layers that normalise, or nothing where linen was never imported."""
-    linen = loaded("flax.linen")
+    linen = find_imported("flax.linen")
     return _norm_types(linen)
 
 
 def nnx_norm_types() -> tuple[type, ...]:
     """The nnx layers that normalise, or nothing where nnx was never imported."""
-    nnx = loaded("flax.nnx")
+    nnx = find_imported("flax.nnx")
     return _norm_types(nnx)
 
 
 def is_nnx_module(value: Any) -> bool:
     """Whether `value` is an nnx module."""
-    nnx = loaded("flax.nnx")
+    nnx = find_imported("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Module)
 
 
-def batch_statistics(params: Any) -> str | None:
+def find_batch_statistics(params: Any) -> str | None:
     """Path of a running mean or variance that lies among parameters, if there is any."""
-    nnx = loaded("flax.nnx")
+    nnx = find_imported("flax.nnx")
     kind = nnx.BatchStat if nnx else ()
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, kind))
     for path, leaf in leaves:
@@ -58,15 +58,15 @@ def batch_statistics(params: Any) -> str | None:
     return None
 
 
-def norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
+def find_norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
     """Paths of the norm layers of a flax model, found by module type."""
     if is_nnx_module(model):
-        nnx = loaded("flax.nnx")
+        nnx = find_imported("flax.nnx")
         found = nnx.iter_modules(model)
         return frozenset(
             "/".join(map(str, path)) for path, m in found if isinstance(m, nnx_norm_types())
         )
-    linen = loaded("flax.linen")
+    linen = find_imported("flax.linen")
     if linen is None or not isinstance(model, linen.Module):
         raise TypeError(
             f"expected a flax linen or nnx module, got {type(model).__name__}: give a rule by path "
@@ -111,7 +111,7 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
     A norm layer hands back the dtype it was given, so one float32 scale does not turn the rest of
     the network into float32. The model is the outermost module that is called.
     """
-    linen = loaded("flax.linen")
+    linen = find_imported("flax.linen")
     if linen is None:
         yield
         return
@@ -169,7 +169,7 @@ def nnx_with_casts(
 
     nnx has no interceptors, so the copy's norm layers and the copy itself get a subclass.
     """
-    nnx = loaded("flax.nnx")
+    nnx = find_imported("flax.nnx")
     graphdef, params, rest = split_nnx(model)
     copy = merge_nnx(graphdef, cast_params(params), rest)
     for path, module in list(nnx.iter_modules(copy)):
@@ -189,29 +189,29 @@ def split_nnx(model: Any, wrt: Any = None) -> tuple[Any, Any, Any]:
 
     `wrt` is an nnx filter; None picks the parameters.
     """
-    nnx = loaded("flax.nnx")
+    nnx = find_imported("flax.nnx")
     return nnx.split(model, nnx.Param if wrt is None else wrt, ...)
 
 
 def merge_nnx(graphdef: Any, params: Any, rest: Any) -> Any:
     """The nnx model that `split_nnx` took apart, in variables that the present trace may change."""
-    return loaded("flax.nnx").merge(graphdef, params, rest, copy=True)
+    return find_imported("flax.nnx").merge(graphdef, params, rest, copy=True)
 
 
-def nnx_rest(model: Any, wrt: Any = None) -> Any:
+def select_nnx_rest(model: Any, wrt: Any = None) -> Any:
     """What `wrt` does not pick: statistics, random counters, caches. Sown values are dropped."""
-    nnx = loaded("flax.nnx")
+    nnx = find_imported("flax.nnx")
     nnx.pop(model, nnx.Intermediate)
     return nnx.state(model, nnx.Not(nnx.Param if wrt is None else wrt))
 
 
 def write_back(model: Any, changed: Any) -> None:
     """Copies the state of `changed` that is not a parameter into `model`."""
-    loaded("flax.nnx").update(model, nnx_rest(changed))
+    find_imported("flax.nnx").update(model, select_nnx_rest(changed))
 
 
 def is_nnx_object(leaf: Any) -> bool:
     """Whether something is a node of an nnx graph, such as a module."""
-    nnx = loaded("flax.nnx")
+    nnx = find_imported("flax.nnx")
     # To nnx a reference is a node too, but it is an argument as any array is.
     return nnx is not None and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, jax.Ref)

@@ -237,7 +237,7 @@ def _as_function(
     def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
         copy = flax_modules.merge_nnx(graphdef, params, model_state)
         value, aux, _ = unpack_output(fun(copy, *args, **kwargs), has_aux, has_state=False)
-        rest = flax_modules.nnx_rest(copy, wrt)
+        rest = flax_modules.select_nnx_rest(copy, wrt)
         return (value, aux, rest) if has_aux else (value, rest)
 
     return pure, params, rest

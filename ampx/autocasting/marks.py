@@ -61,7 +61,7 @@ def _call_marked(mark: str, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
     Arrays are the region's operands and results. Everything else among arguments and results goes
     around it; what nnx modules among the arguments write is written back.
     """
-    call = pure_calls.pure_call(fun, args, kwargs)
+    call = pure_calls.as_pure_call(fun, args, kwargs)
     arrays, merge = split_arrays(call.operands)
     merge_results: Callable[[Any], Any] = lambda results: results  # noqa: E731
 

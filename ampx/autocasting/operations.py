@@ -165,7 +165,7 @@ def _decide_requested_half(eqn: Any, values: tuple[Value, ...], rule: str, half:
 
 def _decide_unknown_in_half(eqn: Any, rule: str, half: Any) -> Decision:
     """Decides for a primitive that is in no table, by asking it what it gives for half operands."""
-    made = building.output_dtypes(eqn, [half if is_float32(a) else None for a in eqn.invars])
+    made = building.infer_output_dtypes(eqn, [half if is_float32(a) else None for a in eqn.invars])
     outputs = []
     for out, dtype in zip(eqn.outvars, made, strict=True):
         if dtype not in (half, out.aval.dtype):

@@ -192,7 +192,7 @@ def explain(
 
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        call = trace_and_plan(pure_calls.pure_call(fun, args, kwargs), settings, output)
+        call = trace_and_plan(pure_calls.as_pure_call(fun, args, kwargs), settings, output)
         half = np.dtype(settings.half_dtype)
         rows = tuple(_list_equations(call.jaxpr, call.plan, half, ()))
         deciding = {row.rule for row in rows}

@@ -121,7 +121,9 @@ class _BodyRewriter:
             self._define(var, var, describe_closed_over(var.aval))
         invars = []  # half where the caller gives half
         for var, value in zip(self.opened.invars, self.plan.inputs, strict=True):
-            new = reading.variable(actual_aval(var.aval, value, self.half)) if value.half else var
+            new = (
+                reading.new_variable(actual_aval(var.aval, value, self.half)) if value.half else var
+            )
             self._define(var, new, value)
             invars.append(new)
         for eqn, decision in zip(self.opened.eqns, self.plan.decisions, strict=True):
@@ -132,7 +134,7 @@ class _BodyRewriter:
             )
             for i, atom in enumerate(self.opened.outvars)
         ]
-        return building.rebuilt(self.jaxpr, invars, outvars, self.eqns)
+        return building.rebuild(self.jaxpr, invars, outvars, self.eqns)
 
     def _last_equation(self) -> Any:
         return self.opened.eqns[-1] if self.opened.eqns else None
@@ -159,7 +161,7 @@ class _BodyRewriter:
             if not reading.has_constants(body):
                 # Its jitted function is made anew at each trace. Left a call, it would be compiled
                 # as often; opened, its equations are part of the jaxpr around.
-                self._insert(eqn, decision, *building.opened_call(body, operands, eqn))
+                self._insert(eqn, decision, *building.splice_jaxpr(body, operands, eqn))
                 return
         outvars = [
             self._define_output(out, value)
@@ -185,9 +187,9 @@ class _BodyRewriter:
         if not value.half:
             new = out
         elif reading.is_dropped(out):
-            new = reading.dropped(actual_aval(out.aval, value, self.half))
+            new = reading.new_dropped(actual_aval(out.aval, value, self.half))
         else:
-            new = reading.variable(actual_aval(out.aval, value, self.half))
+            new = reading.new_variable(actual_aval(out.aval, value, self.half))
         self._define(out, new, value)
         return new
 
@@ -207,7 +209,9 @@ class _BodyRewriter:
         # bf16 sum over 4 rows (over 70,000 rows of ones, 256). Repeated and then narrowed, forward
         # gives the same numbers, and the transpose widens before it sums:
         #   b1:f32[4,8] = broadcast_in_dim b;  b2:bf16[4,8] = convert b1;  add h b2
-        self.eqns.append(building.spread(self._convert(atom, False, eqn), eqn.outvars[0].aval, eqn))
+        self.eqns.append(
+            building.make_broadcast(self._convert(atom, False, eqn), eqn.outvars[0].aval, eqn)
+        )
         return self._narrow(self.eqns[-1].outvars[0], eqn)
 
     def _convert(self, atom: Any, target: bool | None, eqn: Any) -> Any:
@@ -219,26 +223,26 @@ class _BodyRewriter:
         if not target:
             # One conversion for all readers, whose cotangents then meet in float32.
             if new not in self.widened:
-                self.eqns.append(building.conversion(new, np.float32, eqn))
+                self.eqns.append(building.make_conversion(new, np.float32, eqn))
                 self.widened[new] = self.eqns[-1].outvars[0]
             return self.widened[new]
         # One conversion for each reader, as a shared one would sum their cotangents in half.
         if reading.is_literal(atom):
             number = saturate(float(atom.val), self.half)
-            return reading.literal(number, reading.with_dtype(atom.aval, self.half))
+            return reading.new_literal(number, reading.with_dtype(atom.aval, self.half))
         if value.vote is Vote.NEUTRAL:
             return self._narrow_constant(new, value, eqn)
         return self._narrow(new, eqn)
 
     def _narrow(self, atom: Any, eqn: Any) -> Any:
-        self.eqns.append(building.conversion(atom, self.half, eqn))
+        self.eqns.append(building.make_conversion(atom, self.half, eqn))
         return self.eqns[-1].outvars[0]
 
     def _narrow_constant(self, atom: Any, value: Value, eqn: Any) -> Any:
         """Narrows a constant array; what is finite stays finite."""
         if fits_in(value.span, self.half):
             return self._narrow(atom, eqn)
-        eqns, (safe,) = building.spliced(_make_saturate(self.half), [atom], eqn)
+        eqns, (safe,) = building.splice_function(_make_saturate(self.half), [atom], eqn)
         self.eqns.extend(eqns)
         return self._narrow(safe, eqn)
 
@@ -290,13 +294,13 @@ class _BodyRewriter:
             # which conversions get types that say over which mesh axes their values vary.
             def fun(*operands: Any) -> Any:
                 (body,) = self._rewrite_bodies(eqn, decision)
-                return tuple(reading.evaluate(reading.closed(body), *operands))
+                return tuple(reading.evaluate(reading.as_closed(body), *operands))
 
-            fun = building.shard_mapped(eqn, fun)
+            fun = building.wrap_in_shard_map(eqn, fun)
         else:
             (body,) = self._rewrite_bodies(eqn, decision)
             fun = custom_rules.make_function(eqn, self.opened, body, self.rewriter.run_autocast)
-        self._insert(eqn, decision, *building.spliced(fun, operands, eqn))
+        self._insert(eqn, decision, *building.splice_function(fun, operands, eqn))
 
 
 def _make_saturate(half: Any) -> Callable[..., Any]:

@@ -165,7 +165,7 @@ def autocast(
                 else as_written(fun, *args, **kwargs)
             )
 
-        call = pure_calls.pure_call(fun, args, kwargs)
+        call = pure_calls.as_pure_call(fun, args, kwargs)
 
         def run(*operands: Any) -> Any:
             return trace_and_plan(call._replace(operands=operands), settings, output).run()

@@ -114,7 +114,7 @@ class _Partition:
             (body,) = reading.bodies_of(eqn)
             return self.run(body, operands)
         if all(part.dim is None for part in operands):
-            return [Part(value) for value in reading.bound(eqn, [p.value for p in operands])]
+            return [Part(value) for value in reading.bind(eqn, [p.value for p in operands])]
         if name in primitives.ELEMENTWISE:
             return self._elementwise(eqn, operands)
         if name in primitives.PLACEMENTS:  # of a whole array; a shard lies where it is
@@ -152,7 +152,7 @@ class _Partition:
             value = take_own_shard(part.value, dim, self.axes) if whole else part.value
             return mark_varying(value, self.axes)
 
-        return [Part(value, dim) for value in reading.bound(eqn, [align(p) for p in operands])]
+        return [Part(value, dim) for value in reading.bind(eqn, [align(p) for p in operands])]
 
     def _barrier(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
         # Result i is operand i. All operands of a barrier must vary over the same axes, and shards
@@ -160,14 +160,14 @@ class _Partition:
         results = list(operands)
         for is_shard in (True, False):
             places = [i for i, part in enumerate(operands) if (part.dim is not None) == is_shard]
-            values = reading.bound(eqn, [operands[i].value for i in places]) if places else []
+            values = reading.bind(eqn, [operands[i].value for i in places]) if places else []
             for i, value in zip(places, values, strict=True):
                 results[i] = Part(value, operands[i].dim)
         return results
 
     def _reduce(self, eqn: Equation, shard: Any, dim: Any) -> Part:
         axes = eqn.params["axes"]
-        (value,) = reading.bound(eqn, [shard])
+        (value,) = reading.bind(eqn, [shard])
         if dim in axes:
             return Part(_OVER_DEVICES[eqn.primitive.name](value, self.axes))
         return Part(value, dim - sum(axis < dim for axis in axes))  # axes before it are gone

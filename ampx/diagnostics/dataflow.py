@@ -79,7 +79,7 @@ class Flow:
         self.reductions: list[ReductionRecord] = []
         self.nodes = [Node((), 0, 0, ())]
 
-    def through(
+    def follow(
         self,
         jaxpr: Jaxpr,
         operands: Sequence[int],
@@ -91,7 +91,7 @@ class Flow:
         def nodes_of(eqn: Equation, inputs: list[int]) -> list[int]:
             eqns, body = (eqn, *around), reading.called_body(eqn)
             if body is not None:
-                return self.through(body, inputs, sizes | reading.mesh_sizes(eqn), eqns)
+                return self.follow(body, inputs, sizes | reading.mesh_sizes(eqn), eqns)
             if places := self._numbered(eqn, sizes):
                 pairs = zip(inputs, places, strict=True)
                 return [self._node((i,), 1 << place, eqns) for i, place in pairs]

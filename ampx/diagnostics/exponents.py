@@ -192,7 +192,7 @@ class Fills(NamedTuple):
 NO_FILLS = Fills()
 
 
-def fills_of(number: Any) -> Fills:
+def find_fills(number: Any) -> Fills:
     """What a real number that is written into a program may fill in."""
     number = float(np.float32(number))
     if not FORMATS["float16"].largest < abs(number) < math.inf:
@@ -202,7 +202,7 @@ def fills_of(number: Any) -> Fills:
     return Fills(picked=frozenset((abs(number),)))
 
 
-def histogram_of(array: Any, fills: Fills = NO_FILLS) -> Histogram:
+def count_exponents(array: Any, fills: Fills = NO_FILLS) -> Histogram:
     """Counts the numbers of a floating or complex array, those that are fills apart."""
     numbers = np.ravel(np.asarray(array))
     if np.iscomplexobj(numbers):

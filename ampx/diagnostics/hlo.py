@@ -104,7 +104,7 @@ def _gradients_in(instruction: Instruction) -> int:
     return min(1, large) if instruction.opcode == "all-to-all" else large
 
 
-def waits_of_outputs(
+def find_waits_of_outputs(
     text: str, outputs: int
 ) -> tuple[tuple[CompiledReduction, ...], list[tuple[int, ...]]]:
     """The reductions of a compiled program, and which of them each of its outputs waits for.

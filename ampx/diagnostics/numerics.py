@@ -9,12 +9,11 @@ run in half, whose overflows hide what comes after them.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,200 +24,23 @@ import numpy as np
 from ampx import flax_modules
 from ampx.autocasting.tables import HALF_BY_DEFAULT, MOVING, PICKING
 from ampx.diagnostics.exponents import (
-    EXPONENTS,
     FORMATS,
     NO_FILLS,
     Fills,
     Histogram,
-    fills_of,
-    histogram_of,
+    count_exponents,
+    find_fills,
 )
-from ampx.diagnostics.recommendations import (
-    BACKWARD,
-    FORWARD,
-    PARAMETER,
-    Findings,
-    Key,
-    Recommendation,
-    evidence_of,
-    recommendation,
-    scale_range,
-    total,
-)
+from ampx.diagnostics.numerics_reports import NumericsReport
+from ampx.diagnostics.recommendations import BACKWARD, FORWARD, PARAMETER, Key
 from ampx.jaxprs import reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, is_opaque
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.jaxprs.reading import Equation
-from ampx.text_tables import format_rows
 from ampx.trees import path_name
 
 Counts = collections.defaultdict[Key, Histogram]
 _KERNELS = ("ffi_call", "pure_callback", "io_callback", "cudnn_fusion")  # without a jaxpr
-
-
-class NumericsRow(NamedTuple):
-    """What becomes of the values of a scope in a format.
-
-    Attributes:
-      scope: name scopes joined by "/": with flax linen the path of the module; "" is the rest. For
-        a parameter (`"forward"`) and its gradient (`"parameter"`), its path.
-      direction: `"forward"`, `"backward"` for values that depend on the cotangent of the loss, or
-        `"parameter"` for the gradient of a parameter.
-      largest_exponent: the binary exponent of the largest finite value; None if there is none. Of
-        gradients, without the loss scale.
-      values: how many finite nonzero values there are, of which the shares are.
-      zeros: how many values are zero.
-      fills: how many are large numbers that are written into the program to mask something, as
-        `jnp.finfo(x.dtype).min` is. They count nowhere else: half has such a number, too. A number
-        that is picked, as by `jnp.where`, is one; one that is added only from -1e9 down.
-      non_finite: how many values are infinite or NaN.
-      underflow: share that becomes zero.
-      subnormal: share that becomes subnormal, and so loses digits.
-      overflow: share that becomes infinite, or NaN in a format without infinity.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from ampx.diagnostics.numerics import numerics_report
-      >>> report = numerics_report(lambda w: jnp.sum(w * w))(jnp.array([2.0**-13, 2.0**9, 0.0]))
-      >>> row = report.table("float16")[0]
-      >>> row.direction, row.values, row.zeros, row.underflow, row.overflow
-      ('forward', 5, 2, 0.2, 0.4)
-    """
-
-    scope: str
-    direction: str
-    largest_exponent: int | None
-    values: int
-    zeros: int
-    fills: int
-    non_finite: int
-    underflow: float
-    subnormal: float
-    overflow: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class NumericsReport:
-    """Binary exponents of the values of a loss and of its gradient; print it for a table.
-
-    Attributes:
-      histograms: by (scope, direction), in the order of the program; see `NumericsRow`.
-      products: the same of the operands and results of matrix products and convolutions alone,
-        which is what O1 has in half.
-      sums: of the forward values, sums that are only scaled by a constant number, as in a mean.
-        `jnp.sum` and `jnp.mean` add up half in float32, so the advice leaves them out.
-      opaque: names of primitives, such as shard_map and kernels, inside of which nothing counts.
-      is_finite: whether the loss and the gradients of the parameters are.
-      loss_scale: what gradients are multiplied by, in `table`.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from ampx.diagnostics.numerics import numerics_report
-      >>> def loss(w, x):
-      ...     return jnp.mean((x @ w) ** 2)
-      >>> report = numerics_report(loss)(jnp.full((4, 4), 1e-3), jnp.full((8, 4), 1e-3))
-      >>> report.loss_scales("float16")  # powers of two
-      (16.0, 1048576.0)
-      >>> report.recommended.level, report.recommended.loss_scale
-      ('O2', 128.0)
-    """
-
-    histograms: Mapping[Key, Histogram]
-    products: Mapping[Key, Histogram]
-    sums: Mapping[Key, Histogram]
-    opaque: tuple[str, ...]
-    is_finite: bool
-    loss_scale: float
-
-    @property
-    def exponents(self) -> np.ndarray:
-        """The binary exponents that `counts` are of, ``floor(log2(|value|))``."""
-        return EXPONENTS.copy()
-
-    @property
-    def counts(self) -> Mapping[Key, np.ndarray]:
-        """Finite nonzero values by exponent, for each (scope, direction)."""
-        return MappingProxyType({key: h.counts for key, h in self.histograms.items()})
-
-    def counts_of(self, direction: str) -> np.ndarray:
-        """The sum of `counts` over the scopes of a direction."""
-        found = [h for (_, own), h in self.histograms.items() if own == direction]
-        return sum(found, Histogram()).counts
-
-    def table(self, half_dtype: str) -> tuple[NumericsRow, ...]:
-        """What a format would make of the values of each scope, gradients times `loss_scale`."""
-        form, rows = FORMATS[_checked_format(half_dtype)], []
-        for (scope, direction), found in self.histograms.items():
-            shift = 0 if direction == FORWARD else round(math.log2(self.loss_scale))
-            shares = (found.underflows, found.subnormals, found.overflows)
-            rows.append(
-                NumericsRow(
-                    scope,
-                    direction,
-                    found.largest_exponent,
-                    found.nonzero,
-                    found.zeros,
-                    found.fills,
-                    found.non_finite,
-                    *(found.share(count(form, shift)) for count in shares),
-                )
-            )
-        return tuple(rows)
-
-    def loss_scales(self, half_dtype: str) -> tuple[float, float]:
-        """The least and the largest loss scale for gradients in a format, both powers of two.
-
-        At the largest no finite gradient overflows, without headroom; at the least, at most 0.1
-        percentage points more of the nonzero ones become zero than at the largest.
-        """
-        evidence = evidence_of(self.histograms, self.sums)
-        low, high = scale_range(total(evidence.gradients), _checked_format(half_dtype))
-        return 2.0**low, 2.0**high
-
-    @property
-    def recommended(self) -> Recommendation:
-        """The opt level, half dtype and loss scale to try first."""
-        everything, products = (
-            evidence_of(self.histograms, self.sums),
-            evidence_of(self.products, {}),
-        )
-        return recommendation(Findings(everything, products, self.is_finite, self.opaque))
-
-    def __str__(self) -> str:
-        tables = [self.table(form) for form in FORMATS]
-        rows = [("scope", "direction", "values", "exponent", *FORMATS)]
-        for same in zip(*tables, strict=True):
-            row = same[0]
-            exponent = "none" if row.largest_exponent is None else str(row.largest_exponent)
-            shares = (
-                "/".join(_percent(share) for share in (r.underflow, r.subnormal, r.overflow))
-                for r in same
-            )
-            count = f"{row.values}" + (f" +{row.non_finite} bad" if row.non_finite else "")
-            rows.append((row.scope or "(rest)", row.direction, count, exponent, *shares))
-        lines = [
-            *format_rows(rows),
-            "",
-            f"% of nonzero values that become zero/subnormal/infinite, gradients times "
-            f"{self.loss_scale:g}; exponent: the largest, unscaled",
-            "loss scales that fit: "
-            + ", ".join("{} {:g} to {:g}".format(f, *self.loss_scales(f)) for f in FORMATS),
-            *([f"nothing counted inside: {', '.join(self.opaque)}"] if self.opaque else []),
-            f"try first: {self.recommended}",
-        ]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def _percent(share: float) -> str:
-    return "0" if not share else "<.1" if share < 0.001 else f"{100 * share:.1f}"
-
-
-def _checked_format(name: str) -> str:
-    if name not in FORMATS:
-        raise ValueError(f"half_dtype must be one of {', '.join(FORMATS)}, got {name!r}")
-    return name
 
 
 class Origin(NamedTuple):
@@ -258,7 +80,7 @@ class CountingWalk(Walk):
             _count(self.histograms, here.scope, Value(array, Origin()))
             return Origin()
         is_real = _is_counted(array) and not np.iscomplexobj(array)
-        return Origin(is_constant=True, fills=fills_of(array) if is_real else NO_FILLS)
+        return Origin(is_constant=True, fills=find_fills(array) if is_real else NO_FILLS)
 
     def remark_results(
         self, eqn: Equation, operands: Sequence[Value], arrays: Sequence[Any], here: Place
@@ -315,7 +137,7 @@ def _count(histograms: Counts, scope: str, value: Value) -> Histogram:
     if not _is_counted(value.array):
         return Histogram()
     _check_width(value.array)
-    found = histogram_of(value.array, value.remark.fills)
+    found = count_exponents(value.array, value.remark.fills)
     histograms[scope, BACKWARD if value.remark.is_scaled else FORWARD] += found
     return found
 
@@ -397,8 +219,8 @@ def numerics_report(
         leaves, treedef = jax.tree_util.tree_flatten_with_path(gradients)
         for (path, gradient), array in zip(leaves, treedef.flatten_up_to(params), strict=True):
             if _is_counted(gradient):
-                found = histogram_of(gradient)
-                histograms[path_name(path), FORWARD] += histogram_of(array)
+                found = count_exponents(gradient)
+                histograms[path_name(path), FORWARD] += count_exponents(array)
                 histograms[path_name(path), PARAMETER] += found
                 is_finite = is_finite and not found.non_finite
         return NumericsReport(

@@ -20,7 +20,7 @@ import numpy as np
 
 from ampx.diagnostics.overflow_reports import ARGUMENT, PROGRAM, TOO_LARGE, OverflowRecord
 from ampx.jaxprs import primitives, reading
-from ampx.jaxprs.interpreter import Place, Value, Walk, compiled, is_opaque
+from ampx.jaxprs.interpreter import Place, Value, Walk, compile_equation, is_opaque
 from ampx.jaxprs.reading import Equation, Jaxpr
 
 COMPILED_ONLY = (
@@ -49,7 +49,7 @@ def _is_finite(array: Any) -> Any:
     return jnp.isfinite(array).all()
 
 
-def flags_of(array: Any) -> Flags:
+def find_flags(array: Any) -> Flags:
     """What an array holds that is not finite: nothing, if it is not of floats."""
     if not _is_inexact(array):
         return Flags()
@@ -87,7 +87,7 @@ class Blame(NamedTuple):
 WRITTEN, MASKING, GIVEN, COMPUTED = range(4)
 
 
-def first_of(blames: Iterable[Blame | None]) -> Blame | None:
+def choose_blame(blames: Iterable[Blame | None]) -> Blame | None:
     """The blame to report among several; None if there is none."""
     found = [blame for blame in blames if blame is not None]
     return min(found, key=lambda blame: (-blame.rank, blame.number), default=None)
@@ -108,7 +108,7 @@ class BlamingWalk(Walk):
 
     def argument(self, array: Any, name: str) -> Value:
         """An argument of the program, under its name."""
-        flags = flags_of(array)
+        flags = find_flags(array)
         if not any(flags):
             return Value(array)
         kind = "nan" if flags.nan else "inf"
@@ -128,7 +128,7 @@ class BlamingWalk(Walk):
         """A new blame for a result of what stands at a place, or is outside of equations."""
         record = OverflowRecord(
             primitive=here.path[-1][0].primitive.name if here.path else outside,
-            kind="nan" if flags_of(array).nan else "inf",
+            kind="nan" if find_flags(array).nan else "inf",
             direction="backward" if here.is_derivative else "forward",
             scope=here.scope,
             source=here.source,
@@ -143,7 +143,7 @@ class BlamingWalk(Walk):
 
     def remark_constant(self, array: Any, here: Place) -> Blame | None:
         """The blame for what is written into the program: a NaN is never meant."""
-        flags = flags_of(array)
+        flags = find_flags(array)
         if flags.nan:
             return self.birth(here, [], array, _WRITTEN_NAN)
         rank = MASKING if any(flags) and _finite(array).any() else WRITTEN
@@ -151,7 +151,7 @@ class BlamingWalk(Walk):
 
     def remark_joined(self, values: Sequence[Value]) -> Blame | None:
         """The blame to report among those of several values; a finite one has none any more."""
-        return first_of(value.remark for value in values if any(flags_of(value.array)))
+        return choose_blame(value.remark for value in values if any(find_flags(value.array)))
 
     def remark_results(
         self, eqn: Equation, operands: Sequence[Value], arrays: Sequence[Any], here: Place
@@ -168,7 +168,7 @@ class BlamingWalk(Walk):
     def _blame(
         self, eqn: Equation, operands: Sequence[Value], array: Any, here: Place
     ) -> Blame | None:
-        flags = flags_of(array)
+        flags = find_flags(array)
         if not any(flags):
             return None
         explaining, is_explained = _explanations(eqn, operands, array)
@@ -184,21 +184,21 @@ class BlamingWalk(Walk):
             note = _OPAQUE if is_opaque(eqn) else _about_conversion(eqn, operands, array)
         return self.birth(here, operands, array, note)
 
-    def loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
+    def run_loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
         """The results of a loop; it is entered if they are bad."""
-        arrays = self.whole(eqn, operands, here)
+        arrays = self.run_whole(eqn, operands, here)
         if any(isinstance(value.array, jax.Ref) for value in operands):  # changed by every run
             return list(map(Value, arrays, self.remark_results(eqn, operands, arrays, here)))
 
         def look_inside() -> list[Blame | None]:
-            carry, rows = self.iterations(eqn, operands, here)
+            carry, rows = self.run_iterations(eqn, operands, here)
             columns = zip(*rows, strict=True)
-            stacked = [first_of(value.remark for value in column) for column in columns]
+            stacked = [choose_blame(value.remark for value in column) for column in columns]
             return [*(value.remark for value in carry), *stacked]
 
         return self._blamed(arrays, operands, here, look_inside)
 
-    def iteration(
+    def run_iteration(
         self,
         eqn: Equation,
         body: Jaxpr,
@@ -207,13 +207,13 @@ class BlamingWalk(Walk):
     ) -> Sequence[Value]:
         """The results of one iteration; it is entered if something turns bad in it."""
         # Of an array that is to blame as a whole, an iteration may get a part that is finite.
-        given = [flags_of(value.array) if value.remark else Flags() for value in operands]
+        given = [find_flags(value.array) if value.remark else Flags() for value in operands]
         operands = [
             value if any(flags) else Value(value.array)
             for value, flags in zip(operands, given, strict=True)
         ]
         arrays = self._compiled(body)(*(value.array for value in operands))
-        now = given, [value.remark for value in operands], list(map(flags_of, arrays))
+        now = given, [value.remark for value in operands], list(map(find_flags, arrays))
         before, remarks = self._situations.get(id(eqn), (None, []))
         carried = len(arrays) if eqn.primitive.name == "while" else reading.scan_sizes(eqn)[1]
 
@@ -233,7 +233,7 @@ class BlamingWalk(Walk):
 
     def _compiled(self, body: Jaxpr) -> Any:
         if id(body) not in self._bodies:
-            run = jax.jit(functools.partial(reading.evaluate, reading.closed(body)))
+            run = jax.jit(functools.partial(reading.evaluate, reading.as_closed(body)))
             self._bodies[id(body)] = body, run  # held, so that its id stays its own
         return self._bodies[id(body)][1]
 
@@ -241,7 +241,7 @@ class BlamingWalk(Walk):
         self, arrays: Sequence[Any], operands: Sequence[Value], here: Place, look_inside: Any
     ) -> list[Value]:
         """Results of what was run compiled, with blames that are asked for only if need be."""
-        bad = [any(flags_of(array)) for array in arrays]
+        bad = [any(find_flags(array)) for array in arrays]
         if not any(bad):
             return list(map(Value, arrays))
         values = []
@@ -255,7 +255,7 @@ class BlamingWalk(Walk):
 class CompiledWalk(BlamingWalk):
     """Runs calls compiled, too: for what is finite when it is run equation by equation."""
 
-    def step(
+    def run_equation(
         self,
         eqn: Equation,
         operands: Sequence[Value],
@@ -265,8 +265,8 @@ class CompiledWalk(BlamingWalk):
         """The results of one equation; a call is entered if its results are bad."""
         body = reading.called_body(eqn)
         if body is None or reading.mesh_sizes(eqn):
-            return super().step(eqn, operands, here, wanted)
-        arrays = compiled(eqn, here.path[-1][1])(*(value.array for value in operands))
+            return super().run_equation(eqn, operands, here, wanted)
+        arrays = compile_equation(eqn, here.path[-1][1])(*(value.array for value in operands))
         return self._blamed(
             arrays,
             operands,
@@ -277,9 +277,9 @@ class CompiledWalk(BlamingWalk):
 
 def _inherited(explaining: Sequence[Value], flags: Flags) -> Blame | None:
     if not flags.nan:
-        return first_of(value.remark for value in explaining)
-    broken = first_of(value.remark for value in explaining if flags_of(value.array).nan)
-    return broken or first_of(v.remark for v in explaining if v.remark.rank > MASKING)
+        return choose_blame(value.remark for value in explaining)
+    broken = choose_blame(value.remark for value in explaining if find_flags(value.array).nan)
+    return broken or choose_blame(v.remark for v in explaining if v.remark.rank > MASKING)
 
 
 def _is_too_large(eqn: Equation, explaining: Sequence[Value], flags: Flags) -> bool:

@@ -26,8 +26,8 @@ from ampx.diagnostics.overflow_blame import (
     MASKING,
     BlamingWalk,
     CompiledWalk,
-    first_of,
-    flags_of,
+    choose_blame,
+    find_flags,
 )
 from ampx.diagnostics.overflow_reports import OverflowReport
 from ampx.jaxprs import pure_calls, reading
@@ -114,7 +114,7 @@ def _traced_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output
     owner = getattr(fun, "__self__", fun)
     if flax_modules.is_nnx_object(owner):
         fun, args = (type(owner).__call__ if owner is fun else fun.__func__), (owner, *args)
-    call = pure_calls.pure_call(fun, args, kwargs)
+    call = pure_calls.as_pure_call(fun, args, kwargs)
     operands = jax.tree.map(
         lambda leaf: jnp.asarray(leaf) if _is_bad(leaf) else leaf, call.operands
     )
@@ -190,14 +190,14 @@ def _argument_name(fun: Any, path: Any) -> str:
 def _report(program: _Program) -> OverflowReport:
     compiled = jax.jit(functools.partial(reading.evaluate, program.jaxpr))
     results = compiled(*(array for _, array in _copied(program.arguments)))
-    is_bad = [any(flags_of(result)) for result in results]
+    is_bad = [any(find_flags(result)) for result in results]
     if not any(is_bad):
         return OverflowReport(None)
     reached = tuple(itertools.compress(program.results, is_bad))
     for walk in (BlamingWalk(), CompiledWalk()):
         operands = [walk.argument(array, name) for name, array in _copied(program.arguments)]
         values = walk.run(program.jaxpr, operands, Place(), is_bad)
-        blame = first_of(value.remark for value in values)
+        blame = choose_blame(value.remark for value in values)
         if blame is not None:
             break
     else:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ampx.diagnostics.dataflow import Culprit, Flow, ReductionRecord
-from ampx.diagnostics.hlo import CompiledReduction, waits_of_outputs
+from ampx.diagnostics.hlo import CompiledReduction, find_waits_of_outputs
 from ampx.jaxprs import pure_calls
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.text_tables import format_table
@@ -231,7 +231,7 @@ def check_overlap(
       >>> report.overlaps, report.culprits[0].name
       (False, 'clip_by_global_norm')
     """
-    call = pure_calls.pure_call(step, args, kwargs)
+    call = pure_calls.as_pure_call(step, args, kwargs)
     arrays, merge = split_arrays(call.operands)
 
     def of_arrays(*arrays: Any) -> Any:
@@ -242,7 +242,7 @@ def check_overlap(
     trace = getattr(step, "trace", None) if call.operands[0] is args else None
     traced = trace(*args, **kwargs) if trace else jax.jit(of_arrays).trace(*arrays)
     flow = Flow()
-    nodes = flow.through(traced.jaxpr, [0] * len(traced.jaxpr.in_avals), {})
+    nodes = flow.follow(traced.jaxpr, [0] * len(traced.jaxpr.in_avals), {})
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
     gradients = sum(1 << r.place for r in flow.reductions if not r.is_verdict)
     outputs = [
@@ -258,7 +258,7 @@ def check_overlap(
         )
     left = None
     if compiled:
-        left, waits = waits_of_outputs(traced.lower().compile().as_text() or "", len(outputs))
+        left, waits = find_waits_of_outputs(traced.lower().compile().as_text() or "", len(outputs))
         pairs = zip(outputs, waits, strict=True)
         outputs = [output._replace(compiled_waits_for=places) for output, places in pairs]
     arrays_of, scalars = (

@@ -33,7 +33,9 @@ class Evidence(NamedTuple):
     gradients: Mapping[str, Histogram]
 
 
-def evidence_of(histograms: Mapping[Key, Histogram], spared: Mapping[Key, Histogram]) -> Evidence:
+def collect_evidence(
+    histograms: Mapping[Key, Histogram], spared: Mapping[Key, Histogram]
+) -> Evidence:
     """The evidence of all values of a run but the spared ones."""
     forward: dict[str, Histogram] = {}
     gradients: dict[str, Histogram] = {}
@@ -95,12 +97,12 @@ def _name(level: str, half_dtype: str | None, loss_scale: float | str | None) ->
     return level + half + (f" with loss_scale={loss_scale!r}" if loss_scale else "")
 
 
-def total(histograms: Mapping[str, Histogram]) -> Histogram:
+def sum_histograms(histograms: Mapping[str, Histogram]) -> Histogram:
     """The sum over scopes."""
     return sum(histograms.values(), Histogram())
 
 
-def scale_range(gradients: Histogram, half_dtype: str) -> tuple[int, int]:
+def find_scale_range(gradients: Histogram, half_dtype: str) -> tuple[int, int]:
     """The least and the largest power of two to scale gradients by.
 
     At the largest nothing overflows, but would at twice as much; from the least on, no more than
@@ -125,8 +127,8 @@ def _forward_overflow(evidence: Evidence, half_dtype: str) -> str:
 
 
 def _lost_gradients(evidence: Evidence, half_dtype: str) -> str:
-    gradients = total(evidence.gradients)
-    _, high = scale_range(gradients, half_dtype)
+    gradients = sum_histograms(evidence.gradients)
+    _, high = find_scale_range(gradients, half_dtype)
     lost = gradients.share(gradients.underflows(FORMATS[half_dtype], high))
     if lost <= LARGEST_LOSS:
         return ""
@@ -134,7 +136,7 @@ def _lost_gradients(evidence: Evidence, half_dtype: str) -> str:
 
 
 def _at_128(evidence: Evidence) -> str:
-    low, high = scale_range(total(evidence.gradients), "float16")
+    low, high = find_scale_range(sum_histograms(evidence.gradients), "float16")
     if high < math.log2(128):
         return f"gradients overflow at a loss scale of 128: 2**{high} is the largest"
     if low > math.log2(128):
@@ -143,7 +145,7 @@ def _at_128(evidence: Evidence) -> str:
 
 
 def _at_some_scale(evidence: Evidence) -> str:
-    low, high = scale_range(total(evidence.gradients), "float16")
+    low, high = find_scale_range(sum_histograms(evidence.gradients), "float16")
     least, most = _DYNAMIC
     if high < least:
         return f"gradients overflow at every loss scale from 1 on: 2**{high} is the largest"
@@ -153,7 +155,7 @@ def _at_some_scale(evidence: Evidence) -> str:
 
 
 def _unscaled(evidence: Evidence) -> str:
-    count = total(evidence.gradients).overflows(FORMATS["bfloat16"])
+    count = sum_histograms(evidence.gradients).overflows(FORMATS["bfloat16"])
     return f"{count} gradients overflow in bfloat16" if count else ""
 
 
@@ -215,7 +217,7 @@ class Recommendation(NamedTuple):
         return f"{_name(self.level, self.half_dtype, self.loss_scale)}: {self.reason}"
 
 
-def recommendation(found: Findings) -> Recommendation:
+def recommend(found: Findings) -> Recommendation:
     """Climbs down the ladder to the first rung that holds; to the last without finite numbers."""
     if not found.is_finite:
         last, reason = LADDER[-1], "not finite in float32 already: ampx.trace_overflow tells where"

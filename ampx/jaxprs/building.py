@@ -23,14 +23,14 @@ from ampx.jaxprs.reading import (
     is_dropped,
     is_explicit,
     is_literal,
+    new_variable,
     open_jaxpr,
     trace,
-    variable,
     with_dtype,
 )
 
 
-def shard_mapped(eqn: Equation, body: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_in_shard_map(eqn: Equation, body: Callable[..., Any]) -> Callable[..., Any]:
     """`body` under the mesh and the specs of a shard_map equation."""
     params = eqn.params
     return jax.shard_map(
@@ -51,11 +51,11 @@ def _conversion_params(dtype: Any) -> dict[str, Any]:
     return dict(traced.eqns[0].params)
 
 
-def conversion(atom: Atom, dtype: Any, near: Equation) -> Equation:
+def make_conversion(atom: Atom, dtype: Any, near: Equation) -> Equation:
     """An equation that converts `atom`, with the scope, line and context of the one nearby."""
     return core.new_jaxpr_eqn(
         [atom],
-        [variable(with_dtype(atom.aval, dtype))],
+        [new_variable(with_dtype(atom.aval, dtype))],
         primitives.convert_element_type_p,
         _conversion_params(np.dtype(dtype)),
         core.no_effects,
@@ -64,14 +64,14 @@ def conversion(atom: Atom, dtype: Any, near: Equation) -> Equation:
     )
 
 
-def spread(atom: Atom, like: Any, near: Equation) -> Equation:
+def make_broadcast(atom: Atom, like: Any, near: Equation) -> Equation:
     """An equation that broadcasts `atom`, of as many axes as `like` or none, to its shape."""
     sharding = like.sharding if is_explicit(like) else None
     with near.ctx.manager:
         params, aval = _spread_template(atom.aval, tuple(like.shape), sharding)
     return core.new_jaxpr_eqn(
         [atom],
-        [variable(aval)],
+        [new_variable(aval)],
         primitives.broadcast_in_dim_p,
         params,
         core.no_effects,
@@ -90,16 +90,16 @@ def _spread_template(aval: Any, shape: tuple[Any, ...], sharding: Any) -> tuple[
     return dict(eqn.params), eqn.outvars[0].aval
 
 
-def spliced(
+def splice_function(
     fun: Callable[..., Any], operands: Sequence[Atom], near: Equation
 ) -> tuple[list[Equation], list[Atom]]:
     """The equations of `fun(*operands)`, ready to stand in another jaxpr, and its outputs."""
     with near.ctx.manager:
         traced, _ = trace(fun, *(atom.aval for atom in operands))
-    return opened_call(traced, operands, near)
+    return splice_jaxpr(traced, operands, near)
 
 
-def opened_call(
+def splice_jaxpr(
     jaxpr: Jaxpr, operands: Sequence[Atom], near: Equation
 ) -> tuple[list[Equation], list[Atom]]:
     """The equations of a jaxpr for these operands, ready to stand in another, and its outputs."""
@@ -114,7 +114,7 @@ def opened_call(
         return atom if is_literal(atom) else names[atom]
 
     def named(out: Any) -> Any:
-        names[out] = out if is_dropped(out) else variable(out.aval)
+        names[out] = out if is_dropped(out) else new_variable(out.aval)
         return names[out]
 
     eqns = [
@@ -130,7 +130,7 @@ def opened_call(
     return eqns, [renamed(atom) for atom in body.outvars]
 
 
-def inlined(jaxpr: Jaxpr) -> Jaxpr:
+def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
     """A jaxpr in which calls, also those that recompute, are replaced by what they call."""
     opened = open_jaxpr(jaxpr)
     names: dict[Any, Atom] = {}
@@ -145,13 +145,13 @@ def inlined(jaxpr: Jaxpr) -> Jaxpr:
         if body is None or has_constants(body):
             eqns.append(eqn)
             continue
-        called, outs = opened_call(inlined(body), eqn.invars, eqn)
+        called, outs = splice_jaxpr(inline_calls(body), eqn.invars, eqn)
         eqns.extend(called)
         names.update(zip(eqn.outvars, outs, strict=True))
-    return rebuilt(jaxpr, opened.invars, [renamed(atom) for atom in opened.outvars], eqns)
+    return rebuild(jaxpr, opened.invars, [renamed(atom) for atom in opened.outvars], eqns)
 
 
-def rebuilt(
+def rebuild(
     jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Atom], eqns: Sequence[Equation]
 ) -> Jaxpr:
     """`jaxpr` with other equations, its constants, effects and names kept."""
@@ -165,8 +165,8 @@ def rebuilt(
 def as_function(eqn: Equation, parent: Jaxpr) -> Callable[..., list[Any]]:
     """One equation as a function of all its operands, differentiable by the equation's own rule."""
     opened = open_jaxpr(parent)
-    invars = [variable(atom.aval) for atom in eqn.invars]
-    outvars = [variable(out.aval) for out in eqn.outvars]
+    invars = [new_variable(atom.aval) for atom in eqn.invars]
+    outvars = [new_variable(out.aval) for out in eqn.outvars]
     debug_info = opened.debug_info._replace(arg_names=None, result_paths=None)
     single = core.Jaxpr(
         [],
@@ -179,7 +179,7 @@ def as_function(eqn: Equation, parent: Jaxpr) -> Callable[..., list[Any]]:
     return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))
 
 
-def output_dtypes(eqn: Equation, dtypes: Sequence[Any]) -> list[Any]:
+def infer_output_dtypes(eqn: Equation, dtypes: Sequence[Any]) -> list[Any]:
     """The dtypes that an equation gives if its operands had these (None: as they are)."""
     avals = [
         atom.aval if dtype is None else with_dtype(atom.aval, dtype)

@@ -130,7 +130,7 @@ class Value(NamedTuple):
     remark: Any = None
 
 
-NOTHING = Value(None)  # in the place of a result that nobody wants
+NOT_WANTED = Value(None)  # in the place of a result that nobody wants
 
 
 def is_opaque(eqn: Equation) -> bool:
@@ -138,7 +138,7 @@ def is_opaque(eqn: Equation) -> bool:
     return reading.has_bodies(eqn) and not eqn.primitive.name.startswith(_COMBINING)
 
 
-def compiled(eqn: Equation, parent: Jaxpr) -> Any:
+def compile_equation(eqn: Equation, parent: Jaxpr) -> Any:
     """An equation as a compiled function of its operands, none of which it uses up."""
     return jax.jit(building.as_function(eqn, parent))
 
@@ -166,7 +166,7 @@ class Walk:
         here: Place,
         wanted: Sequence[bool] | None = None,
     ) -> list[Value]:
-        """The results of a jaxpr that is called from a place; `NOTHING` for those not wanted."""
+        """The results of a jaxpr that is called from a place; `NOT_WANTED` for those not wanted."""
         opened = reading.open_jaxpr(jaxpr)
         known: dict[Any, Value] = dict(zip(opened.invars, operands, strict=True))
         for var, array in zip(opened.constvars, reading.constants_of(jaxpr), strict=True):
@@ -181,17 +181,19 @@ class Walk:
         results = [
             atom for atom, is_wanted in zip(opened.outvars, wanted, strict=True) if is_wanted
         ]
-        eqns = [opened.eqns[number] for number in reading.equations_for(jaxpr, results)]
+        eqns = [opened.eqns[number] for number in reading.find_equations_for(jaxpr, results)]
         for eqn, fresh, finished in _lifetimes(eqns, results):
             place = here.at(eqn, jaxpr)
-            values = self.step(eqn, [read(atom, place) for atom in eqn.invars], place, fresh)
+            values = self.run_equation(
+                eqn, [read(atom, place) for atom in eqn.invars], place, fresh
+            )
             known.update(zip(eqn.outvars, values, strict=True))
             for var in finished:
                 known.pop(var, None)
         pairs = zip(opened.outvars, wanted, strict=True)
-        return [read(atom, here) if is_wanted else NOTHING for atom, is_wanted in pairs]
+        return [read(atom, here) if is_wanted else NOT_WANTED for atom, is_wanted in pairs]
 
-    def step(
+    def run_equation(
         self,
         eqn: Equation,
         operands: Sequence[Value],
@@ -204,28 +206,28 @@ class Walk:
             index, *others = operands
             return self.run(reading.bodies_of(eqn)[int(index.array)], others, here, wanted)
         if name in primitives.LOOPS and not _is_empty(eqn):
-            return self.loop(eqn, operands, here)
+            return self.run_loop(eqn, operands, here)
         body = reading.called_body(eqn)
         if body is not None and not reading.mesh_sizes(eqn):
             return self.run(body, operands, here, wanted)
-        arrays = self.whole(eqn, operands, here)
+        arrays = self.run_whole(eqn, operands, here)
         return list(map(Value, arrays, self.remark_results(eqn, operands, arrays, here)))
 
-    def whole(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Any]:
+    def run_whole(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Any]:
         """The results of an equation without entering it, compiled if it holds functions."""
         arrays = [value.array for value in operands]
         with eqn.ctx.manager:
             if is_opaque(eqn):
-                return compiled(eqn, here.path[-1][1])(*arrays)
-            return reading.bound(eqn, arrays)
+                return compile_equation(eqn, here.path[-1][1])(*arrays)
+            return reading.bind(eqn, arrays)
 
-    def loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
+    def run_loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
         """The results of a scan or a while loop, iteration by iteration."""
-        carry, rows = self.iterations(eqn, operands, here)
+        carry, rows = self.run_iterations(eqn, operands, here)
         columns = zip(*rows, strict=True)
         return [*carry, *(_joined(column, jnp.stack, self.remark_joined) for column in columns)]
 
-    def iteration(
+    def run_iteration(
         self,
         eqn: Equation,
         body: Jaxpr,
@@ -235,7 +237,7 @@ class Walk:
         """The results of the body of a loop, in the iteration that `here` tells."""
         return self.run(body, operands, here)
 
-    def iterations(
+    def run_iterations(
         self, eqn: Equation, operands: Sequence[Value], here: Place
     ) -> tuple[Sequence[Value], list[Sequence[Value]]]:
         """The last carry of a loop and, for each place in what is scanned, what it gives there."""
@@ -248,20 +250,20 @@ class Walk:
         for place in reversed(range(length)) if is_reversed else range(length):
             slices = _slices([value.array for value in scanned], np.int32(place))
             xs = [Value(part, value.remark) for part, value in zip(slices, scanned, strict=True)]
-            results = self.iteration(eqn, body, [*consts, *carry, *xs], here.iteration(place))
+            results = self.run_iteration(eqn, body, [*consts, *carry, *xs], here.iteration(place))
             carry, rows[place] = results[: len(carry)], results[len(carry) :]
         return carry, rows
 
     def _while(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
         of_condition, consts, carry = reading.split_while(eqn, operands)
         condition, body = reading.bodies_of(eqn)
-        goes_on = jax.jit(functools.partial(reading.evaluate, reading.closed(condition)))
+        goes_on = jax.jit(functools.partial(reading.evaluate, reading.as_closed(condition)))
         asked = [value.array for value in of_condition]
         for number in itertools.count():
             (going,) = goes_on(*asked, *(value.array for value in carry))
             if not np.any(going):
                 break
-            results = self.iteration(eqn, body, [*consts, *carry], here.iteration(number))
+            results = self.run_iteration(eqn, body, [*consts, *carry], here.iteration(number))
             # Under vmap there is an answer for each row, and rows that are done stay as they are.
             carry = [self._where(going, *pair) for pair in zip(results, carry, strict=True)]
         return carry

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ampx.flax_modules import is_nnx_object, loaded
+from ampx.flax_modules import find_imported, is_nnx_object
 
 
 class PureCall(NamedTuple):
@@ -48,12 +48,14 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
-def pure_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall:
+def as_pure_call(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PureCall:
     """`fun(*args, **kwargs)`, where `fun` may be an nnx module and arguments may hold nnx objects.
 
     References that the objects share stay shared.
     """
-    nnx = loaded("flax.nnx")
+    nnx = find_imported("flax.nnx")
     owner = getattr(fun, "__self__", fun)
     if is_nnx_object(owner):
         unbound = type(owner).__call__ if owner is fun else fun.__func__  # type: ignore[attr-defined]
@@ -88,7 +90,7 @@ def pure_call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _write_changes(objects: tuple[Any, ...], before: Any, after: Any) -> None:
     """Writes what differs; the rest may belong to an outer trace, where it can only be read."""
-    nnx = loaded("flax.nnx")
+    nnx = find_imported("flax.nnx")
     held = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
     changed = [
         (path, variable)

@@ -62,7 +62,7 @@ def evaluate(jaxpr: Jaxpr, *operands: Any) -> list[Any]:
     return core.jaxpr_as_fun(jaxpr)(*operands)
 
 
-def bound(eqn: Equation, values: Sequence[Any]) -> list[Any]:
+def bind(eqn: Equation, values: Sequence[Any]) -> list[Any]:
     """The results of an equation for other operands, which may have other shapes."""
     results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
@@ -89,7 +89,7 @@ def call_name(eqn: Equation) -> str | None:
 
 def constants_of(jaxpr: Jaxpr) -> Sequence[Any]:
     """The arrays that are attached to a jaxpr, in the order of its `constvars`."""
-    return closed(jaxpr).consts
+    return as_closed(jaxpr).consts
 
 
 def has_constants(jaxpr: Jaxpr) -> bool:
@@ -188,22 +188,22 @@ def with_dtype(aval: Any, dtype: Any) -> Any:
     return aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
-def variable(aval: Any) -> Any:
+def new_variable(aval: Any) -> Any:
     """A new variable."""
     return core.Var(aval)
 
 
-def dropped(aval: Any) -> Any:
+def new_dropped(aval: Any) -> Any:
     """A new output that nobody reads."""
     return core.DropVar(aval)
 
 
-def literal(value: Any, aval: Any) -> Any:
+def new_literal(value: Any, aval: Any) -> Any:
     """A constant of a scalar type."""
     return core.Literal(value, aval)
 
 
-def equations_for(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> list[int]:
+def find_equations_for(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> list[int]:
     """The equations, by number, that some of a jaxpr's values are computed by."""
     needed = {atom for atom in outputs if not is_literal(atom)}
     chosen = []
@@ -214,7 +214,7 @@ def equations_for(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> list[int]:
     return chosen[::-1]
 
 
-def closed(jaxpr: Jaxpr) -> Jaxpr:
+def as_closed(jaxpr: Jaxpr) -> Jaxpr:
     """A jaxpr that can be evaluated: without constants, where none were attached."""
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 

@@ -387,7 +387,7 @@ def _check_params(params: Any) -> None:
         raise TypeError(
             f"params must be a dict with 'stages' and any of 'first', 'last', 'shared', got {found}"
         )
-    statistics = flax_modules.batch_statistics(dict(params))
+    statistics = flax_modules.find_batch_statistics(dict(params))
     if statistics is not None:
         raise ValueError(f"{statistics} is no parameter, and {_NO_STATE}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):

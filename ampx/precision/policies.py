@@ -83,7 +83,7 @@ def norm_rule(model: Any, *args: Any, **kwargs: Any) -> PathRule:
       >>> rule("whiten/scale"), rule("project/kernel")
       (True, False)
     """
-    paths = flax_modules.norm_paths(model, *args, **kwargs)
+    paths = flax_modules.find_norm_paths(model, *args, **kwargs)
 
     def is_norm(path: str) -> bool:
         inside = path.removeprefix("params/")

@@ -160,7 +160,7 @@ def apply_to_nnx(
     optimizer.step[...] = trees.hold(~applied, optimizer.step[...], state[1].step[...])
     random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)
     _, old_learnt = nnx.split_state(
-        flax_modules.nnx_rest(nnx.clone(state[0]), optimizer.wrt), nnx.RngState, ...
+        flax_modules.select_nnx_rest(nnx.clone(state[0]), optimizer.wrt), nnx.RngState, ...
     )
     nnx.update(model, random, trees.hold(skipped, learnt, old_learnt))
     return model, optimizer

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 import ampx
-from ampx.diagnostics.exponents import EXPONENTS, FORMATS, Histogram, histogram_of
+from ampx.diagnostics.exponents import EXPONENTS, FORMATS, Histogram, count_exponents
 from ampx.diagnostics.numerics import numerics_report
 from ampx.diagnostics.recommendations import (
     LADDER,
@@ -22,8 +22,8 @@ from ampx.diagnostics.recommendations import (
     TOLERANCE,
     Evidence,
     Findings,
-    recommendation,
-    scale_range,
+    find_scale_range,
+    recommend,
 )
 from ampx.jaxprs import reading, source_info
 
@@ -89,7 +89,7 @@ def spread(seed=0, low=-45, high=45, size=4000):
 def test_exponents_are_those_of_frexp():
     values = spread(low=-148, high=127)
     values = np.concatenate([values, [0.0, -0.0, np.inf, np.nan, 2.0**-149, 3 * 2.0**-149]])
-    found = histogram_of(values.astype(np.float32))
+    found = count_exponents(values.astype(np.float32))
     finite = values[np.isfinite(values) & (values != 0)]
     exponents = np.frexp(finite)[1] - 1
     np.testing.assert_array_equal(
@@ -101,9 +101,9 @@ def test_exponents_are_those_of_frexp():
         own = values[np.abs(values) < 100].astype(dtype)
         exponents = np.frexp(own.astype(np.float64)[own != 0])[1] - 1
         np.testing.assert_array_equal(
-            histogram_of(own).counts, [np.sum(exponents == exponent) for exponent in EXPONENTS]
+            count_exponents(own).counts, [np.sum(exponents == exponent) for exponent in EXPONENTS]
         )
-    pair = histogram_of(np.array([3 + 0.25j], np.complex64))
+    pair = count_exponents(np.array([3 + 0.25j], np.complex64))
     assert EXPONENTS[pair.counts.nonzero()].tolist() == [-2, 1]
     assert Histogram().largest_exponent is None
 
@@ -111,11 +111,11 @@ def test_exponents_are_those_of_frexp():
 @pytest.mark.parametrize("name", DTYPES)
 def test_shares_are_those_of_a_cast_at_every_scale(name):
     values = spread()
-    found = histogram_of(values)
+    found = count_exponents(values)
     for shift in range(-30, 31):
         assert counted(found, name, shift) == brute(values, name, 2.0**shift), shift
     wide = spread(seed=1, low=-140, high=127)
-    assert counted(histogram_of(wide), name) == brute(wide, name)
+    assert counted(count_exponents(wide), name) == brute(wide, name)
     form, dtype = FORMATS[name], ml_dtypes.finfo(DTYPES[name])
     assert form.largest == float(dtype.max)
 
@@ -124,19 +124,19 @@ def test_shares_are_those_of_a_cast_at_every_scale(name):
 @pytest.mark.parametrize("center", (-18, 0, 9))
 def test_the_range_of_scales_against_all_scales(name, center):
     values = spread(seed=abs(center), low=center - 9, high=center + 6, size=3000)
-    found = histogram_of(values)
+    found = count_exponents(values)
     scales = range(-40, 41)
     all_of = {shift: brute(values, name, 2.0**shift) for shift in scales}
     high = max(shift for shift in scales if not all_of[shift][2])
     allowed = all_of[high][0] / len(values) + 0.001
     low = min(s for s in scales if s <= high and all_of[s][0] / len(values) <= allowed)
-    assert scale_range(found, name) == (low, high)
+    assert find_scale_range(found, name) == (low, high)
     assert low < high or name != "float16"
     assert TOLERANCE == 0.001
 
 
 def test_no_gradients_fit_at_every_scale():
-    assert scale_range(Histogram(), "float16") == (-126, 126)
+    assert find_scale_range(Histogram(), "float16") == (-126, 126)
 
 
 # Walks
@@ -209,7 +209,7 @@ def flat_values(loss, *args):
             needed.update(a for a in eqn.invars if not reading.is_literal(a))
     for eqn in eqns:
         values = [a.val if reading.is_literal(a) else known[a] for a in eqn.invars]
-        results = reading.bound(eqn, values)
+        results = reading.bind(eqn, values)
         known |= dict(zip(eqn.outvars, results, strict=True))
         depends = any(not reading.is_literal(a) and a in backward for a in eqn.invars)
         backward.update(eqn.outvars if depends else ())
@@ -371,7 +371,7 @@ def found(forward=(1.0,), gradients=(1.0,), products=None):
     """Findings of these values; those of products are the same unless told."""
 
     def evidence(forward, gradients):
-        histograms = [histogram_of(np.array(v, np.float32)) for v in (forward, gradients)]
+        histograms = [count_exponents(np.array(v, np.float32)) for v in (forward, gradients)]
         return Evidence({"layer": histograms[0]}, {"layer": histograms[1]})
 
     everything = evidence(forward, gradients)
@@ -406,7 +406,7 @@ WIDE = tuple(2.0**e for e in range(-60, 16))
     ],
 )
 def test_each_rung_is_reached(findings, rung, reason):
-    best = recommendation(findings)
+    best = recommend(findings)
     assert best[:3] == rung and reason in best.reason
     refused = best.reason.count("not O")
     assert refused == [step[:3] for step in LADDER].index(rung)
@@ -455,8 +455,8 @@ def test_parameters_and_operands_count_for_o2():
     # Data that are an operand of a product.
     assert numerics_report(product)(w * 1e-9, x * 1e11).recommended[:3] == FOURTH
     wide = found(products=([1e5], [1.0]))
-    assert recommendation(wide)[:3] == FOURTH and "not O2" in recommendation(wide).reason
-    assert recommendation(found(products=([3.4e38], [1.0])))[:3] == LAST
+    assert recommend(wide)[:3] == FOURTH and "not O2" in recommend(wide).reason
+    assert recommend(found(products=([3.4e38], [1.0])))[:3] == LAST
 
 
 @pytest.mark.parametrize(

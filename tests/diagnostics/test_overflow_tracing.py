@@ -723,8 +723,8 @@ def test_arrays_on_another_device_are_judged_there_first(monkeypatch):
 
     monkeypatch.setattr(np, "asarray", asarray)
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.complex64):
-        assert not any(overflow_blame.flags_of(jnp.ones(71, dtype)))
-        assert overflow_blame.flags_of(jnp.full(73, -jnp.inf, dtype)).below
+        assert not any(overflow_blame.find_flags(jnp.ones(71, dtype)))
+        assert overflow_blame.find_flags(jnp.full(73, -jnp.inf, dtype)).below
     assert (71,) not in fetched and (73,) in fetched
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ampx
 from ampx.data_parallel.forward_order import forward_order
-from ampx.diagnostics.hlo import waits_of_outputs
+from ampx.diagnostics.hlo import find_waits_of_outputs
 from ampx.diagnostics.overlap import check_overlap
 
 BUCKETS = ("a", "b", "c", "d")
@@ -416,7 +416,7 @@ ENTRY %main (a: f32[8], b: f32[64], n: f32[2]) -> (f32[8], f32[16], f32[8], f32[
 
 
 def test_asynchronous_and_nested_reductions_of_other_compilers_are_read():
-    reductions, outputs = waits_of_outputs(GPU_HLO, 4)
+    reductions, outputs = find_waits_of_outputs(GPU_HLO, 4)
     assert [(r.opcode, r.gradients) for r in reductions] == [
         ("all-reduce", 1),
         ("reduce-scatter", 1),

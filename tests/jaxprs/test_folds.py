@@ -20,7 +20,7 @@ def test_a_fold_of_arrays_evaluates():
     operands = [table + 1, table + 2]
 
     def apply(eqn, arrays):
-        return reading.bound(eqn, arrays)
+        return reading.bind(eqn, arrays)
 
     results = folds.fold(jaxpr, operands, apply, constant=lambda array: array)
     for result, expected in zip(results, f(*operands), strict=True):

@@ -87,7 +87,7 @@ def _apply_equation(eqn: Equation, operands: list[Any], device: jax.Array) -> Se
     if reading.collective_axes(eqn):
         return _make_stand_ins(operands, [out.aval for out in eqn.outvars])
     if not folds.bodies_with_operands(eqn, operands):
-        return reading.bound(eqn, operands)
+        return reading.bind(eqn, operands)
     # Traced anew, since types say over which mapped axes values vary, and here is none.
     bodies = [
         lambda *values, body=body: _evaluate(body, values, device)

@@ -103,7 +103,7 @@ class StageProgram:
     def run(self, inputs: StageInputs) -> tuple[StageOutputs, list[Any]]:
         """The outputs, and what is to be kept."""
         structure = jax.tree.structure(self.outputs)
-        values = reading.evaluate(reading.closed(self.forward), *jax.tree.leaves(inputs))
+        values = reading.evaluate(reading.as_closed(self.forward), *jax.tree.leaves(inputs))
         outputs = values[: structure.num_leaves]
         return jax.tree.unflatten(structure, outputs), values[structure.num_leaves :]
 
@@ -112,7 +112,7 @@ class StageProgram:
     ) -> tuple[list[Any], list[Any]]:
         """Gradients of the parameters, and of what was received: of all floating leaves."""
         operands = [*self._gather_residuals(inputs, kept), *cotangents]
-        gradients = reading.evaluate(reading.closed(self.backward), *operands)
+        gradients = reading.evaluate(reading.as_closed(self.backward), *operands)
         return gradients[: self.num_params], gradients[self.num_params :]
 
     def pull_inputs(
@@ -122,7 +122,7 @@ class StageProgram:
         assert self.halves is not None
         # Residuals need not be deferred: at the weight gradient they are still at hand, or kept.
         residuals = self._gather_residuals(inputs, kept)
-        values = reading.evaluate(reading.closed(self.halves.inputs), *residuals, *cotangents)
+        values = reading.evaluate(reading.as_closed(self.halves.inputs), *residuals, *cotangents)
         count = len(self.pulled) - self.num_params
         late = [i - len(residuals) for i in self.halves.reads if i >= len(residuals)]
         return values[:count], [*(cotangents[i] for i in late), *values[count:]]
@@ -134,7 +134,7 @@ class StageProgram:
         assert self.halves is not None
         residuals = self._gather_residuals(inputs, kept)
         early = [residuals[i] for i in self.halves.reads if i < len(residuals)]
-        return reading.evaluate(reading.closed(self.halves.weights), *early, *deferred)
+        return reading.evaluate(reading.as_closed(self.halves.weights), *early, *deferred)
 
     def _gather_residuals(self, inputs: StageInputs, kept: Sequence[Any]) -> list[Any]:
         at_hand = [*jax.tree.leaves(inputs), *kept]
@@ -234,7 +234,7 @@ def _add_backward(
     # Numbers 0 to len(invars) - 1 are inputs, those from there on what is kept. A value that is a
     # residual twice gets one number, and is kept once.
     number_of = {variable: i for i, variable in enumerate(body.invars)}
-    constants = dict(zip(body.constvars, reading.closed(program.forward).consts, strict=True))
+    constants = dict(zip(body.constvars, reading.as_closed(program.forward).consts, strict=True))
     kept: list[Any] = []
     residuals: list[Any] = []
     for atom in body.outvars[num_outputs:]:
@@ -269,7 +269,7 @@ def _add_backward(
             *(a.aval for a in first.outvars[num_received:]),
         ]
     # The forward, with only those residuals as outputs that are to be kept.
-    forward = building.rebuilt(
+    forward = building.rebuild(
         program.forward, body.invars, [*body.outvars[:num_outputs], *kept], body.eqns
     )
     return dataclasses.replace(
@@ -311,11 +311,11 @@ def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
     """
     # Calls are opened first: an equation inside one could not go to another half than the call.
     # Those of `jax.checkpoint` are among them, so what is recomputed is divided, too.
-    whole = building.inlined(jaxpr)
+    whole = building.inline_calls(jaxpr)
     body = reading.open_jaxpr(whole)
     of_weights, of_inputs = body.outvars[:num_weights], body.outvars[num_weights:]
-    first = reading.equations_for(body, of_inputs)
-    second = [i for i in reading.equations_for(body, body.outvars) if i not in set(first)]
+    first = reading.find_equations_for(body, of_inputs)
+    second = [i for i in reading.find_equations_for(body, body.outvars) if i not in set(first)]
     # What crosses from the first half to the second: made there, and wanted here as an operand or
     # as a result. In order and without repetition, so that a trace is the same every time.
     made_first = {out for i in first for out in body.eqns[i].outvars}
@@ -325,8 +325,8 @@ def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
     kept = [v for v in wanted if v in made_first]
     reads = [i for i, v in enumerate(body.invars) if v in set(wanted) - made_second]
     return Halves(
-        building.rebuilt(whole, body.invars, [*of_inputs, *kept], [body.eqns[i] for i in first]),
-        building.rebuilt(
+        building.rebuild(whole, body.invars, [*of_inputs, *kept], [body.eqns[i] for i in first]),
+        building.rebuild(
             whole,
             [*(body.invars[i] for i in reads), *kept],
             of_weights,

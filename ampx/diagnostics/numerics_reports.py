@@ -1,0 +1,196 @@
+"""What `numerics_report` tells: the counts of a run, and what other formats would make of them.
+
+A report holds histograms of binary exponents by scope and direction. All else follows from these
+without another run: the shares of each scope that a format turns into zero, a subnormal number or
+infinity, the loss scales at which gradients fit, and the precision to try first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from ampx.diagnostics.exponents import EXPONENTS, FORMATS, Histogram
+from ampx.diagnostics.recommendations import (
+    FORWARD,
+    Findings,
+    Key,
+    Recommendation,
+    collect_evidence,
+    find_scale_range,
+    recommend,
+    sum_histograms,
+)
+from ampx.text_tables import format_rows
+
+
+class NumericsRow(NamedTuple):
+    """What becomes of the values of a scope in a format.
+
+    Attributes:
+      scope: name scopes joined by "/": with flax linen the path of the module; "" is the rest. For
+        a parameter (`"forward"`) and its gradient (`"parameter"`), its path.
+      direction: `"forward"`, `"backward"` for values that depend on the cotangent of the loss, or
+        `"parameter"` for the gradient of a parameter.
+      largest_exponent: the binary exponent of the largest finite value; None if there is none. Of
+        gradients, without the loss scale.
+      values: how many finite nonzero values there are, of which the shares are.
+      zeros: how many values are zero.
+      fills: how many are large numbers that are written into the program to mask something, as
+        `jnp.finfo(x.dtype).min` is. They count nowhere else: half has such a number, too. A number
+        that is picked, as by `jnp.where`, is one; one that is added only from -1e9 down.
+      non_finite: how many values are infinite or NaN.
+      underflow: share that becomes zero.
+      subnormal: share that becomes subnormal, and so loses digits.
+      overflow: share that becomes infinite, or NaN in a format without infinity.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from ampx.diagnostics.numerics import numerics_report
+      >>> report = numerics_report(lambda w: jnp.sum(w * w))(jnp.array([2.0**-13, 2.0**9, 0.0]))
+      >>> row = report.table("float16")[0]
+      >>> row.direction, row.values, row.zeros, row.underflow, row.overflow
+      ('forward', 5, 2, 0.2, 0.4)
+    """
+
+    scope: str
+    direction: str
+    largest_exponent: int | None
+    values: int
+    zeros: int
+    fills: int
+    non_finite: int
+    underflow: float
+    subnormal: float
+    overflow: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NumericsReport:
+    """Binary exponents of the values of a loss and of its gradient; print it for a table.
+
+    Attributes:
+      histograms: by (scope, direction), in the order of the program; see `NumericsRow`.
+      products: the same of the operands and results of matrix products and convolutions alone,
+        which is what O1 has in half.
+      sums: of the forward values, sums that are only scaled by a constant number, as in a mean.
+        `jnp.sum` and `jnp.mean` add up half in float32, so the advice leaves them out.
+      opaque: names of primitives, such as shard_map and kernels, inside of which nothing counts.
+      is_finite: whether the loss and the gradients of the parameters are.
+      loss_scale: what gradients are multiplied by, in `table`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from ampx.diagnostics.numerics import numerics_report
+      >>> def loss(w, x):
+      ...     return jnp.mean((x @ w) ** 2)
+      >>> report = numerics_report(loss)(jnp.full((4, 4), 1e-3), jnp.full((8, 4), 1e-3))
+      >>> report.loss_scales("float16")  # powers of two
+      (16.0, 1048576.0)
+      >>> report.recommended.level, report.recommended.loss_scale
+      ('O2', 128.0)
+    """
+
+    histograms: Mapping[Key, Histogram]
+    products: Mapping[Key, Histogram]
+    sums: Mapping[Key, Histogram]
+    opaque: tuple[str, ...]
+    is_finite: bool
+    loss_scale: float
+
+    @property
+    def exponents(self) -> np.ndarray:
+        """The binary exponents that `counts` are of, ``floor(log2(|value|))``."""
+        return EXPONENTS.copy()
+
+    @property
+    def counts(self) -> Mapping[Key, np.ndarray]:
+        """Finite nonzero values by exponent, for each (scope, direction)."""
+        return MappingProxyType({key: h.counts for key, h in self.histograms.items()})
+
+    def counts_of(self, direction: str) -> np.ndarray:
+        """The sum of `counts` over the scopes of a direction."""
+        found = [h for (_, own), h in self.histograms.items() if own == direction]
+        return sum(found, Histogram()).counts
+
+    def table(self, half_dtype: str) -> tuple[NumericsRow, ...]:
+        """What a format would make of the values of each scope, gradients times `loss_scale`."""
+        form, rows = FORMATS[_checked_format(half_dtype)], []
+        for (scope, direction), found in self.histograms.items():
+            shift = 0 if direction == FORWARD else round(math.log2(self.loss_scale))
+            shares = (found.underflows, found.subnormals, found.overflows)
+            rows.append(
+                NumericsRow(
+                    scope,
+                    direction,
+                    found.largest_exponent,
+                    found.nonzero,
+                    found.zeros,
+                    found.fills,
+                    found.non_finite,
+                    *(found.share(count(form, shift)) for count in shares),
+                )
+            )
+        return tuple(rows)
+
+    def loss_scales(self, half_dtype: str) -> tuple[float, float]:
+        """The least and the largest loss scale for gradients in a format, both powers of two.
+
+        At the largest no finite gradient overflows, without headroom; at the least, at most 0.1
+        percentage points more of the nonzero ones become zero than at the largest.
+        """
+        evidence = collect_evidence(self.histograms, self.sums)
+        low, high = find_scale_range(
+            sum_histograms(evidence.gradients), _checked_format(half_dtype)
+        )
+        return 2.0**low, 2.0**high
+
+    @property
+    def recommended(self) -> Recommendation:
+        """The opt level, half dtype and loss scale to try first."""
+        everything, products = (
+            collect_evidence(self.histograms, self.sums),
+            collect_evidence(self.products, {}),
+        )
+        return recommend(Findings(everything, products, self.is_finite, self.opaque))
+
+    def __str__(self) -> str:
+        tables = [self.table(form) for form in FORMATS]
+        rows = [("scope", "direction", "values", "exponent", *FORMATS)]
+        for same in zip(*tables, strict=True):
+            row = same[0]
+            exponent = "none" if row.largest_exponent is None else str(row.largest_exponent)
+            shares = (
+                "/".join(_percent(share) for share in (r.underflow, r.subnormal, r.overflow))
+                for r in same
+            )
+            count = f"{row.values}" + (f" +{row.non_finite} bad" if row.non_finite else "")
+            rows.append((row.scope or "(rest)", row.direction, count, exponent, *shares))
+        lines = [
+            *format_rows(rows),
+            "",
+            f"% of nonzero values that become zero/subnormal/infinite, gradients times "
+            f"{self.loss_scale:g}; exponent: the largest, unscaled",
+            "loss scales that fit: "
+            + ", ".join("{} {:g} to {:g}".format(f, *self.loss_scales(f)) for f in FORMATS),
+            *([f"nothing counted inside: {', '.join(self.opaque)}"] if self.opaque else []),
+            f"try first: {self.recommended}",
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _percent(share: float) -> str:
+    return "0" if not share else "<.1" if share < 0.001 else f"{100 * share:.1f}"
+
+
+def _checked_format(name: str) -> str:
+    if name not in FORMATS:
+        raise ValueError(f"half_dtype must be one of {', '.join(FORMATS)}, got {name!r}")
+    return name
