@@ -103,6 +103,14 @@ def test_pipeline_guide_trains() -> None:
     assert params["stages"]["up"].sharding.spec == jax.P("stage")
 
 
+def test_the_design_page_names_modules_that_exist() -> None:
+    table = (ROOT / "docs/design.md").read_text().split("| where is", 1)[1].split("\n\n", 1)[0]
+    named = re.findall(r"`([a-z0-9_/]+(?:\.py|/))`", table)
+    assert len(named) > 15
+    for path in named:
+        assert (ROOT / "ampx" / path).exists(), path
+
+
 def test_readme_links_exist() -> None:
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):

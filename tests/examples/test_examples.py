@@ -109,6 +109,7 @@ def test_model_sees_no_future(corpus, model) -> None:
     assert np.any(before[0, 5:] != after[0, 5:])
 
 
+@pytest.mark.slow
 def test_training_learns_more_than_letter_frequencies(short, compared) -> None:
     run = compared.runs[0]
     assert run.history.loss[0] > 4
@@ -117,6 +118,7 @@ def test_training_learns_more_than_letter_frequencies(short, compared) -> None:
     assert run.milliseconds > 0 and run.compile_seconds > 0 and run.temporary_bytes > 0
 
 
+@pytest.mark.slow
 def test_scale_that_starts_scaled_is_found_by_skipping(scaled, compared) -> None:
     history = scaled.history
     good = np.flatnonzero(~history.overflow)
@@ -131,6 +133,7 @@ def test_scale_that_starts_scaled_is_found_by_skipping(scaled, compared) -> None
     assert abs(scaled.held_out_loss / compared.runs[0].held_out_loss - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_precision_switches_once_and_reaches_the_loss_of_float32(short, model, compared) -> None:
     config = dataclasses.replace(CONFIG, precision="fast|step|0.9", init_scale=2.0**10)
     run = language_model.train(config, corpus=short, model=model)
@@ -139,12 +142,14 @@ def test_precision_switches_once_and_reaches_the_loss_of_float32(short, model, c
     assert abs(run.held_out_loss / compared.runs[0].held_out_loss - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_schedule_waits_for_skipped_steps(scaled) -> None:
     change = np.diff(scaled.history.learning_rate)
     skipped = scaled.history.overflow[:-1]
     assert np.all(change[skipped] == 0) and np.all(change[~skipped] != 0)
 
 
+@pytest.mark.slow
 def test_microbatches_change_rounding_only_and_on_step_sees_all(short, model, compared) -> None:
     config = dataclasses.replace(CONFIG, microbatches=4)
     seen = []
@@ -257,6 +262,7 @@ def test_table_says_how_many_devices(alone) -> None:
 # --- several runs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compare_prints_a_table_and_saves_a_picture(compared) -> None:
     assert compared.picture.read_bytes().startswith(b"\x89PNG")
     table = {line.split("  ")[0]: line for line in compared.out.splitlines()}
@@ -266,6 +272,7 @@ def test_compare_prints_a_table_and_saves_a_picture(compared) -> None:
     assert f"jax {jax.__version__}" in compared.out
 
 
+@pytest.mark.slow
 def test_compared_runs_store_and_scale_what_they_say(compared) -> None:
     float32, o1_bfloat16, o1_float16, bfloat16, float16, o3 = compared.runs
     stored = [run.state.params["position"].dtype.name for run in compared.runs]
@@ -277,6 +284,7 @@ def test_compared_runs_store_and_scale_what_they_say(compared) -> None:
     assert bfloat16.skipped == o1_bfloat16.skipped == 0
 
 
+@pytest.mark.slow
 def test_o3_is_flagged(compared) -> None:
     assert "[1] O3 float16" in compared.out
     assert "second moments have rounded to zero" in compared.out
@@ -299,6 +307,7 @@ def test_progress_bar_says_loss_scale_skips_and_speed(capsys) -> None:
     assert "100%" in bar and "loss 2.500, scale 2^17, 3 skipped" in bar and "tokens/s" in bar
 
 
+@pytest.mark.slow
 def test_table_counts_updates_held_back(scaled) -> None:
     scale = ampx.find_loss_scale_state(scaled.state.opt_state)
     state = scaled.state._replace(opt_state=scale._replace(bad_update_total=np.int32(7)))

@@ -97,6 +97,15 @@ def assert_equal_to(expected, result, scale=1.0):
     assert not np.any(np.asarray(result.verdict))
 
 
+# One of each generator is quick; further numbers of devices, chunks and micro-batches are slow.
+@pytest.mark.slow_but(
+    "gpipe S=4 V=1 M=8-1",
+    "1f1b S=2 V=1 M=5-2",
+    "interleaved S=2 V=4 M=3-1",
+    "looped-bfs S=2 V=4 M=5-2",
+    "zero-bubble S=4 V=1 M=3-1",
+    "zero-bubble-v S=2 V=2 M=5-2",
+)
 @pytest.mark.parametrize(("schedule", "data"), CASES, ids=name_of)
 def test_gradients_are_those_of_the_undivided_model(schedule, data):
     number = CASES.index((schedule, data))
@@ -126,6 +135,7 @@ def test_infinite_gradients_are_counted_and_agreed_on():
     assert np.isfinite(result.loss)
 
 
+@pytest.mark.slow_but("1f1b S=4 V=1 M=3-residuals", "zero-bubble S=2 V=1 M=3-dots")
 @pytest.mark.parametrize(
     ("schedule", "stash"),
     [
@@ -208,6 +218,7 @@ def number_of_masked(schedule):
     return float(result.loss), jax.device_get(result.grads["stages"]["kernel"][:, 0, 0]).tolist()
 
 
+@pytest.mark.slow_but("interleaved S=2 V=2 M=2")
 @pytest.mark.parametrize(
     "schedule",
     [gpipe(4, 2), interleaved(2, 2), zero_bubble_v(2, 2)],

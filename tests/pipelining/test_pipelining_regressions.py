@@ -36,6 +36,7 @@ def gpipe_on(device_of):
     return Schedule("own", rows, device_of, MICROBATCHES).aligned().validate()
 
 
+@pytest.mark.slow_but("even-(3, 1, 0, 2)", "uneven-(0, 0, 1, 1)")
 @pytest.mark.parametrize(
     "device_of", [(3, 1, 0, 2), (0, 0, 0, 1), (0, 1, 0), (0, 0, 1, 1)], ids=str
 )

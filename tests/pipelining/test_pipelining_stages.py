@@ -132,6 +132,12 @@ def u_net_reference(num_microbatches):
     return jax.tree.map(lambda leaf: leaf / 12, value_and_grad(u_net_params()))
 
 
+@pytest.mark.slow_but(
+    "gpipe-inputs-Auto",
+    "1f1b-residuals-Auto",
+    "interleaved-dots-Explicit",
+    "zero-bubble-v-inputs-Auto",
+)
 @pytest.mark.parametrize(
     ("schedule", "stash", "kind"),
     [
@@ -180,6 +186,7 @@ def all_three(params, x, key):
     return pop_x(params["pop"], x, key, skips)
 
 
+@pytest.mark.slow_but("3-inputs", "1, 2-residuals", "2, 1-dots", "1, 1, 1-inputs")
 @pytest.mark.parametrize("stash", STASHES)
 @pytest.mark.parametrize("partition", ["3", "1, 2", "2, 1", "1, 1, 1"])
 def test_torchgpipe_skips(partition, stash):
@@ -278,6 +285,7 @@ WIDE_SPECS = {
 }
 
 
+@pytest.mark.slow_but("1f1b-2-Auto-True-None", "interleaved-1-Auto-False-None")
 @pytest.mark.parametrize(
     ("schedule", "data", "kind", "check_vma", "layers_per_stage"),
     [
