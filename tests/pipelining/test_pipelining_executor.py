@@ -41,7 +41,7 @@ def name_of(value):
 
 def poisoned(monkeypatch):
     """All buffers start with NaN, and what is sent or kept in a bubble is NaN."""
-    start, nothing, fill = Executor._start, Carrier.nothing, Pool.fill
+    start, nothing, fill = Executor._make_carry, Carrier.nothing, Pool.fill
 
     def as_nan(leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -60,7 +60,7 @@ def poisoned(monkeypatch):
         filled = fill(self, owner, values)
         return [x if i in own else as_nan(x) for i, x in enumerate(filled)]
 
-    monkeypatch.setattr(Executor, "_start", poisoned_start)
+    monkeypatch.setattr(Executor, "_make_carry", poisoned_start)
     monkeypatch.setattr(Carrier, "nothing", lambda self: [as_nan(x) for x in nothing(self)])
     monkeypatch.setattr(Pool, "fill", poisoned_fill)
 

@@ -42,9 +42,9 @@ class StageKind(NamedTuple):
     """Stages that compute alike.
 
     Attributes:
-      stages: their numbers.
-      uses: the parts of the parameters that they read.
-      compute: what they compute.
+      stages: their numbers, counted along the model.
+      uses: the parts of the parameters that they read, such as `("first", "stages", "shared")`.
+      compute: what they compute, from `StageInputs` to `StageOutputs`.
     """
 
     stages: tuple[int, ...]
@@ -62,7 +62,7 @@ def assemble(
     scale: jax.Array,
     axis_name: str,
 ) -> Executor:
-    """An executor, inside `shard_map`; its arguments vary over all mapped axes.
+    """Assembles an executor, inside `shard_map`; its arguments vary over all mapped axes.
 
     Args:
       schedule: a valid one.
@@ -236,7 +236,7 @@ def _refuse_stage_collectives(program: StageProgram, axis_name: str) -> None:
 def make_stage_parameters(
     view: Any, layout: Layout, kinds: Sequence[StageKind], accumulator_dtype: DTypeLike
 ) -> Parameters:
-    """The parameters of a device.
+    """Makes the functions by which the executor reaches the parameters of a device.
 
     Args:
       view: a dict of parts; `"stages"` as `layout` shows them.
@@ -250,6 +250,8 @@ def make_stage_parameters(
         own = layout.select(view["stages"], kind.stages[0], chunk)
         return {part: own if part == "stages" else view[part] for part in kind.uses}
 
+    # Sums of many micro-batches lose what is small against them in half precision, so they are kept
+    # in `accumulator_dtype`, or wider where the parameters are.
     def zeros() -> Any:
         return jax.tree.map(
             lambda leaf: jnp.zeros_like(leaf, dtype=wider_dtype(leaf.dtype, accumulator_dtype)),
@@ -257,6 +259,7 @@ def make_stage_parameters(
         )
 
     def add(total: Any, program: int, chunk: Any, gradients: Sequence[Any]) -> Any:
+        # Selecting again costs nothing: only the structure is looked at.
         own = jax.tree.unflatten(jax.tree.structure(select(program, chunk)), gradients)
         stages = layout.add(total["stages"], kinds[program].stages[0], chunk, own.pop("stages"))
         rest = {

@@ -58,9 +58,10 @@ class Parameters(NamedTuple):
     """A device's parameters, as its stages see them.
 
     Attributes:
-      select: `select(program, chunk)`, the parameters of one stage.
-      zeros: `zeros()`, gradients of all parameters of the device.
-      add: `add(total, program, chunk, gradients)`, with the gradients of one stage added.
+      select: `select(program, chunk)`, the parameters of one stage; `chunk` is an int32 scalar.
+      zeros: `zeros()`, sums of gradients for all parameters of the device, in the dtype of sums.
+      add: `add(total, program, chunk, gradients)`, those sums with the gradients of one stage
+        added, which come as a list of leaves.
     """
 
     select: Callable[[int, jax.Array], Any]
@@ -111,13 +112,15 @@ class Executor:
       programs: the different programs of its stages.
       program_of: for each stage, which of them it runs.
       chunk_of: for each stage, which of its device's chunks it is.
-      activations, cotangents: how the values of each wire travel; receivers are programs.
-      kept, deferred: where programs keep what the backward, and its second half, needs.
+      activations: for each wire how values travel forward; receivers are programs.
+      cotangents: for each wire how they travel back.
+      kept: the buffers in which programs keep residuals for the backward.
+      deferred: those in which the first half of a backward keeps values for the second.
       results: the types of loss, weight and auxiliary output of a micro-batch.
       parameters: the device's.
       microbatches: a pytree of arrays of shape (rows, num_microbatches, ...).
       key: a random key, of which each micro-batch gets its own; or None.
-      scale: float32, the cotangent of the loss.
+      scale: float32 scalar, the cotangent of the loss.
       axis_name: the mapped axis of the stages.
     """
 
@@ -137,7 +140,7 @@ class Executor:
     axis_name: str
 
     def run(self) -> Totals:
-        """All ticks."""
+        """Runs all ticks."""
         device = lax.axis_index(self.axis_name)
 
         def own(table: Any) -> jax.Array | None:
@@ -192,6 +195,8 @@ class Executor:
     def _run_forward(self, carry: _Carry, row: Tables) -> tuple[_Carry, Wires]:
         slots = [route.storage.forward for route in row.activations]
 
+        # Branch 0. It has the types of all others, so it makes zeros; they go to a slot that nobody
+        # reads, and to neighbours whose tables say to put them into such a slot, too.
         def idle() -> Any:
             results = jax.tree.map(lambda t: t.zeros(), self.results)
             return _make_empty(self.activations), [t.zeros() for t in self.kept.types], results
@@ -281,7 +286,7 @@ class Executor:
             return branch
 
         index, branches = self._make_branches((self.tables.weight, row.weight, run))
-        if not branches:
+        if not branches:  # a schedule whose backwards are whole
             return carry
         idle = [lambda grads: grads]
         return carry._replace(grads=lax.switch(index, [*idle, *branches], carry.grads))
@@ -333,6 +338,7 @@ class Executor:
                 lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, axis=1, keepdims=False),
                 self.microbatches,
             ),
+            # A backward that computes the forward again draws the same numbers again.
             None if self.key is None else jax.random.fold_in(self.key, microbatch),
             stage,
         )

@@ -61,7 +61,7 @@ class Layout(Protocol):
 
 
 def number_chunks(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, which of its device's chunks it is."""
+    """For each stage, which of its device's chunks it is, counted from 0 along the model."""
     return tuple(
         schedule.stages_on(device).index(stage) for stage, device in enumerate(schedule.device_of)
     )
@@ -229,7 +229,7 @@ class StackedLayers:
 
         layers = jax.tree.map(own, view)
         if not self.unrolled:
-            return layers
+            return layers  # leaves of shape (count, ...), for a scan over the layers
         return [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count)]
 
     def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:

@@ -157,6 +157,8 @@ class _TableWriter:
         return self._storage(assign_slots(intervals, self.device_of))
 
     def _storage(self, slots: Slots) -> Storage:
+        # All actions of a stage on a micro-batch use one slot: the forward writes residuals there,
+        # the backward reads them. Tables for which nobody has a use are never read.
         def table(kinds: str) -> np.ndarray:
             array = np.full(self.shape, max(slots.used), np.int32)
             for (stage, kind, microbatch), tick in self.tick_of.items():
@@ -174,6 +176,7 @@ class _TableWriter:
         links = _group_links({(self.device_of[s], self.device_of[t]) for s, t in edges})
         arrivals = np.full((len(links) + 1, *self.shape), max(slots.used), np.int32)
         for (stage, microbatch), interval in intervals.items():
+            # Both of one device: in none of the groups, so in the last row.
             pair = device_of_source[stage], self.device_of[stage]
             exchange = next((i for i, group in enumerate(links) if pair in group), len(links))
             sent, _ = interval.ticks

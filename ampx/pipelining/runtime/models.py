@@ -104,7 +104,7 @@ class Model:
         return [[(s, s + 1) for s in range(count - 1)], *([edge] for edge in self.skips.values())]
 
     def kinds(self, layout: Any) -> list[StageKind]:
-        """Stages that compute alike, and what they compute."""
+        """Groups stages that compute alike, with what they compute."""
         stages: dict[Any, list[int]] = {}
         for stage in range(self.schedule.num_stages):
             stages.setdefault(self._describe_kind(stage, layout), []).append(stage)
@@ -116,6 +116,7 @@ class Model:
         ]
 
     def _describe_kind(self, stage: int, layout: Any) -> Any:
+        """What two stages have in common if they compute alike."""
         if self.is_separate:
             return stage
         # What can differ between stages of equal layers: both ends, and how many layers they have.
@@ -128,6 +129,7 @@ class Model:
         return tuple(part for part, is_used in used.items() if is_used)
 
     def _make_compute(self, stage: int, layout: Any) -> Compute:
+        """Makes the function of a stage that `trace_stage` traces."""
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
         own = self._make_separate(stage) if self.is_separate else self._make_layers(layout)
         number_of_layers = self.schedule.num_stages if self.is_separate else sum(layout.counts)
@@ -144,7 +146,8 @@ class Model:
             x = inputs.received[0]
             if is_first:
                 x = first(params["first"], params["shared"], inputs.microbatch, _fold_in(key, 0))
-                # Constants, too: layers mix them with what differs between devices.
+                # `first` may return a constant, which is the same on all devices. Layers would mix
+                # it with what differs, and the gradient of that step is a sum over devices.
                 x = mark_varying(x, sorted(varying_axes(inputs.stage)))
             x, skipped, extra_loss = own(params["stages"], x, inputs)
             if not is_last:
@@ -166,7 +169,7 @@ class Model:
         return _recompute(fun, policy=self.stash) if callable(self.stash) else fun
 
     def _make_layers(self, layout: StackedLayers) -> Callable[..., Any]:
-        """All layers of a stage, one after the other."""
+        """Makes a function of all layers of a stage, one after the other."""
         assert callable(self.stage)
         call = self._at_precision(self.stage)
 
@@ -174,7 +177,8 @@ class Model:
             out = call(params, x, _fold_in(key, number + 1))
             new, loss = _unpack_loss(out) if self.has_aux_loss else (out, None)
             _check_same_type(x, new)
-            # A sum over devices is the same on all of them: no carry of a loop, but for a mark.
+            # A layer that ends in a `psum` returns a value that is the same on all devices, and was
+            # given one that differs. The carry of a scan has one type, so it is marked.
             return mark_varying(new, sorted(varying_axes(number))), loss
 
         layer = self._with_stash(layer)
@@ -203,13 +207,15 @@ class Model:
         return own
 
     def _make_separate(self, stage: int) -> Callable[..., Any]:
-        """The function of one stage, with what it takes from skips and gives to them."""
+        """Makes the function of one stage, with what it takes from skips and gives to them."""
         assert not callable(self.stage)
         gives = [name for name, (source, _) in self.skips.items() if source == stage]
         takes = [name for name, (_, target) in self.skips.items() if target == stage]
         call = self._with_stash(self._at_precision(self.stage[stage]))
 
         def own(params: Any, x: Any, inputs: StageInputs) -> Any:
+            # Wire 0 joins neighbours; the others are the skips, in the order of `self.skips`. A stage
+            # returns x, then its skips if it gives any, then its loss if it has one.
             arrived = dict(zip(self.skips, inputs.received[1:], strict=True))
             args = [{name: arrived[name] for name in takes}] if takes else []
             out = call(params, x, _fold_in(inputs.key, stage + 1), *args)
@@ -221,6 +227,8 @@ class Model:
         return own
 
 
+# What each function is called with. It is checked by `inspect` before anything is traced: a wrong
+# number of arguments would otherwise fail deep inside of a traced stage.
 _ARGUMENTS = {
     "first": ("params", "shared", "microbatch", "key"),
     "stage": ("layer_params", "x", "key"),

@@ -279,6 +279,7 @@ _GENERATORS: dict[str, Callable[..., Schedule]] = {
     "zero-bubble-v": zero_bubble_v,
     "forward-only": forward_only,
 }
+# The names whose functions take `chunks`; zero-bubble-v has two of them always.
 _CHUNKED = ("interleaved", "looped-bfs", "forward-only")
 
 
@@ -353,6 +354,7 @@ def _alternate(
         ]
         ahead = min(len(forwards), ahead_of(device))
         yield from forwards[:ahead]
+        # A slice of one action, or of none after the last forward.
         for place, backward in enumerate(backwards):
             yield backward
             yield from forwards[ahead + place : ahead + place + 1]

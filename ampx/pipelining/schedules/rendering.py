@@ -22,6 +22,7 @@ def render_grid(schedule: Grid, start: int = 0, stop: int | None = None) -> str:
     columns = [[str(tick) for tick in ticks]]
     for row in schedule.rows:
         columns.append([_write_cell(row, tick, chunked) for tick in ticks])
+    # All columns are as wide as the widest cell, so that ticks of different devices stand in line.
     width = max((len(cell) for row in columns for cell in row), default=1)
     labels = [
         "tick",

@@ -312,6 +312,7 @@ class Schedule(Grid):
           >>> schedule.device_of, schedule.num_microbatches
           ((0, 1), 1)
         """
+        # A string is the text itself, never a path: "0F0,0B0" could be either.
         text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8")
         rows = [
             _read_row(device, cells) for device, cells in enumerate(csv.reader(io.StringIO(text)))
@@ -372,6 +373,7 @@ def _read_row(device: int, cells: Sequence[str]) -> list[Action | None]:
 
 
 def _find_devices(rows: Sequence[Sequence[Action | None]]) -> tuple[int, ...]:
+    # A stage is where its actions are. Every stage must occur, and in one row only.
     devices: dict[int, int] = {}
     for device, row in enumerate(rows):
         for action in row:

@@ -161,6 +161,8 @@ def _find_missing_input(
 
 def _find_missing(schedule: Grid) -> tuple[int, str] | None:
     """The first action that is nowhere; what is there is known to be right."""
+    # What is there is known, and nothing is there twice, so counting would tell whether something is
+    # missing. Looking for the first one that is costs little more, and says what to add.
     there = {action for row in schedule.rows for action in row if action is not None}
     tick = len(schedule.rows[0])
     for microbatch in range(schedule.num_microbatches):
@@ -172,6 +174,7 @@ def _find_missing(schedule: Grid) -> tuple[int, str] | None:
             for kind in wanted:
                 action = whole._replace(kind=kind)
                 if action not in there:
+                    # Neither half is there: then it is the whole that is missing.
                     halved = kind == "I" and whole._replace(kind="W") not in there
                     action = whole if halved else action
                     return tick, f"{_describe(action)} is missing from all {tick} ticks"
