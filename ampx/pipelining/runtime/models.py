@@ -214,8 +214,8 @@ class Model:
         call = self._with_stash(self._at_precision(self.stage[stage]))
 
         def own(params: Any, x: Any, inputs: StageInputs) -> Any:
-            # Wire 0 joins neighbours; the others are the skips, in the order of `self.skips`. A stage
-            # returns x, then its skips if it gives any, then its loss if it has one.
+            # Wire 0 joins neighbours; the others are the skips, in the order of `self.skips`. A
+            # stage returns x, then its skips if it gives any, then its loss if it has one.
             arrived = dict(zip(self.skips, inputs.received[1:], strict=True))
             args = [{name: arrived[name] for name in takes}] if takes else []
             out = call(params, x, _fold_in(inputs.key, stage + 1), *args)

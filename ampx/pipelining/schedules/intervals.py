@@ -26,7 +26,7 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ampx.pipelining.schedules.actions import Action
+from ampx.pipelining.schedules.actions import Action, Kind
 from ampx.pipelining.schedules.ticks import Placement
 
 Edge = tuple[int, int]  # from one stage to another
@@ -77,12 +77,12 @@ class Timeline:
 
     def residuals(self) -> Intervals:
         """What a forward keeps for the backward of its stage."""
-        return self._intervals(self._values("F"), self._moment_of("F", _FORWARD), self._released)
+        return self._intervals(self._values("F"), self._moment_of(("F",), _FORWARD), self._released)
 
     def deferred(self) -> Intervals:
         """What the first half of a backward keeps for the second."""
         return self._intervals(
-            self._values("I"), self._moment_of("I", _BACKWARD), self._moment_of("W", _WEIGHT)
+            self._values("I"), self._moment_of(("I",), _BACKWARD), self._moment_of(("W",), _WEIGHT)
         )
 
     def activations(self, edges: Sequence[Edge], *, read_again: bool) -> Intervals:
@@ -92,8 +92,8 @@ class Timeline:
           edges: from the stage that sends to the stage that receives; one for each receiver.
           read_again: whether backwards read it, too, because they compute the stage again.
         """
-        last_read = self._released if read_again else self._moment_of("F", _FORWARD)
-        return self._received(edges, self._moment_of("F", _EXCHANGE), last_read)
+        last_read = self._released if read_again else self._moment_of(("F",), _FORWARD)
+        return self._received(edges, self._moment_of(("F",), _EXCHANGE), last_read)
 
     def cotangents(self, edges: Sequence[Edge]) -> Intervals:
         """What stages receive from those behind them.
@@ -102,7 +102,7 @@ class Timeline:
           edges: from the stage that sends, which is behind, to the stage that receives.
         """
         return self._received(
-            edges, self._moment_of("BI", _EXCHANGE), self._moment_of("BI", _BACKWARD)
+            edges, self._moment_of(("B", "I"), _EXCHANGE), self._moment_of(("B", "I"), _BACKWARD)
         )
 
     def _received(
@@ -121,13 +121,13 @@ class Timeline:
     def _values(self, kind: str) -> list[Value]:
         return sorted((a.stage, a.microbatch) for a in self.placement.tick_of if a.kind == kind)
 
-    def _moment_of(self, kinds: str, phase: int) -> Callable[[Value], int | None]:
+    def _moment_of(self, kinds: Sequence[Kind], phase: int) -> Callable[[Value], int | None]:
         """When a stage's action of one of these kinds is at a phase; None if there is none."""
 
         def moment(value: Value) -> int | None:
             stage, microbatch = value
             for kind in kinds:
-                tick = self.placement.tick_of.get(Action(stage, kind, microbatch))  # type: ignore[arg-type]
+                tick = self.placement.tick_of.get(Action(stage, kind, microbatch))
                 if tick is not None:
                     return tick * _MOMENTS_IN_A_TICK + phase
             return None
@@ -138,8 +138,9 @@ class Timeline:
         """When nothing that a stage has of a micro-batch is needed any more."""
         # Of a backward in halves `W` is the later one. Without a backward the forward itself is the
         # last reader.
-        for kind, phase in (("W", _WEIGHT), ("B", _BACKWARD), ("F", _FORWARD)):
-            moment = self._moment_of(kind, phase)(value)
+        phases: dict[Kind, int] = {"W": _WEIGHT, "B": _BACKWARD, "F": _FORWARD}
+        for kind, phase in phases.items():
+            moment = self._moment_of((kind,), phase)(value)
             if moment is not None:
                 return moment
         return None

@@ -161,8 +161,8 @@ def _find_missing_input(
 
 def _find_missing(schedule: Grid) -> tuple[int, str] | None:
     """The first action that is nowhere; what is there is known to be right."""
-    # What is there is known, and nothing is there twice, so counting would tell whether something is
-    # missing. Looking for the first one that is costs little more, and says what to add.
+    # What is there is known, and nothing is there twice, so counting would tell whether something
+    # is missing. Looking for the first one that is costs little more, and says what to add.
     there = {action for row in schedule.rows for action in row if action is not None}
     tick = len(schedule.rows[0])
     for microbatch in range(schedule.num_microbatches):
