@@ -1,4 +1,22 @@
-"""The whole tail of a step in one pass: from scaled gradients to new parameters."""
+"""The whole tail of a step: from scaled gradients to new parameters, in two passes over memory.
+
+Written as separate transformations, unscaling, judging, clipping, updating and choosing between old
+and new each read and write every number once more. Here they share two passes. For AdamW with
+float32 gradients, parameters and moments, in bytes a parameter:
+
+    1. norm and verdict    read the gradient                                        4
+    2. all the rest        read gradient, parameter, mu, nu                        16
+                           write parameter, mu, nu                                 12
+                                                                                  ---
+                                                                                   32
+
+Two are the least. The clip is a function of every gradient, and so is the decision to skip a step,
+so nothing may be written before all gradients were read once. The first pass yields one sum of
+squares, which gives both: a finite sum has finite terms (see `updates.gradient_norms`).
+
+The second pass multiplies gradients by one factor, clip / loss scale, that travels down to the
+optimizer in a `Tail`, with the verdict beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +28,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.checking import check_choice, check_transformation
-from ampx.fused.kernels.pallas_updates import kernel_squares, resolved
+from ampx.fused.kernels.pallas_updates import make_kernel_squares, resolve_backend
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, is_skipped
 from ampx.trees import cast_floating
@@ -22,11 +40,11 @@ class ApplyReport(NamedTuple):
     """What `ampx.fused.apply` found out on its way.
 
     Attributes:
-      global_norm: float32, norm of the unscaled gradients before any clip; None if neither a clip
-        nor a loss scale measured it.
-      overflow: bool, whether the step was skipped.
-      loss_scale: float32, by which the gradients were multiplied.
-      half_params: the new parameters in `half_dtype`, or None.
+      global_norm: float32 scalar, norm of the unscaled gradients before any clip; None if neither
+        a clip nor a loss scale measured it.
+      overflow: bool scalar, whether the step was skipped.
+      loss_scale: float32 scalar, what the gradients were multiplied by.
+      half_params: a tree like the parameters, the new ones in `half_dtype`; or None.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -63,9 +81,9 @@ def apply(
 ) -> tuple[Any, optax.OptState, ApplyReport]:
     """Unscales, judges, clips, updates and keeps or skips, in two passes: the norm, then the rest.
 
-    The same as `tx.update` and `ampx.apply_updates`, but that no gradient, update or choice between
-    old and new goes through memory on its own. A skipped step leaves every bit of the parameters
-    and of the state of the optimizer.
+    It gives what `tx.update` and `ampx.apply_updates` give, but no gradient, update or choice
+    between old and new goes through memory on its own. A skipped step leaves every bit of the
+    parameters and of the optimizer's state.
 
     Args:
       tx: an optimizer of `ampx.fused`, or several in `optax.partition`, inside
@@ -73,7 +91,8 @@ def apply(
         `ampx.dynamic_loss_scale` or `static_loss_scale`, with `ampx.follow_schedule` around it.
       grads: gradients, still multiplied by the loss scale; any floating dtype.
       opt_state: the state of `tx`. Donate it and `params` to update in place, to a jitted function
-        that takes them in the order in which they come back: `params` first.
+        that takes them in the order in which they come back: `params` first. JAX pairs donated
+        arrays with results of the same shape in order; crossed pairs cost a copy.
       params: parameters.
       max_norm: clip the unscaled gradients by their global norm. The norm of finite gradients is
         right even where the sum of their squares overflows.
@@ -117,12 +136,13 @@ def apply(
             f"but a loss scale, got a state of type {type(opt_state).__name__}: clip with "
             "max_norm, and for other transformations use tx.update and ampx.apply_updates"
         )
-    backend = resolved(backend)
-    squares = kernel_squares(backend)
+    backend = resolve_backend(backend)
+    squares = make_kernel_squares(backend)
     tail = Tail(max_norm=max_norm, new_params=True, backend=backend, squares=squares)
     scale = current_loss_scale(opt_state)
     norm = None
     if find_outermost_loss_scale(opt_state) is not None:
+        # The loss scale judges, folds its own factor and the clip into the tail, and moves.
         applied, new_state = tx.update(
             grads, opt_state, params, tail=tail, verdict=verdict, **extra_args
         )
@@ -133,5 +153,6 @@ def apply(
             tail = fold_clip(dataclasses.replace(tail, norm=norm), grads)
         results, new_state = tx.update(grads, opt_state, params, tail=tail, **extra_args)
         new_params, _ = unwrap_results(results)
+    # Fused with the update by XLA: the new parameter is at hand.
     half = None if half_dtype is None else cast_floating(new_params, half_dtype)
     return new_params, new_state, ApplyReport(norm, is_skipped(new_state), scale, half)

@@ -1,4 +1,15 @@
-"""One parameter's step: gradients in, everything that changes out, each number read once."""
+"""One parameter's step: a gradient in, everything that changes out, each number read once.
+
+`update_leaf` is the way by XLA: plain JAX operations, which XLA fuses to one loop over the
+parameter's elements. For AdamW with float32 everywhere that loop reads gradient, parameter, `mu`
+and `nu` and writes the last three: 16 + 12 = 28 bytes a parameter, the least possible.
+
+    widen slots ──► rule.direction ──► keep or hold ──► narrow slots
+                         │
+                         └──► times trust ratio ──► times step size ──► new parameter, or update
+
+`compute_direction` and `hold_nonfinite` are also what a kernel does to a block of a parameter.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +33,15 @@ from ampx.updates.tails import Tail, TailResult
 
 
 class Leaf(NamedTuple):
-    """What belongs to one parameter.
+    """What belongs to one parameter, or to one flat buffer of several.
 
     Attributes:
-      grad: of the parameter's shape.
-      param: None where nobody gave it.
-      slots: as the rule names them: arrays of the parameter's shape, `Int8Blocks`, or one number.
-      place: the parameter's among all of the optimizer.
-      step: int32, how many steps the optimizer has done.
+      grad: of the parameter's shape, any floating dtype.
+      param: an array, a `NarrowParam` in its place, or None where nobody gave it.
+      slots: as the rule names them: arrays of the parameter's shape in the dtype in which they are
+        stored, `Int8Blocks`, or one number, of shape () or in a flat buffer (parameters,).
+      place: the parameter's number among all of the optimizer, from 0 on.
+      step: int32 scalar, how many steps the optimizer has done.
       segments: the parameters, if it is a flat buffer of several.
     """
 
@@ -42,7 +54,11 @@ class Leaf(NamedTuple):
 
 
 def compute_dtype(leaf: Leaf) -> np.dtype:
-    """What the arithmetic of a parameter is done in: float32, or float64 for what has it."""
+    """The dtype of a parameter's arithmetic: float32, or float64 for a float64 parameter.
+
+    Raises:
+      TypeError: for complex numbers and integers.
+    """
     like = leaf.grad if leaf.param is None else leaf.param
     if not is_floating(like) or jnp.iscomplexobj(like) or jnp.iscomplexobj(leaf.grad):
         raise TypeError(
@@ -53,13 +69,14 @@ def compute_dtype(leaf: Leaf) -> np.dtype:
     return wider_dtype(like.dtype, jnp.float32)
 
 
-def leaf_update(
+def update_leaf(
     rule: UpdateRule, coefficients: PackedCoefficients, leaf: Leaf, tail: Tail
 ) -> tuple[TailResult, tuple[Any, ...]]:
     """The update of a parameter, or its new value, and its new slots."""
-    # A few buffers gain nothing by jit, and moments in blocks XLA fuses less well behind a call.
+    # Flat buffers are few and gain nothing by a `jit` that is traced once. Moments in blocks are
+    # not put behind it, since XLA fuses them less well for GPUs where they come out of a call.
     in_blocks = any(isinstance(slot, Int8Blocks) for slot in leaf.slots)
-    update = _update if in_blocks or leaf.segments is not None else _update_once_traced
+    update = _update if in_blocks or leaf.segments is not None else _update_traced_once
     (value, bad), slots = update(rule, tail.new_params, coefficients, leaf, tail.skip)
     return TailResult(value, bad), slots
 
@@ -73,68 +90,85 @@ def _update(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     wide = compute_dtype(leaf)
     h = coefficients.numbers
+    # `param` may be None, an empty tree, and stays so.
     g, p = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param))
     slots = tuple(widen_slot(slot, wide) for slot in leaf.slots)
     if rule.needs_squares:
+        # NovoGrad: |factor * g|**2, whole, before anything else is done with the gradient.
         scaled = g if h.factor is None else g * h.factor
-        h = h._replace(squares=whole_sum(scaled * scaled, leaf.segments))
-    step, new_slots = wide_step(rule, h, leaf._replace(grad=g, param=p, slots=slots), skip)
+        h = h._replace(squares=sum_parameter(scaled * scaled, leaf.segments))
+    step, new_slots = compute_direction(rule, h, leaf._replace(grad=g, param=p, slots=slots), skip)
     if rule.direction_again is not None:
-        step = step * trust_ratio(p, step, leaf.segments)
+        # LAMB. XLA may keep the direction in memory or work it out again; a kernel is told which.
+        step = step * compute_trust_ratio(p, step, leaf.segments)
     step = step if h.step_size is None else h.step_size * step
     kept = tuple(
         narrow_slot(new, old, leaf.step, leaf.place, holds=skip is not None)
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
-    return _result(p, step, leaf, skip, coefficients.is_bad, new_params), kept
+    return _answer_tail(p, step, leaf, skip, coefficients.is_bad, new_params), kept
 
 
-# Parameters of a kind are traced and lowered once, which is most of the work for hundreds of them.
-_update_once_traced = jax.jit(_update, static_argnums=(0, 1))
+# `jit` inside the caller's `jit` is a cache here: parameters of one shape, dtype and rule are
+# traced and lowered once, and XLA inlines the calls. For 400 parameters: 0.4 s instead of 1.5.
+_update_traced_once = jax.jit(_update, static_argnums=(0, 1))
 
 
-def wide_step(
+def compute_direction(
     rule: UpdateRule,
     h: Any,
     leaf: Leaf,
     skip: jax.Array | None,
     sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Direction and new slots of numbers in the compute dtype; all that kernels share with XLA."""
+    """Direction and new slots of numbers in the compute dtype; all that kernels share with XLA.
+
+    Args:
+      rule: the optimizer.
+      h: its coefficients, scalars.
+      leaf: gradient, parameter and slots, all widened; or one block of each, in a kernel.
+      skip: bool scalar, see `Tail`.
+      sqrt: the platform's square root.
+    """
+    # 1 / loss scale and the clip, in the wide dtype: float16 gradients lose nothing here.
     g = leaf.grad if h.factor is None else leaf.grad * h.factor
-    operations = Operations(sqrt, functools.partial(held, skip))
+    operations = Operations(sqrt, functools.partial(hold_nonfinite, skip))
     if leaf.segments is not None:
         operations = operations._replace(spread=leaf.segments.spread)
     return rule.direction(g, leaf.param, leaf.slots, h, operations)
 
 
-def unchanged(leaf: Leaf, tail: Tail) -> TailResult:
+def keep_leaf(leaf: Leaf, tail: Tail) -> TailResult:
     """The result for an integer parameter, whose gradient is empty."""
     return TailResult(leaf.param if tail.new_params else leaf.grad, jnp.zeros((), bool))
 
 
-def _result(
+def _answer_tail(
     p: Any, step: jax.Array, leaf: Leaf, skip: Any, bad: jax.Array, new_params: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The update or the new parameter, and whether something is wrong with it.
 
-    Counted are a coefficient that is not finite, which is seen for free, and a float16 parameter
-    that overflows. What else is not finite (0/0 without epsilon) is held, and not counted: that
-    would be one more pass over every parameter.
+    Two causes are counted: a coefficient that is not finite, which is seen for free in the packed
+    vector, and a float16 parameter that overflows. Anything else that is not finite (0 / 0 without
+    epsilon) is held but not counted: that would be one more pass over every parameter.
     """
     new = step if p is None else (p + step).astype(leaf.param.dtype)
     if skip is None:
         return new if new_params else step.astype(_update_dtype(leaf)), bad
     if p is not None:
         bad |= overflows(new, leaf.param)
-    # A wide update: that of a half might overflow where its sum with the parameter does not.
+    # In the wide dtype: a half update might overflow where its sum with the parameter does not.
     # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
     value, stays = (new, leaf.param) if new_params else (step, jnp.full_like(step, -0.0))
     return jnp.where(is_finite(new) & ~skip, value, stays), bad
 
 
-def held(skip: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new`, but `old` on a skip, and wherever `new` is not finite."""
+def hold_nonfinite(skip: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new`, but `old` on a skip, and wherever `new` is not finite.
+
+    A select, and no arithmetic such as `old + keep * (new - old)`: 0 times infinity is NaN, and
+    -0.0 would lose its sign. It costs nothing in a loop that has both numbers at hand.
+    """
     return new if skip is None else jnp.where(is_finite(new) & ~skip, new, old)
 
 
@@ -143,19 +177,25 @@ def is_finite(x: jax.Array) -> jax.Array:
     return jnp.abs(x) < jnp.inf
 
 
-def trust_ratio(p: jax.Array, direction: jax.Array, segments: Segments | None = None) -> jax.Array:
-    """LAMB's: the norm of the parameter over that of the direction, 1 where one of them is 0."""
-    ratio = ratio_of_norms(*(jnp.sqrt(whole_sum(x * x, segments)) for x in (p, direction)))
+def compute_trust_ratio(
+    p: jax.Array, direction: jax.Array, segments: Segments | None = None
+) -> jax.Array:
+    """LAMB's: the norm of the parameter over that of the direction, 1 where one of them is 0.
+
+    For a flat buffer of several parameters it is spread: one number for each element.
+    """
+    ratio = divide_norms(*(jnp.sqrt(sum_parameter(x * x, segments)) for x in (p, direction)))
     return ratio if segments is None else segments.spread(ratio)
 
 
-def ratio_of_norms(p_norm: jax.Array, norm: jax.Array) -> jax.Array:
-    """The trust ratio from both norms."""
+def divide_norms(p_norm: jax.Array, norm: jax.Array) -> jax.Array:
+    """The trust ratio from both norms, scalars or of shape (parameters,)."""
+    # A parameter that begins at 0 would never move with a ratio of 0.
     is_zero = (p_norm == 0) | (norm == 0)
     return jnp.where(is_zero, jnp.ones_like(norm), p_norm / norm)
 
 
-def whole_sum(x: jax.Array, segments: Segments | None = None) -> jax.Array:
+def sum_parameter(x: jax.Array, segments: Segments | None = None) -> jax.Array:
     """The sum over a parameter; along mapped axes over which it varies, over its shards.
 
     Of a flat buffer, the sums over its parameters.
@@ -164,7 +204,7 @@ def whole_sum(x: jax.Array, segments: Segments | None = None) -> jax.Array:
 
 
 def _update_dtype(leaf: Leaf) -> np.dtype:
-    """The dtype that optax's update has."""
+    """The dtype that optax's update has: that of the widest number that goes into it."""
     dtype = leaf.grad.dtype if leaf.param is None else leaf.param.dtype
     for other in (leaf.grad, *leaf.slots):
         if isinstance(other, jax.Array):

@@ -1,4 +1,18 @@
-"""The parameters in a flat buffer, for what an optimizer works out once for each of them."""
+"""The parameters in a flat buffer, for what an optimizer works out once for each of them.
+
+LAMB's trust ratio and NovoGrad's second moment are sums over one parameter. In a flat buffer each
+parameter begins at a new row, so every row belongs to one parameter. With rows of 4 elements, `a`
+of 6 elements, `b` of 3, and padding `.`:
+
+    buffer    a a a a | a a . . | b b b .
+    rows         0    |    1    |    2
+    owners       0    |    0    |    1        the parameter that a row belongs to
+
+    sums      sum each row, then the rows of each owner      f32[rows * 4] -> f32[2]
+    spread    one number to all elements of its rows         f32[2] -> f32[rows * 4]
+
+Layouts are static, so owners are constants: no search at run time, only a sum over equal rows.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +31,33 @@ class Segments(NamedTuple):
     """Sums over the parameters of a buffer, by rows: none holds elements of two parameters.
 
     Attributes:
-      bucket: where the parameters lie.
-      row: elements of a row.
+      bucket: where the parameters lie in the buffer.
+      row: how many elements a row has.
     """
 
     bucket: Bucket
     row: int
 
     def sums(self, x: jax.Array) -> jax.Array:
-        """Of shape (parameters,), whatever the padding holds."""
+        """The sum over each parameter: from shape (elements,) to (parameters,), without padding."""
         check_is_whole(self.bucket, x)
         of_rows = jnp.sum(self.without_padding(x).reshape(-1, self.row), axis=1)
+        # Rows first, a dense reduction: what is scattered are sums, `row` times fewer.
         return jax.ops.segment_sum(
             of_rows, self._owners(), len(self.bucket.leaves), indices_are_sorted=True
         )
 
     def spread(self, numbers: jax.Array) -> jax.Array:
-        """One number for each parameter to one for each element."""
+        """A parameter's number for each of its elements: from (parameters,) to (elements,)."""
         of_rows = numbers[self._owners()]
         return lax.broadcast_in_dim(of_rows, (len(of_rows), self.row), (0,)).reshape(-1)
 
     def without_padding(self, x: jax.Array) -> jax.Array:
-        """The same with zeros between parameters: 0 / 0 does not stay there."""
+        """The same with zeros between parameters.
+
+        Padding is zero in gradients and parameters, but 0 / 0 in a direction without epsilon.
+        """
+        # Elements of each row that belong to a parameter: i32[rows], from 0 to `row`.
         held = np.concatenate(
             [
                 np.clip(size - self.row * np.arange(rows), 0, self.row)
@@ -59,7 +78,7 @@ class Segments(NamedTuple):
         return np.repeat(np.arange(len(rows), dtype=np.int32), rows)
 
 
-def segments_of(tree: Any) -> list[Segments | None]:
+def find_segments(tree: Any) -> list[Segments | None]:
     """For each leaf of a tree, the parameters in it; None for a leaf that is one parameter."""
     found: list[Segments | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_flat):
@@ -71,7 +90,7 @@ def segments_of(tree: Any) -> list[Segments | None]:
     return found
 
 
-def per_parameter(slots: Any) -> Any:
+def as_per_parameter(slots: Any) -> Any:
     """Slots that are one number for each array, as one for each parameter of a flat buffer."""
 
     def of(node: Any) -> Any:

@@ -1,4 +1,16 @@
-"""A fused optimizer as an optax transformation."""
+"""A fused optimizer as an optax transformation.
+
+`fused_transformation` puts a rule behind optax's interface. `init` is optax's own. `update` is
+optax's too, unless a wrapper around it (a loss scale, `fused.apply`) hands down a `Tail`: then
+updates become `TailResult`s, unscaled, clipped and skipped as the tail asks, or new parameters.
+
+    state of optax.adamw(...):   (ScaleByAdamState(count, mu, nu), EmptyState(), EmptyState())
+    state here:                  (FusedAdamState(count, mu, nu),   EmptyState(), EmptyState())
+
+The marked part is a subclass of optax's class with the same fields. To `jax.tree` both have the
+same leaves at the same paths, so checkpoints go both ways. The type is the mark by which wrappers
+find out that a fused optimizer is inside: a transformation is two closures and shows nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +23,10 @@ import optax
 
 from ampx.flat_buffers.flattening import per_buffer
 from ampx.fused.coefficients import CoefficientsAt, advance, pack_coefficients
-from ampx.fused.kernels.pallas_updates import kernel_updates, runs_in_kernel
-from ampx.fused.leaf_updates import Leaf, compute_dtype, leaf_update, unchanged
+from ampx.fused.kernels.pallas_updates import runs_in_kernel, update_in_kernels
+from ampx.fused.leaf_updates import Leaf, compute_dtype, keep_leaf, update_leaf
 from ampx.fused.moments.formats import SlotDtype, as_format
-from ampx.fused.segments import per_parameter, segments_of
+from ampx.fused.segments import as_per_parameter, find_segments
 from ampx.fused.update_rules import UpdateRule
 from ampx.param_storage.narrow_params import NarrowParam, as_arrays
 from ampx.trees import is_float0
@@ -22,11 +34,14 @@ from ampx.updates.tails import Tail, TailResult, TakesTail
 
 
 class FusedAdamState(optax.ScaleByAdamState, TakesTail):
-    """Adam, AdamW and LAMB: `count`, `mu`, `nu`."""
+    """Adam, AdamW and LAMB: `count`, int32; `mu` and `nu`, trees like the parameters.
+
+    A moment is an array in the dtype that optax gives it or that was asked for, or `Int8Blocks`.
+    """
 
 
 class FusedTraceState(optax.TraceState, TakesTail):
-    """SGD with momentum: `trace`."""
+    """SGD with momentum: `trace`, a tree like the parameters."""
 
 
 class FusedEmptyState(optax.EmptyState, TakesTail):
@@ -34,21 +49,25 @@ class FusedEmptyState(optax.EmptyState, TakesTail):
 
 
 class FusedAdaDeltaState(optax.ScaleByAdaDeltaState, TakesTail):
-    """Adadelta: `e_g`, `e_x`."""
+    """Adadelta: `e_g` and `e_x`, means of squared gradients and steps, like the parameters."""
 
 
 class FusedLionState(optax.ScaleByLionState, TakesTail):
-    """Lion: `count`, `mu`."""
+    """Lion: `count`, int32; `mu`, a tree like the parameters."""
 
 
 class FusedRssState(optax.ScaleByRssState, TakesTail):
-    """Adagrad: `sum_of_squares`."""
+    """Adagrad: `sum_of_squares`, a tree like the parameters."""
 
 
 class FusedNovogradState(optax.ScaleByNovogradState, TakesTail):
-    """NovoGrad: `count`, `mu`, and `nu`, which is one number a parameter."""
+    """NovoGrad: `count`, int32; `mu`, like the parameters; `nu`, one number for each of them.
+
+    The numbers of a flat buffer are one array of shape (parameters,).
+    """
 
 
+# From optax's class of an optimizer's own part to the marked one.
 _KINDS = {
     kind.__bases__[0]: kind
     for kind in (
@@ -89,9 +108,9 @@ def fused_transformation(
     """
 
     def init(params: optax.Params) -> Any:
-        state = marked(reference.init(params))
-        at = own_part(state)
-        kept = {name: per_parameter(getattr(state[at], name)) for name in rule.slots}
+        state = mark_own_part(reference.init(params))
+        at = find_own_part(state)
+        kept = {name: as_per_parameter(getattr(state[at], name)) for name in rule.slots}
         for name, dtype in (slot_dtypes or {}).items():
             kept[name] = as_format(kept[name], dtype, signed=name != "nu")
         return (*state[:at], state[at]._replace(**kept), *state[at + 1 :])
@@ -100,8 +119,9 @@ def fused_transformation(
         updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         del extra_args
+        # Without a tail the arithmetic is that of an empty one, and arrays are returned.
         answers, tail = tail is not None, tail or Tail()
-        at = own_part(state)
+        at = find_own_part(state)
         coefficients, next_state = advance(
             state,
             at,
@@ -113,11 +133,13 @@ def fused_transformation(
         if params is None and (coefficients.weight_decay is not None or rule.direction_again):
             raise ValueError("this optimizer needs params: call tx.update(grads, state, params)")
         if tail.skip is not None:
-            next_state = _counts_held(tail.skip, next_state, state)
+            next_state = _hold_counts(tail.skip, next_state, state)
         slots = {name: getattr(state[at], name) for name in rule.slots}
+        # One row for each leaf of the gradients. Slots may be trees below a leaf (`Int8Blocks`), so
+        # they are cut where the gradients end, not flattened by themselves.
         structure = jax.tree.structure(updates)
         columns = [
-            segments_of(updates),
+            find_segments(updates),
             map(_array, structure.flatten_up_to(updates)),
             [None] * structure.num_leaves
             if params is None
@@ -129,8 +151,8 @@ def fused_transformation(
             Leaf(grad, param, tuple(own), place, step, segments)
             for place, (segments, grad, param, *own) in enumerate(zip(*columns, strict=True))
         ]
-        decays = _decays(mask, updates if params is None else params, structure)
-        results = _leaf_updates(rule, coefficients, leaves, decays, tail)
+        decays = _find_decays(mask, updates if params is None else params, structure)
+        results = _update_leaves(rule, coefficients, leaves, decays, tail)
         new_updates = structure.unflatten([r if answers else r.value for r, _ in results])
         kept = {
             name: structure.unflatten([own[i] for _, own in results])
@@ -143,11 +165,15 @@ def fused_transformation(
 
 
 def _array(leaf: Any) -> Any:
+    """An array out of a numpy array or a plain number, as optax takes them too."""
     return leaf if is_float0(leaf) or isinstance(leaf, NarrowParam) else jnp.asarray(leaf)
 
 
-def _counts_held(skip: jax.Array, new_state: Any, state: Any) -> Any:
-    """On a skip the old counts; what is the same object in both needs no choice."""
+def _hold_counts(skip: jax.Array, new_state: Any, state: Any) -> Any:
+    """The state with its counts as they were on a skip; slots are held later, number by number.
+
+    The same object in both trees needs no choice, and a select of it would read it.
+    """
 
     def choose(new: Any, old: Any) -> Any:
         return old if new is old else jnp.where(skip, old, new)
@@ -155,27 +181,30 @@ def _counts_held(skip: jax.Array, new_state: Any, state: Any) -> Any:
     return jax.tree.map(choose, new_state, state)
 
 
-def _decays(mask: Any, tree: Any, structure: Any) -> list[bool]:
+def _find_decays(mask: Any, tree: Any, structure: Any) -> list[bool]:
+    """Which of the leaves decay, in their order; in a mask's tree a flat buffer is one leaf."""
     if mask is None:
         return [True] * structure.num_leaves
     chosen = per_buffer(mask)(as_arrays(tree))
     return [bool(leaf) for leaf in jax.tree.leaves(jax.tree.broadcast(chosen, tree))]
 
 
-def _leaf_updates(
+def _update_leaves(
     rule: UpdateRule, coefficients: Any, leaves: list[Leaf], decays: list[bool], tail: Tail
 ) -> list[tuple[TailResult, tuple[Any, ...]]]:
     """The update of every parameter; those with the same coefficients share one vector of them."""
     coefficients = coefficients._replace(factor=tail.factor)
+    # One vector for each pair of (decays or not, dtype of the arithmetic): two at the most usually.
     vectors: dict[Any, Any] = {}
     in_kernels: dict[Any, list[int]] = {}
     results: list[Any] = []
     for leaf, decay in zip(leaves, decays, strict=True):
         if is_float0(leaf.grad):
-            results.append((unchanged(leaf, tail), leaf.slots))
+            results.append((keep_leaf(leaf, tail), leaf.slots))
             continue
         by_kernel = runs_in_kernel(rule, leaf, tail)
         if isinstance(leaf.param, NarrowParam) and not by_kernel:
+            # XLA fuses this with the update, and what the wrapper does behind it too.
             leaf = leaf._replace(param=leaf.param.widen())
         key = decay, jnp.dtype(jnp.float32) if by_kernel else compute_dtype(leaf)
         if key not in vectors:
@@ -185,24 +214,27 @@ def _leaf_updates(
             in_kernels.setdefault(key, []).append(len(results))
             results.append(None)
         else:
-            results.append(leaf_update(rule, vectors[key], leaf, tail))
+            results.append(update_leaf(rule, vectors[key], leaf, tail))
     for key, places in in_kernels.items():
-        updates = kernel_updates(rule, vectors[key], [leaves[k] for k in places], tail)
+        updates = update_in_kernels(rule, vectors[key], [leaves[k] for k in places], tail)
         for place, update in zip(places, updates, strict=True):
             results[place] = update
     return results
 
 
-def marked(state: Any) -> tuple[Any, ...]:
-    """The state of an optax optimizer, its own part marked."""
+def mark_own_part(state: Any) -> tuple[Any, ...]:
+    """The state of an optax optimizer with its own part retyped.
+
+    SGD without momentum has no slots: its own part is the empty first one.
+    """
     parts = tuple(_KINDS[type(part)](*part) if type(part) in _KINDS else part for part in state)
     if any(isinstance(part, TakesTail) for part in parts):
         return parts
     return (FusedEmptyState(), *parts[1:])
 
 
-def own_part(state: Any) -> int:
-    """The place of the marked part.
+def find_own_part(state: Any) -> int:
+    """The place in a state of the part that is marked.
 
     Raises:
       TypeError: if no part is.

@@ -1,4 +1,14 @@
-"""Float32 master weights for models whose parameters are stored in half."""
+"""Float32 master weights for models whose parameters are stored in half.
+
+A float16 has 11 significant bits, a bfloat16 8. A step below 2**-12 of a float16 parameter, or
+2**-9 of a bfloat16 one, is lost when the sum is rounded, in every step again. Masters collect such
+steps in float32, and the model's parameter is the master rounded once::
+
+    master = master + update            float32, 24 bits
+    param  = half(master)               what forward and backward pass see
+
+This costs 4 bytes a parameter. `ampx.fused.split_masters` has the same numbers in 2.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +28,8 @@ class MasterWeightsState(NamedTuple):
     """State of `ampx.master_weights`.
 
     Attributes:
-      master_params: like the parameters, in float32.
+      master_params: a tree like the parameters, of their shapes, in float32; float64 and integer
+        parameters keep their dtypes.
       inner_state: the wrapped transformation's state, made for float32 parameters.
 
     Examples:

@@ -1,9 +1,25 @@
 """Stochastic rounding to bfloat16, and the random bits for it as a function of the position.
 
 Parameters that are kept in bfloat16 alone (2 bytes each, no master) still follow steps far below
-their resolution, on average. The bits are a hash of the element's place and of the step, not the
-output of a generator with state: they are the same however an array is cut into blocks or shards,
-they cost no memory, and a kernel makes them where it needs them.
+their resolution, on average. A float32 lies between two bfloat16; its lower 16 bits f say how far::
+
+    bfloat16 q                x                               bfloat16 q + 1
+        |---------------------|-------------------------------------|
+        0                     f                                   2**16
+
+Add a uniform random r from 0 to 2**16 - 1 to the bit pattern and cut the lower 16 bits off. The sum
+carries into q + 1 if f + r >= 2**16, which f of the 2**16 values of r bring about. So q + 1 comes
+with probability f / 2**16. Float32 steps between two neighbouring bfloat16 are all of one width, so
+the mean is (1 - f / 2**16) q + f / 2**16 (q + 1) = x, exactly. At the last bfloat16 of an octave
+the carry runs on into the exponent, which is the next bfloat16 again.
+
+The bits are a hash of the element's place and of the step, not the output of a generator with
+state: they are the same however an array is cut into blocks or shards, they cost no memory, and a
+kernel makes them where it needs them::
+
+    draw_words(seed, step, leaf)   two words, once for an array
+    element_index(shape)           (row, column) of each element in the whole array
+    element_bits(row, column, words)   32 bits an element
 """
 
 from __future__ import annotations
@@ -50,8 +66,11 @@ def stochastic_round(x: jax.Array, bits: jax.Array) -> jax.Array:
     if bits.dtype == jnp.uint32:
         bits = bits >> 16
     pattern = jax.lax.bitcast_convert_type(x, jnp.int32)
+    # Without the sign, so that positive and negative numbers round alike, away from or towards 0.
+    # Finite: at most 0x7F7FFFFF + 0xFFFF, which int32 holds.
     magnitude = pattern & 0x7FFFFFFF
     rounded = jnp.minimum((magnitude + bits.astype(jnp.int32)) >> 16, _LARGEST)
+    # bfloat16's quiet bit, without which a NaN may have the upper half of infinity.
     quiet = (magnitude > _INF).astype(jnp.int32) << 6
     half = jnp.where(magnitude < _INF, rounded, (magnitude >> 16) | quiet)
     half = half | ((pattern >> 16) & 0x8000)
@@ -90,9 +109,11 @@ def element_index(
         return jnp.uint32(0), jnp.uint32(0)
 
     def along(axis: int) -> jax.Array:
+        # Of length 1 along all other axes, so that a row's number is worked out once for the row.
         size = tuple(n if i == axis else 1 for i, n in enumerate(shape))
         return jax.lax.broadcasted_iota(jnp.uint32, size, axis) + _word(start[axis])
 
+    # Row-major rank of the axes before the last; the product below may wrap, as a hash may.
     row = jnp.zeros((1,) * len(shape), jnp.uint32)
     for axis in range(len(shape) - 1):
         row = row + along(axis) * _word(math.prod(full_shape[axis + 1 : -1]))
@@ -117,7 +138,7 @@ def counter_bits(
       leaf: number of the parameter. Draws for two purposes at one parameter need two numbers.
 
     Returns:
-      uint32 of the broadcast shape, from two rounds of an integer hash an element and four a row.
+      uint32 of the broadcast shape, from two integer hashes an element and two a row.
       Good for rounding; not for cryptography, nor a replacement for `jax.random`.
 
     References:
@@ -151,6 +172,8 @@ def draw_words(
       >>> bool((bits == counter_bits(*element_index((4, 8)), seed=0, step=7, leaf=2)).all())
       True
     """
+    # Two chains in opposite order: two draws would need equal words in both to share their bits.
+    # The constant, 2**32 over the golden ratio, keeps the chains apart where all inputs are 0.
     first = _mix(_mix(_mix(_word(seed)) ^ _word(step)) ^ _word(leaf))
     second = _mix(_mix(_mix(_word(leaf) + _word(0x9E3779B9)) ^ _word(step)) ^ _word(seed))
     return first, second
@@ -160,17 +183,25 @@ def element_bits(
     row: jax.Array, column: jax.Array, words: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
     """The rest of `counter_bits`, from what `draw_words` returns."""
+    # One word before the hash of the column and one after it. With the first alone, two rows would
+    # have the same bits in another order: column ^ a and column ^ b run over the same numbers.
     before, between = (_mix(row ^ word) for word in words)
     return _mix(_mix(column ^ before) + between)
 
 
 def _mix(word: jax.Array) -> jax.Array:
+    """The hash "lowbias32": a bijection of uint32, since each of its parts can be undone.
+
+    `word ^ (word >> k)` keeps the upper k bits, from which the others follow; a product with an odd
+    number has an inverse modulo 2**32. So columns of one row never share their first hash.
+    """
     word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
     word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
     return word ^ (word >> 16)
 
 
 def _word(value: int | jax.Array) -> jax.Array:
+    """An integer modulo 2**32; a Python int may be negative or larger."""
     if isinstance(value, int):
         return jnp.uint32(value & 0xFFFFFFFF)
     return jnp.asarray(value).astype(jnp.uint32)

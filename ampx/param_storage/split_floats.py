@@ -1,8 +1,31 @@
 """A float32 master weight as the bfloat16 parameter plus the bits that bfloat16 leaves out.
 
 Parameter and master together take 4 bytes (16 error bits) or 3 bytes (8 error bits), where a
-bfloat16 parameter beside a float32 master takes 6. Everything is integer arithmetic on the bit
-patterns, so that subnormals survive on hardware which flushes them.
+bfloat16 parameter beside a float32 master takes 6.
+
+The split is exact because both types have the same 8 exponent bits, so a bfloat16 is a float32
+whose lower 16 bits are zero::
+
+    float32   s eeeeeeee mmmmmmm mmmmmmmmmmmmmmmm
+    bfloat16  s eeeeeeee mmmmmmm
+
+Without the sign, these 31 bits read as an integer are the rank of the float among all floats that
+are not negative: the next larger float has the next larger integer, also where the exponent
+changes, and among subnormals. So for the magnitude M of a master::
+
+    half  = floor((M + 2**15) / 2**16)     the nearest bfloat16, ties away from zero
+    error = M - half * 2**16               from -2**15 to 2**15 - 1: just what int16 holds
+    M     = half * 2**16 + error           in integers, without any rounding
+
+The error counts float32 steps. A scaled float in its place would need a unit, and that changes at
+each power of two: next above 2.0 the steps are twice as wide as next below. A count needs none.
+The float just below 2.0 is (half 2.0, error -1), the one just above it is (half 2.0, error 1).
+
+With 8 error bits M is first rounded to a multiple of 2**8, which leaves 16 significant bits, and
+the error counts these coarser steps, from -2**7 to 2**7 - 1.
+
+Everything is integer arithmetic on bit patterns, so subnormals survive on hardware that flushes
+them to zero in float arithmetic.
 """
 
 from __future__ import annotations
@@ -10,8 +33,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-_INF = 0x7F800000
-_MAGNITUDE = 0x7FFFFFFF
+_INF = 0x7F800000  # float32's infinity without a sign; larger patterns are NaN
+_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 
 
 def split(master: jax.Array, error_bits: int) -> tuple[jax.Array, jax.Array]:
@@ -49,15 +72,20 @@ def split(master: jax.Array, error_bits: int) -> tuple[jax.Array, jax.Array]:
     if error_bits not in (8, 16):
         raise ValueError(f"error_bits must be 8 or 16, got {error_bits!r}")
     bits = jax.lax.bitcast_convert_type(master, jnp.int32)
+    # The sums below stay within int32 for all that is finite: at most 0x7F7FFFFF + 2**15. For NaN
+    # they may wrap, and what comes of that is replaced.
     magnitude = bits & _MAGNITUDE
     unit = 16 - error_bits
     fine = magnitude
     if unit:
+        # At most the last multiple below infinity: the master of a finite number is finite.
         rounded = jnp.minimum(magnitude + (1 << (unit - 1)), _INF - (1 << unit))
         fine = jnp.where(magnitude < _INF, rounded, magnitude) >> unit
     half = (fine + (1 << (error_bits - 1))) >> error_bits
     error = fine - (half << error_bits)
     special = magnitude >= _INF
+    # bfloat16's quiet bit. The upper half of a NaN whose payload lies in the lower half alone would
+    # be the pattern of infinity.
     quiet = (magnitude > _INF).astype(jnp.int32) << 6
     half = jnp.where(special, (magnitude >> 16) | quiet, half)
     half = half | ((bits >> 16) & 0x8000)
@@ -100,7 +128,10 @@ def join(half: jax.Array, error: jax.Array) -> jax.Array:
     pattern = jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.int32)
     magnitude = (pattern & 0x7FFF) << 16
     steps = error.astype(jnp.int32) << unit
+    # Masters between the largest bfloat16 and infinity have infinity as their half and an error
+    # below zero. An error above zero, left from another half, would turn infinity into NaN.
     steps = jnp.where(magnitude < _INF, steps, jnp.minimum(steps, 0))
+    # A negative error beside a half of 0, left from another half, would flip the sign bit.
     joined = jnp.maximum(magnitude + steps, 0)
     joined = jnp.where(magnitude > _INF, magnitude, joined)
     return jax.lax.bitcast_convert_type(joined | ((pattern & 0x8000) << 16), jnp.float32)

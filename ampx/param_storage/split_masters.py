@@ -1,4 +1,13 @@
-"""Bfloat16 parameters with the rest of a float32 master beside them."""
+"""Bfloat16 parameters with the rest of a float32 master beside them.
+
+    bytes a parameter           parameter   master   together
+    master_weights                  2          4         6
+    split_masters, 16 bits          2          2         4      the same numbers
+    split_masters, 8 bits           2          1         3      the master has 16 significant bits
+
+The model computes with the bfloat16 half. The optimizer sees the joined float32, and what it
+returns is split again, in the same pass over memory where it is a fused one: see `narrow_params`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +27,8 @@ class SplitMastersState(NamedTuple):
     """State of `ampx.fused.split_masters`.
 
     Attributes:
-      error_bits: like the parameters, int8 or int16; a zero for those that are not bfloat16.
+      error_bits: a tree like the parameters of int8 or int16, each of its parameter's shape; for a
+        parameter that is not bfloat16 a zero of shape ().
       inner_state: the wrapped transformation's state, made for float32 parameters.
 
     Examples:
@@ -44,12 +54,12 @@ def split_masters(
     that takes 6. With 8 bits it is 3 bytes and each step rounds the master to 16 significant bits,
     a relative error of at most 2**-16: a step smaller than that is lost.
 
-    A skipped step keeps parameters and error bits. Whoever writes to a parameter from outside moves
-    its master along; what the error bits say then is at most half a bfloat16 step. Parameters of
+    A skipped step keeps parameters and error bits. Code that writes to a parameter from outside
+    moves its master along: the error bits that stay add at most half a bfloat16 step. Parameters of
     other dtypes (norms kept in float32) are updated as they are.
 
     Args:
-      inner: any optax transformation; it sees float32 parameters, and its moments are float32
+      inner: any optax transformation. It sees float32 parameters, and its moments are float32
         unless it is told otherwise. With a fused one parameters are joined, updated and split in
         the same pass.
       error_bits: 16 or 8.

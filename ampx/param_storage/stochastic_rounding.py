@@ -1,4 +1,12 @@
-"""Bfloat16 parameters without masters, rounded stochastically after each step."""
+"""Bfloat16 parameters without masters, rounded stochastically after each step.
+
+A step of 2**-12 on a bfloat16 parameter of 1.0, whose neighbours are 2**-7 above and 2**-8 below:
+
+    to the nearest    1.0 - 2**-12 is 1.0 again, in each step: the parameter never moves
+    stochastically    one step in 16 moves it by 2**-8, the other 15 by nothing: 2**-12 on average
+
+The price is noise, not a bias: see `rounding` for why the mean is exact.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +28,8 @@ class StochasticRoundingState(NamedTuple):
     """State of `ampx.fused.stochastic_rounding`.
 
     Attributes:
-      rounding_count: int32, steps that were rounded, which the random bits depend on.
+      rounding_count: int32 scalar, steps that were rounded, which the random bits depend on. It
+        stands still on a skipped step.
       inner_state: the wrapped transformation's state, made for float32 parameters.
 
     Examples:
@@ -51,8 +60,8 @@ def stochastic_rounding(
     repeatable. A skipped step keeps parameters and count. Other dtypes are updated as they are.
 
     Args:
-      inner: any optax transformation; it sees float32 parameters, and its moments are float32
-        unless it is told otherwise. With a fused one all is one pass.
+      inner: any optax transformation. It sees float32 parameters, and its moments are float32
+        unless it is told otherwise. With a fused one everything is one pass over memory.
       seed: of the random bits; runs with different seeds round differently.
 
     Returns:
@@ -91,6 +100,7 @@ def stochastic_rounding(
         if params is None:
             raise ValueError("stochastic_rounding needs params: call update(grads, state, params)")
         leaves = jax.tree.leaves(params)
+        # Each leaf has bits of its own, by its number: equal parameters must not round alike.
         words = [
             draw_words(seed=seed, step=state.rounding_count, leaf=place)
             for place in range(len(leaves))

@@ -1,7 +1,17 @@
-"""What the kernels of every platform share: the rule they map, and the same map in plain JAX.
+"""What the kernels of every platform share: the function they map, and the same map in plain JAX.
 
-An item of a map is an array, or several that stand for one: `Int8Blocks`, whose scales are smaller,
-or any other NamedTuple of arrays of one shape.
+A kernel here maps one function over blocks of arrays that have one shape, reads some, updates the
+others in place, and may sum up terms over all elements:
+
+    scalars   f32[n], the same for every block
+    read      items that are read only           in memory whole; the function sees them
+    written   items that are updated in place    block by block
+
+    new written blocks, terms = fun(scalars, read blocks, written blocks, cell)
+
+An *item* is an array, or several that stand for one: `Int8Blocks`, whose scales are smaller than
+its codes, or any other NamedTuple of arrays of one shape. `gpu.map_leaves` and `tpu.map_leaves` do
+this for many jobs; `map_whole` is the same in plain JAX, which both must equal.
 """
 
 from __future__ import annotations
@@ -17,13 +27,15 @@ from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
 from ampx.mesh_axes import varying_axes
 from ampx.param_storage.rounding import element_index
 
-LONGEST_TPU_ROW = 8192  # where elements share scales: there a TPU's blocks are 32 whole rows
+# Where elements share scales. There a block on a TPU is 32 whole rows, up to 32 * 8192 elements,
+# and the blocks of all arrays together must fit into VMEM.
+LONGEST_TPU_ROW = 8192
 BlockFunction = Callable[..., tuple[Sequence[Any], Sequence[jax.Array]]]
-"""`rule(scalars, read, written, cell) -> (new_written, terms)`, elementwise but for `cell`.
+"""`fun(scalars, read, written, cell) -> (new_written, terms)`, elementwise but for `cell`.
 
 `scalars` is a tuple of float32 scalars; `read` and `written` are lists of items in equally shaped
 blocks, in the types of their arrays; the scales of `Int8Blocks` broadcast against its codes. The
-rule casts: to float32 to compute, back to the types of each written item. `cell` is a `Cell`.
+function casts: to float32 to compute, back to the types of each written item. `cell` is a `Cell`.
 `terms` are float32 blocks, one for each sum: the map adds up all their elements.
 
 What lowers everywhere: arithmetic, `cell.sqrt`, `lax.rsqrt`, `exp`, `abs`, `sign`, `round`, `clip`,
@@ -32,15 +44,19 @@ not on GPUs: `isfinite` (compare `abs(x) < inf`), `pow`, `cbrt` and captured arr
 """
 
 
+Job = tuple[jax.Array, Sequence[Any], Sequence[Any]]
+"""What a map is done with: the scalars, the items that are read, and those that are written."""
+
+
 class Cell(NamedTuple):
-    """What a rule may ask about the block that it works on.
+    """What the mapped function may ask about the block that it works on.
 
     Attributes:
       sqrt: a square root that the platform can lower.
       index: a function to uint32 `(row, column)`, where in the map's arrays each element lies; see
-        `rounding.element_index`.
+        `rounding.element_index`. It is a function so that only those who draw bits pay for it.
       largest: a function from a block to the largest element of each `BLOCK` that shares a scale;
-        where there are `Int8Blocks` only.
+        only where there are `Int8Blocks`.
     """
 
     sqrt: Callable[[jax.Array], jax.Array]
@@ -76,7 +92,7 @@ def _is_in_blocks(item: Any) -> bool:
     return isinstance(item, Int8Blocks)
 
 
-def checked(
+def check_job(
     scalars: jax.Array, read: Sequence[Any], written: Sequence[Any]
 ) -> tuple[jax.Array, list[Any], list[Any]]:
     """The arguments of a map, all marked as varying over the mesh axes over which any of them does.
@@ -89,6 +105,7 @@ def checked(
     if scalars.ndim != 1 or scalars.dtype != jnp.float32:
         raise ValueError(f"scalars must be a float32 vector, not {jax.typeof(scalars)}")
     items = [*read, *written]
+    # Scales count as the codes that they belong to: in kernels rows are made of whole blocks.
     shapes: list[tuple[int, ...]] = []
     map_items(
         lambda array: shapes.append(array.shape),
@@ -97,6 +114,8 @@ def checked(
     )
     if len(set(shapes)) != 1:
         raise ValueError(f"one map needs arrays of one shape, not {shapes}")
+    # JAX inserts these casts before its own operations, but not before a kernel. They move nothing:
+    # `pcast` to "varying" only states what may be different on each device.
     axes = varying_axes((scalars, *items))
 
     def vary(array: jax.Array) -> jax.Array:
@@ -106,28 +125,31 @@ def checked(
     return vary(scalars), jax.tree.map(vary, list(read)), jax.tree.map(vary, list(written))
 
 
-def applied(
+def apply_to_block(
     fun: BlockFunction,
     scalars: Any,
     items: tuple[Sequence[Any], Sequence[Any]],
     cell: Cell,
     num_sums: int,
 ) -> tuple[list[Any], list[jax.Array]]:
-    """What the rule makes of one block of (read, written) items.
+    """What the function makes of one block of (read, written) items, checked while tracing.
 
     `scalars` is a vector, or a reference to one.
 
     Raises:
-      ValueError: if the rule returns too few or too many arrays, or arrays of other types.
+      ValueError: if the function returns too few or too many arrays, or arrays of other types.
     """
     read, written = items
+    # One by one: of a reference into a TPU's scalar memory only scalars can be read.
     values = tuple(scalars[k] for k in range(scalars.shape[0]))
     new, terms = map(list, fun(values, list(read), list(written), cell))
     if len(terms) != num_sums:
-        raise ValueError(f"the rule gave {len(terms)} terms to sum; num_sums is {num_sums}")
+        raise ValueError(
+            f"the mapped function gave {len(terms)} terms to sum; num_sums is {num_sums}"
+        )
     types, due = (jax.tree.map(lambda a: (a.shape, a.dtype.name), all_) for all_ in (new, written))
     if types != due:
-        raise ValueError(f"the rule gave {types} for the written arrays {due}")
+        raise ValueError(f"the mapped function gave {types} for the written arrays {due}")
     return new, terms
 
 
@@ -145,6 +167,7 @@ def map_whole(
       The new written items, and the `num_sums` sums as a float32 vector.
     """
     shape = shape_of(read, written)
+    # With shared scales a row of the view is one block, whose scale is a row of f32[blocks, 1].
     view = (-1, BLOCK) if in_blocks((read, written)) else shape
 
     def index() -> tuple[jax.Array, jax.Array]:
@@ -153,11 +176,11 @@ def map_whole(
 
     cell = Cell(jnp.sqrt, index, lambda x: jnp.max(x, axis=-1, keepdims=True))
     blocks = map_items(lambda a: a.reshape(view), lambda s: s.reshape(-1, 1), (read, written))
-    new, terms = applied(fun, scalars, blocks, cell, num_sums)
+    new, terms = apply_to_block(fun, scalars, blocks, cell, num_sums)
     new = jax.tree.map(lambda a, like: a.reshape(like.shape), new, list(written))
-    return new, stacked([jnp.sum(term) for term in terms])
+    return new, as_vector([jnp.sum(term) for term in terms])
 
 
-def stacked(sums: Sequence[jax.Array]) -> jax.Array:
+def as_vector(sums: Sequence[jax.Array]) -> jax.Array:
     """Scalar sums as one float32 vector, which may be empty."""
     return jnp.stack(sums) if sums else jnp.zeros((0,), jnp.float32)

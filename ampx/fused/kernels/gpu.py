@@ -1,10 +1,27 @@
 """An elementwise map over many arrays in place, as one Mosaic GPU kernel (Hopper and newer).
 
-Each thread block of 128 threads takes `_ELEMENTS` consecutive elements of one leaf straight from
-global memory to registers and back. A leaf whose size is no multiple of that ends with a window
-that overlaps the block before it. Both belong to one thread block, which loads both before it
-stores either, so that no element is updated twice. Where elements share the scale of 8 bits, a
-thread block takes one such group after the other, and no windows overlap.
+    grid             one dimension: the thread blocks of all leaves, one leaf after the other
+    thread block     128 threads, one warpgroup: what Mosaic's layouts are made for
+    references       all in global memory (GMEM), flat: scalars f32[n]; items in the dtypes in which
+                     they are stored; scales f32[elements / 256]; sums f32[thread blocks]
+    registers        everything else; nothing is shared by threads but sums and largest values
+
+Each thread block takes `_ELEMENTS` consecutive elements of one leaf from global memory to registers
+and back. Every number is used once, so there is nothing to gain from shared memory. A leaf whose
+size is no multiple of that ends with a window that overlaps the one before it. A leaf of 3000:
+
+    0                 1024              1976 2048               3000
+    |--- thread block 0 ---|                                          window of 1024
+                      |--- thread block 1 ---|                        window of 1024
+                                        |--- thread block 1 ---|      window of 1024, 72 done
+
+The last two belong to one thread block, which loads both before it stores either. So the 72
+elements in both are worked out twice from the same old numbers, stored twice alike, and counted
+once in sums. Where elements share the scale of 8 bits, a thread block takes one group of 256 after
+the other, and no windows overlap.
+
+Interpreted, the same code runs as JAX operations on the host. It shows that the arithmetic and the
+windows are right, but knows nothing of layouts and alignment, which only lowering checks.
 """
 
 from __future__ import annotations
@@ -24,12 +41,10 @@ from ampx.fused.kernels import blocks
 from ampx.fused.moments.int8_blocks import BLOCK
 from ampx.mesh_axes import varying_axes
 
-_THREADS = 128
-_ELEMENTS = 1024  # of a thread block
-_AXIS = "ampx_blocks"
+_THREADS = 128  # of a thread block: one warpgroup
+_ELEMENTS = 1024  # of a thread block, 8 a thread
+_AXIS = "ampx_blocks"  # what the kernel calls the dimension of its grid
 _LEAVES = 16  # in one kernel, whose code grows with their number
-Leaf = tuple[jax.Array, Sequence[Any], Sequence[Any]]
-"""The scalars of one leaf, the items that it reads, and those that it writes; see `blocks`."""
 
 
 def map_blocks(
@@ -49,7 +64,7 @@ def map_blocks(
 
 def map_leaves(
     fun: blocks.BlockFunction,
-    leaves: Sequence[Leaf],
+    leaves: Sequence[blocks.Job],
     *,
     num_sums: int = 0,
     interpret: bool = False,
@@ -63,7 +78,7 @@ def map_leaves(
       fun: see `blocks.BlockFunction`.
       leaves: scalars, read and written items of each leaf. Leaves of unlike types and shapes may
         share a kernel, and so may those of unlike hyperparameters or with a trust ratio each.
-      num_sums: number of terms that the rule returns, to be summed over all elements of a leaf.
+      num_sums: number of terms that `fun` returns, to be summed over all elements of a leaf.
       interpret: whether to run on the CPU, slowly, as a test does.
 
     Returns:
@@ -74,12 +89,13 @@ def map_leaves(
         Since jax 0.11 or 0.12 a kernel takes no references to such arrays.
     """
     results: list[Any] = [None] * len(leaves)
-    checked = [blocks.checked(*leaf) for leaf in leaves]
+    checked = [blocks.check_job(*leaf) for leaf in leaves]
     if any(varying_axes(scalars) for scalars, _, _ in checked):
         raise NotImplementedError(
             "a Mosaic GPU kernel that updates arrays in place cannot take arrays that vary over "
             "mesh axes: pass check_vma=False to the jax.shard_map around it"
         )
+    # One element a thread at least; and 32-bit addresses, which a kernel counts in.
     large = []
     for k, leaf in enumerate(checked):
         if _THREADS <= _size(leaf) < 1 << 31:
@@ -94,22 +110,33 @@ def map_leaves(
     return [new for new, _ in results], jnp.stack([sums for _, sums in results])
 
 
-def _size(leaf: Leaf) -> int:
+def _size(leaf: blocks.Job) -> int:
     return math.prod(blocks.shape_of(*leaf[1:]))
 
 
 class _Window(NamedTuple):
-    """Consecutive elements, of which the first `done` belong to the window before as well."""
+    """Consecutive elements of a leaf that a thread block works on at once.
+
+    Attributes:
+      start: int32 scalar, the place of the first in the flat leaf.
+      vector: how many neighbours a thread loads at once; `start` is a multiple of it.
+      done: how many of the first belong to the window before as well.
+    """
 
     start: Any
-    vector: int  # elements that a thread loads at once, from an address that is a multiple
+    vector: int
     done: int = 0
 
 
 class _Part(NamedTuple):
-    """The thread blocks of one leaf, from `first` on, in windows of `block` elements each.
+    """The thread blocks of one leaf.
 
-    Windows overlap or are those that share a scale, of which a thread block takes several.
+    Attributes:
+      shape: of the leaf.
+      block: elements of a window, a power of two.
+      first: the number, in the grid, of the leaf's first thread block.
+      shares_scales: whether a window is a group of elements that share a scale. A thread block
+        takes several such windows; otherwise it takes one, or two that overlap.
     """
 
     shape: tuple[int, ...]
@@ -131,25 +158,28 @@ class _Part(NamedTuple):
 
     def windows(self, index: Any, size: int) -> list[_Window]:
         """Those of the thread block `index` of this leaf, which has `size` elements to do."""
+        # Loads of 4 neighbours a thread where each has as many: 16 bytes of float32, the widest.
         vector = min(4, self.block // _THREADS)
         begin = index * self.elements
         if self.shares_scales:
             return [_Window(begin + k, vector) for k in range(0, size, self.block)]
         if size == self.block:
             return [_Window(begin, vector)]
+        # The second window ends with the leaf. It may begin anywhere, so it is loaded one by one.
         end = self.size - self.block
         return [_Window(begin, vector), _Window(end, 1, 2 * self.block - size)]
 
 
-def _part(leaf: Leaf, first: int) -> _Part:
+def _part(leaf: blocks.Job, first: int) -> _Part:
     shape, shares_scales = blocks.shape_of(*leaf[1:]), blocks.in_blocks(leaf[1:])
+    # The greatest power of two within the leaf: a small leaf is one thread block, two windows.
     fitting = 1 << (math.prod(shape).bit_length() - 1)
     block = BLOCK if shares_scales else min(_ELEMENTS, fitting)
     return _Part(shape, block, first, shares_scales)
 
 
 def _launch(
-    fun: blocks.BlockFunction, leaves: Sequence[Leaf], num_sums: int, interpret: bool
+    fun: blocks.BlockFunction, leaves: Sequence[blocks.Job], num_sums: int, interpret: bool
 ) -> list[tuple[list[Any], jax.Array]]:
     parts: list[_Part] = []
     total = 0
@@ -157,6 +187,8 @@ def _launch(
         parts.append(_part(leaf, total))
         total += parts[-1].programs
 
+    # Every thread block runs this code and finds its leaf. `part` and `refs` are static, so there
+    # is a branch for each leaf, with the leaf's own dtypes and sizes.
     def kernel(leaf_refs: Any, *sums_refs: Any) -> None:
         program = lax.axis_index(_AXIS)
         for part, refs in zip(parts, leaf_refs, strict=True):
@@ -170,6 +202,8 @@ def _launch(
 
     same = jax.typeof(leaves[0][0]).manual_axis_type
     partial = jax.ShapeDtypeStruct((total,), jnp.float32, manual_axis_type=same)
+    # Flat, since windows know nothing of rows. Written items become references that the kernel
+    # updates in place, and are frozen to arrays behind it.
     operands = [
         (scalars, *jax.tree.map(lambda array: array.reshape(-1), (read, written)))
         for scalars, read, written in leaves
@@ -186,17 +220,23 @@ def _launch(
     results = []
     for part, (*_, refs), (*_, written) in zip(parts, operands, leaves, strict=True):
         new = jax.tree.map(lambda ref, like: jax.freeze(ref).reshape(like.shape), refs, written)
+        # f32[thread blocks of this leaf], added up by XLA in an order that never changes.
         own = slice(part.first, part.first + part.programs)
-        results.append((new, blocks.stacked([jnp.sum(one[own]) for one in sums])))
+        results.append((new, blocks.as_vector([jnp.sum(one[own]) for one in sums])))
     return results
 
 
 def _ref(array: jax.Array) -> Any:
+    """A mutable reference to an array, in global memory."""
     return jax.new_ref(array, memory_space=plgpu.GMEM)
 
 
 def _dispatch(part: _Part, index: jax.Array, update: Callable[[Sequence[_Window]], None]) -> None:
-    """Call `update` with the windows of this thread block, if it is one of this leaf."""
+    """Call `update` with the windows of this thread block, if it is one of this leaf.
+
+    The number of windows must be static, so thread blocks that are full and the last one, which has
+    a rest to do, are two branches.
+    """
     rest = part.size % part.elements
     full = part.programs - bool(rest)
 
@@ -222,6 +262,8 @@ def _update(
     """Update some windows of one leaf, all loaded before any is stored, and sum their terms."""
     scalars, read, written = refs
 
+    # Arrays of one window must agree in how threads hold them: thread t has elements
+    # t * vector to (t + 1) * vector - 1, then the same 128 * vector further on, and so on.
     def cast(array: jax.Array, window: _Window) -> jax.Array:
         layout = plgpu.Layout.WG_STRIDED((part.block,), vec_size=window.vector)
         return array if interpret else plgpu.layout_cast(array, layout)
@@ -240,10 +282,11 @@ def _update(
         if len(part.shape) < 2:
             return jnp.uint32(0), (window.start + places(window)).astype(jnp.uint32)
         columns = part.shape[-1]
-        if part.shares_scales:  # and with it a row
+        if part.shares_scales:  # rows are multiples of a window, which so lies within one row
             row, start = window.start // columns, window.start % columns
             return jnp.asarray(row, jnp.uint32), (start + places(window)).astype(jnp.uint32)
         place = (window.start + places(window)).astype(jnp.uint32)
+        # One division and no `%`: GPUs have no instruction for either.
         row = place // jnp.uint32(columns)
         return row, place - row * jnp.uint32(columns)
 
@@ -256,9 +299,10 @@ def _update(
 
         blocks.map_items(write, write_scale, items, values)
 
+    # All loads before any store: windows may overlap.
     loaded = [(load(read, window), load(written, window)) for window in windows]
     results = [
-        blocks.applied(
+        blocks.apply_to_block(
             fun,
             scalars,
             pair,
@@ -278,7 +322,11 @@ def _update(
 
 
 def _sqrt(x: jax.Array) -> jax.Array:
-    """A square root; before jax 0.12 by way of `rsqrt`, and zero for subnormal numbers."""
+    """A square root; before jax 0.12 by way of `rsqrt`, and zero for subnormal numbers.
+
+    Older Mosaic lowers no `sqrt` for GPUs. x * rsqrt(x) is NaN for infinity, and for 0 and what
+    the GPU flushes to 0, where rsqrt is infinite: both are put right.
+    """
     if jax.__version_info__ >= (0, 12):
         return jnp.sqrt(x)
     root = jnp.where(x == jnp.inf, x, x * lax.rsqrt(x))

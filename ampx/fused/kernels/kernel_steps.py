@@ -1,4 +1,19 @@
-"""What kernels do to a block of a parameter: an optimizer's rule, in the form that they map."""
+"""What kernels do to a block of a parameter: an optimizer's rule, in the form that they map.
+
+A block is widened to float32, updated by the same `compute_direction` that XLA runs, and narrowed
+to the form in which it is stored, all in registers. LAMB needs norms over the whole parameter
+between its direction and its step, so it is two maps; all other optimizers are one:
+
+    update_all       gradient, parameter, slots -> parameter, slots
+
+    update_slots     gradient, parameter, slots -> slots; sums of p**2 and d**2
+    update_param     new slots, parameter, |p| / |d| -> parameter
+
+In bytes a parameter, with bfloat16 gradients and the rest float32, `update_all` of AdamW moves
+2 + 12 + 12 = 26. `update_slots` reads 2 + 12 and writes 8, `update_param` reads 12 and writes 4:
+38 together. The direction is worked out in both. To write it in the first and to read it in the
+second, in place of the moments, would be 38 as well, and need room for it.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +25,27 @@ import jax
 import jax.numpy as jnp
 
 from ampx.fused.coefficients import unpack_coefficients
-from ampx.fused.leaf_updates import Leaf, held, is_finite, wide_step
+from ampx.fused.leaf_updates import Leaf, compute_direction, hold_nonfinite, is_finite
 from ampx.fused.moments.int8_blocks import Int8Blocks, encode_blocks, from_codes
 from ampx.fused.update_rules import Operations, UpdateRule
 from ampx.param_storage.narrow_params import ParamForm
 from ampx.param_storage.rounding import element_bits
 
-Parts = tuple[list, list]
+# New written items, and terms to be summed up: what `blocks.BlockFunction` returns.
+Written = tuple[list, list]
 
 
 class KernelStep(NamedTuple):
-    """The rules that kernels map, see `kernels.blocks.BlockFunction`.
+    """The functions that kernels map, see `kernels.blocks.BlockFunction`.
 
-    Their scalars are, in this order: the coefficients, whether to skip, what random bits depend on
-    (`as_scalars` of two words for each item that draws, then row and column of the first element),
-    and a trust ratio.
+    Everything static is in here, everything traced in the vector of scalars, float32 all of them:
+
+        [coefficients ..., skip?, (two words as four halves) for each item that draws ...,
+         row and column of the shard's first element as four halves, trust ratio?]
 
     Attributes:
       rule: the optimizer.
-      numbers: coefficients, of which only matters which are None.
+      numbers: coefficients, of which it only matters which are None.
       has_skip: whether a scalar says to keep everything.
       counts: whether to count the parameters that overflow.
       draws: of the parameter and of each slot, whether random bits round it.
@@ -40,39 +57,41 @@ class KernelStep(NamedTuple):
     counts: bool
     draws: tuple[bool, ...]
 
-    def whole(self, scalars: Any, read: Any, written: Any, cell: Any) -> Parts:
+    def update_all(self, scalars: Any, read: Any, written: Any, cell: Any) -> Written:
         """Reads the gradient, writes parameter and slots."""
-        block = self._block(scalars, cell)
+        block = self._read_scalars(scalars, cell)
         param, *slots = written
-        direction, new_slots = self._stepped(block, read[0], param, slots)
-        new, overflows = self._landed(block, param, direction)
+        direction, new_slots = self._update_slots(block, read[0], param, slots)
+        new, overflows = self._write_param(block, param, direction)
         return [new, *new_slots], overflows
 
-    def slots(self, scalars: Any, read: Any, written: Any, cell: Any) -> Parts:
+    def update_slots(self, scalars: Any, read: Any, written: Any, cell: Any) -> Written:
         """Reads gradient and parameter, writes the slots; sums the squares of both norms."""
-        block = self._block(scalars, cell)
+        block = self._read_scalars(scalars, cell)
         grad, param = read
-        direction, new_slots = self._stepped(block, grad, param, written)
+        direction, new_slots = self._update_slots(block, grad, param, written)
         wide = widen_item(param)
         return new_slots, [wide * wide, direction * direction]
 
-    def param(self, scalars: Any, read: Any, written: Any, cell: Any) -> Parts:
+    def update_param(self, scalars: Any, read: Any, written: Any, cell: Any) -> Written:
         """Reads the new slots, writes the parameter; the last scalar is the trust ratio."""
-        block = self._block(scalars, cell)
+        block = self._read_scalars(scalars, cell)
         again: Any = self.rule.direction_again
-        operations = Operations(cell.sqrt, functools.partial(held, block.skip))
+        operations = Operations(cell.sqrt, functools.partial(hold_nonfinite, block.skip))
         wide, slots = widen_item(written[0]), tuple(map(widen_item, read))
         direction = again(wide, slots, block.h, operations)
-        new, overflows = self._landed(block, written[0], direction * block.ratio)
+        new, overflows = self._write_param(block, written[0], direction * block.ratio)
         return [new], overflows
 
-    def _block(self, scalars: tuple[Any, ...], cell: Any) -> _Block:
+    def _read_scalars(self, scalars: tuple[Any, ...], cell: Any) -> _BlockContext:
         given = sum(number is not None for number in self.numbers)
         numbers, rest = scalars[:given], iter(scalars[given:])
         skip = next(rest) > 0 if self.has_skip else None
-        words = [(_word(rest), _word(rest)) if drawn else None for drawn in self.draws]
-        start = (_word(rest), _word(rest)) if any(self.draws) else None
+        words = [(_next_word(rest), _next_word(rest)) if drawn else None for drawn in self.draws]
+        start = (_next_word(rest), _next_word(rest)) if any(self.draws) else None
 
+        # Once a block, however many items draw, and not at all if none does. Places are those in
+        # the whole array, so that shards round as XLA rounds the whole.
         @functools.cache
         def place() -> tuple[jax.Array, jax.Array]:
             (row, column), (first_row, first_column) = cell.index(), start or (0, 0)
@@ -83,19 +102,21 @@ class KernelStep(NamedTuple):
             return element_bits(row, column, own)
 
         bits = tuple(None if own is None else functools.partial(bits_of, own) for own in words)
-        return _Block(
+        return _BlockContext(
             unpack_coefficients(self.numbers, numbers), skip, bits, next(rest, None), cell
         )
 
-    def _stepped(
-        self, block: _Block, grad: Any, param: Any, slots: Sequence[Any]
+    def _update_slots(
+        self, block: _BlockContext, grad: Any, param: Any, slots: Sequence[Any]
     ) -> tuple[jax.Array, list[Any]]:
         wide = Leaf(widen_item(grad), widen_item(param), tuple(map(widen_item, slots)))
-        direction, new = wide_step(self.rule, block.h, wide, block.skip, block.cell.sqrt)
+        direction, new = compute_direction(self.rule, block.h, wide, block.skip, block.cell.sqrt)
+        # On a skip `new` is what was widened, and narrows to the bits that it came from: codes of
+        # 8 bits too, see `int8_blocks.encode`.
         pairs = enumerate(zip(slots, new, strict=True), start=1)
         return direction, [block.narrow(k, slot, value) for k, (slot, value) in pairs]
 
-    def _landed(self, block: _Block, param: Any, direction: Any) -> tuple[Any, list]:
+    def _write_param(self, block: _BlockContext, param: Any, direction: Any) -> tuple[Any, list]:
         """The new parameter, or the old one; and ones where a finite one would not stay so."""
         h, skip = block.h, block.skip
         step = direction if h.step_size is None else h.step_size * direction
@@ -104,6 +125,7 @@ class KernelStep(NamedTuple):
         if skip is None:
             return new, []
         # In float32, since not every accelerator compares halves.
+        # All parts of a form stay or go together: error bits belong to their half.
         fits = is_finite(_half_of(new).astype(jnp.float32))
         kept = jax.tree.map(functools.partial(_where, fits & ~skip), new, param)
         if not self.counts:
@@ -111,8 +133,17 @@ class KernelStep(NamedTuple):
         return kept, [jnp.where(is_finite(old) & ~fits, jnp.float32(1), jnp.float32(0))]
 
 
-class _Block(NamedTuple):
-    """What a step knows of a block besides its numbers."""
+class _BlockContext(NamedTuple):
+    """What a step knows of a block besides its numbers.
+
+    Attributes:
+      h: the coefficients, float32 scalars in the optimizer's NamedTuple.
+      skip: bool scalar, or None.
+      bits: for the parameter and each slot a function that draws uint32 of the block's shape, or
+        None where nothing is drawn.
+      ratio: LAMB's trust ratio, a float32 scalar, or None.
+      cell: see `kernels.blocks.Cell`.
+    """
 
     h: Any
     skip: Any
@@ -135,7 +166,11 @@ def _half_of(param: Any) -> jax.Array:
 
 
 def _where(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`jnp.where`; of narrow integers in 32 bits, in which the condition is."""
+    """`jnp.where`; of narrow integers in 32 bits.
+
+    The condition comes from float32 and has its layout on TPUs, one element in 32 bits. A select of
+    int8 or int16 would need it in another.
+    """
     if jnp.issubdtype(new.dtype, jnp.integer):
         wide = jnp.where(condition, new.astype(jnp.int32), old.astype(jnp.int32))
         return wide.astype(new.dtype)
@@ -150,12 +185,16 @@ def widen_item(item: Any) -> jax.Array:
 
 
 def as_scalars(words: Sequence[jax.Array]) -> jax.Array:
-    """uint32 numbers as float32 ones, which hold half a word each exactly."""
+    """uint32 numbers among float32 scalars: the upper and the lower 16 bits of each, exactly.
+
+    float32 holds integers up to 2**24. To pass the bits of a word as a float would not do: some are
+    NaN, which hardware may change.
+    """
     halves = [half for word in words for half in (word >> 16, word & 0xFFFF)]
     return jnp.stack(halves).astype(jnp.float32)
 
 
-def _word(scalars: Iterable[Any]) -> jax.Array:
+def _next_word(scalars: Iterable[Any]) -> jax.Array:
     """The next word of `as_scalars`."""
     scalars = iter(scalars)
     high, low = (next(scalars).astype(jnp.int32).astype(jnp.uint32) for _ in range(2))

@@ -3,6 +3,12 @@
 XLA runs an elementwise optimizer as fast as memory allows. A kernel pays where that is not so: for
 LAMB, whose norms make XLA read everything a second time, as do the scales of 8-bit moments, and for
 many small parameters on GPUs, where one launch serves several.
+
+    runs_in_kernel       which parameters kernels take; the others are left to XLA
+    update_in_kernels    groups those that one kernel function fits
+      run_in_place       where each array lies: a device, a shard       (placement)
+        map_leaves       the kernel, for a GPU or a TPU                 (gpu, tpu)
+          KernelStep     what it does to a block                        (kernel_steps)
 """
 
 from __future__ import annotations
@@ -18,8 +24,8 @@ from jax import lax
 from ampx.fused.coefficients import PackedCoefficients
 from ampx.fused.kernels.blocks import LONGEST_TPU_ROW
 from ampx.fused.kernels.kernel_steps import KernelStep, as_scalars, widen_item
-from ampx.fused.kernels.placement import Shard, placed, unknown_place
-from ampx.fused.leaf_updates import Leaf, ratio_of_norms
+from ampx.fused.kernels.placement import Shard, run_in_place, why_place_unknown
+from ampx.fused.leaf_updates import Leaf, divide_norms
 from ampx.fused.moments.formats import moment_words
 from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
 from ampx.fused.update_rules import UpdateRule
@@ -28,12 +34,13 @@ from ampx.updates.gradient_norms import sum_squares
 from ampx.updates.tails import Backend, Tail, TailResult
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_TPU_DTYPES = ("float32", "bfloat16")  # its kernels load no float16
+# Mosaic compiles no kernel for TPUs that loads float16; XLA converts such arrays by its own means.
+_TPU_DTYPES = ("float32", "bfloat16")
 _OF_PLATFORM: dict[str, Backend] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 
 
-def resolved(backend: Backend) -> Backend:
-    """What runs an update, where the caller left that to the library.
+def resolve_backend(backend: Backend) -> Backend:
+    """What runs an update: "auto" and "pallas" made definite.
 
     Raises:
       ValueError: for kernels on a platform that has none.
@@ -53,16 +60,20 @@ def resolved(backend: Backend) -> Backend:
 
 
 def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
-    """Whether a kernel updates this parameter; all others are left to XLA.
+    """Whether a kernel updates this parameter.
 
-    Those are parameters of NovoGrad, which needs the norm of a gradient before anything else; of
-    float64, and on TPUs of float16, or with such gradients; those with state that is not an array
-    of the parameter's shape in a common type; those of LAMB with half or 8-bit moments, which its
-    second pass would read rounded, or in flat buffers; and those with 8-bit moments or stochastic
-    rounding of some shapes, see `_suits`.
+    Left to XLA are
+
+    - those of NovoGrad, which needs the norm of a gradient before anything else;
+    - those of float64, and on TPUs of float16, or with such gradients;
+    - those with state that is not an array of the parameter's shape in a common type;
+    - those of LAMB in flat buffers, or with half or 8-bit moments: its second pass would read
+      them rounded, where XLA goes on with the numbers before rounding;
+    - those with 8-bit moments or stochastic rounding of some shapes, see `_shape_suits`.
     """
     if not tail.in_kernels or rule.needs_squares:
         return False
+    # A float16 moment that overflows is held by XLA's way, in the stored dtype; kernels do not.
     if any(getattr(slot, "dtype", None) == jnp.float16 for slot in leaf.slots):
         return False
     if rule.direction_again and leaf.segments is not None:
@@ -73,13 +84,13 @@ def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
     plain = [leaf.grad, *([] if narrow else [leaf.param])]
     plain += [slot for slot in leaf.slots if not isinstance(slot, Int8Blocks)]
     dtypes = _TPU_DTYPES if tail.backend == "mosaic_tpu" else _DTYPES
-    return _suits(leaf, tail.backend) and all(
+    return _shape_suits(leaf, tail.backend) and all(
         hasattr(array, "dtype") and array.dtype.name in dtypes and array.shape == leaf.param.shape
         for array in plain
     )
 
 
-def _suits(leaf: Leaf, backend: Backend) -> bool:
+def _shape_suits(leaf: Leaf, backend: Backend) -> bool:
     """Whether the shape suits what is stored in blocks of 8 bits, or rounded by random bits.
 
     Blocks must be full, and on TPUs rows fit into the memory of a kernel. Random bits depend on the
@@ -91,31 +102,33 @@ def _suits(leaf: Leaf, backend: Backend) -> bool:
             return False
         if backend != "mosaic_gpu" and shape[-1] > LONGEST_TPU_ROW:
             return False
-    if not any(_draws(leaf)):
+    if not any(_find_draws(leaf)):
         return True
+    # A shard is described by one first row and one first column. Of an array (a, b, c) divided
+    # along b, rows of a shard are not consecutive in the whole.
     spec = jax.typeof(leaf.grad).sharding.spec
     return all(part is None for part in spec[1:-1])
 
 
-def _draws(leaf: Leaf) -> tuple[bool, ...]:
+def _find_draws(leaf: Leaf) -> tuple[bool, ...]:
     """Which of parameter and slots are rounded by random bits."""
     drawn = [isinstance(s, Int8Blocks) and not s.signed for s in leaf.slots]
     return isinstance(leaf.param, NarrowParam) and leaf.param.words is not None, *drawn
 
 
-def _words(leaf: Leaf) -> list[jax.Array]:
+def _draw_words(leaf: Leaf) -> list[jax.Array]:
     """What the random bits of a leaf depend on besides the place of an element."""
-    of_param, *of_slots = _draws(leaf)
+    of_param, *of_slots = _find_draws(leaf)
     words = [*leaf.param.words] if of_param else []
     for drawn in of_slots:
         words += moment_words(leaf.step, leaf.place) if drawn else ()
     return words
 
 
-def kernel_updates(
+def update_in_kernels(
     rule: UpdateRule, coefficients: PackedCoefficients, leaves: Sequence[Leaf], tail: Tail
 ) -> list[tuple[TailResult, tuple[Any, ...]]]:
-    """`leaf_update` of several parameters with the same coefficients.
+    """`update_leaf` of several parameters with the same coefficients.
 
     The value for a `NarrowParam` is another one.
 
@@ -123,20 +136,22 @@ def kernel_updates(
       ValueError: if the parameters may be divided over devices in a way that is not known here.
     """
     results: list[Any] = [None] * len(leaves)
+    # f32[coefficients], with the verdict behind them as 0.0 or 1.0.
     vector, numbers, is_bad = coefficients
     if tail.skip is not None:
         vector = jnp.append(vector, tail.skip.astype(vector.dtype))
-    # What counts overflows would slow down those that have none: all but float16.
+    # Kernel functions are static, so leaves are grouped by what differs in them. Only float16
+    # overflows: counting in a group of other dtypes would be a reduction for nothing.
     groups: dict[Any, list[int]] = {}
     for k, leaf in enumerate(leaves):
         counts = tail.skip is not None and leaf.param.dtype == jnp.float16
-        groups.setdefault((counts, _draws(leaf)), []).append(k)
+        groups.setdefault((counts, _find_draws(leaf)), []).append(k)
     for (counts, draws), group in groups.items():
         step = KernelStep(rule, numbers, tail.skip is not None, counts, draws)
         arrays = [_items(leaves[k]) for k in group]
-        words = [_words(leaves[k]) for k in group]
-        update = functools.partial(_updates, step, _map_leaves(tail.backend))
-        for k, new in zip(group, placed(update, (vector, words), arrays), strict=True):
+        words = [_draw_words(leaves[k]) for k in group]
+        update = functools.partial(_update_shards, step, _map_leaves(tail.backend))
+        for k, new in zip(group, run_in_place(update, (vector, words), arrays), strict=True):
             param, slots, overflows = new
             if isinstance(leaves[k].param, NarrowParam):
                 param = NarrowParam(param)
@@ -151,7 +166,7 @@ def _items(leaf: Leaf) -> tuple[Any, Any, tuple[Any, ...]]:
     return leaf.grad, param, leaf.slots
 
 
-def kernel_squares(
+def make_kernel_squares(
     backend: Backend,
 ) -> Callable[[Sequence[jax.Array]], list[jax.Array]] | None:
     """What sums the squares of many arrays in few launches; None where XLA is as good."""
@@ -163,24 +178,25 @@ def kernel_squares(
         wide = widen_item(read[0])
         return [], [wide * wide]
 
+    # In the shape that `run_in_place` wants: no arrays, and one number a leaf.
     def update(vector: jax.Array, leaves: Any, shards: Sequence[Shard]) -> list[Any]:
         _, sums = map_leaves(squared, [(vector, leaf, []) for leaf in leaves], num_sums=1)
-        return [((), (), total[0]) for total in _over_shards(sums, shards)]
+        return [((), (), total[0]) for total in _sum_over_shards(sums, shards)]
 
     def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        if unknown_place(arrays) is not None:
+        if why_place_unknown(arrays) is not None:
             return sum_squares(arrays)
         suits = [array.dtype.name in _DTYPES for array in arrays]
         ours = [[array] for array, is_ours in zip(arrays, suits, strict=True) if is_ours]
         others = [array for array, is_ours in zip(arrays, suits, strict=True) if not is_ours]
-        by_kernel = iter(placed(update, jnp.ones(1, jnp.float32), ours))
+        by_kernel = iter(run_in_place(update, jnp.ones(1, jnp.float32), ours))
         by_xla = iter(sum_squares(others))
         return [next(by_kernel)[-1] if is_ours else next(by_xla) for is_ours in suits]
 
     return squares
 
 
-def _over_shards(sums: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
+def _sum_over_shards(sums: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
     """The sums of each leaf over all of its shards."""
     pairs = zip(sums, shards, strict=True)
     return [lax.psum(own, shard.axes) if shard.axes else own for own, shard in pairs]
@@ -197,7 +213,7 @@ def _map_leaves(backend: Backend) -> Callable[..., Any]:
     return functools.partial(tpu.map_leaves, interpret=backend == "interpret")
 
 
-def _updates(
+def _update_shards(
     step: KernelStep,
     map_leaves: Callable[..., Any],
     shared: tuple[jax.Array, Sequence[Sequence[jax.Array]]],
@@ -214,9 +230,10 @@ def _updates(
         items, sums = map_leaves(fun, jobs, num_sums=num_sums)
         if not num_sums:
             return items, [jnp.zeros((), jnp.float32)] * len(items)
-        return items, _over_shards(sums, shards)
+        return items, _sum_over_shards(sums, shards)
 
     vector, words = shared
+    # Each leaf's own scalars, in the order that `KernelStep` reads.
     vectors = [
         jnp.append(vector, as_scalars([*own, *shard.start])) if own else vector
         for own, shard in zip(words, shards, strict=True)
@@ -226,20 +243,20 @@ def _updates(
             (own, [grad], [param, *slots])
             for own, (grad, param, slots) in zip(vectors, leaves, strict=True)
         ]
-        new, overflows = mapped(step.whole, jobs, int(step.counts))
+        new, overflows = mapped(step.update_all, jobs, int(step.counts))
         params, slots = [param for param, *_ in new], [own for _, *own in new]
     else:  # the norms that scale a step are known only after everything was read once
         jobs = [
             (own, [grad, param], list(slots))
             for own, (grad, param, slots) in zip(vectors, leaves, strict=True)
         ]
-        slots, squares = mapped(step.slots, jobs, 2)
-        ratios = [ratio_of_norms(*jnp.sqrt(sums)) for sums in squares]
+        slots, squares = mapped(step.update_slots, jobs, 2)
+        ratios = [divide_norms(*jnp.sqrt(sums)) for sums in squares]
         jobs = [
             (jnp.append(own, ratio), new, [param])
             for own, ratio, new, (_, param, _) in zip(vectors, ratios, slots, leaves, strict=True)
         ]
-        new, overflows = mapped(step.param, jobs, int(step.counts))
+        new, overflows = mapped(step.update_param, jobs, int(step.counts))
         params = [param for [param] in new]
     totals = [jnp.sum(overflow) for overflow in overflows]
     return list(zip(params, map(tuple, slots), totals, strict=True))

@@ -1,6 +1,15 @@
 """Where the arrays of a kernel lie: on one device, as shards in `shard_map`, or not known.
 
-Nothing divides a kernel by itself. On CPUs and GPUs whole arrays would silently be gathered for it.
+XLA's partitioner divides its own operations over a mesh, but it knows nothing of what a kernel
+does. On CPUs and GPUs it would silently gather whole arrays on every device for it. So a kernel is
+called only where one of these holds, and refused otherwise:
+
+    one device                      the arrays are whole
+    inside the caller's shard_map   the arrays are this device's shards already
+    a mesh of Explicit axes         types tell how arrays are divided: a `shard_map` by the same
+                                    specs, put around the kernel here, moves nothing
+
+In a mesh of Auto axes XLA decides on shardings after tracing, so nothing is known in time.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ class Shard(NamedTuple):
     """Which part of a leaf this device has.
 
     Attributes:
-      axes: the mesh axes along which the leaf is divided.
+      axes: the mesh axes along which the leaf is divided; sums go over these.
       start: uint32 `(row, column)` of its first element in the whole, see `rounding.element_index`;
         known where no axis but the first and the last is divided, and where JAX knows the whole.
     """
@@ -32,7 +41,7 @@ class Shard(NamedTuple):
 Update = Callable[[Any, Any, list[Shard]], Any]
 
 
-def placed(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any]:
+def run_in_place(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any]:
     """`update(shared, leaves, shards)`, called where every array is whole or one device's shard.
 
     Args:
@@ -49,7 +58,7 @@ def placed(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any]:
     """
     if not leaves:
         return []
-    if reason := unknown_place(leaves):
+    if reason := why_place_unknown(leaves):
         raise ValueError(
             "a kernel updates arrays where they lie, and where parameters, gradients and state lie "
             f"is not known here: {reason}. Enter a mesh of Explicit axes, as in jax.set_mesh("
@@ -73,12 +82,12 @@ def placed(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any]:
         mesh=meshes.pop() if jax.sharding.get_abstract_mesh().empty else None,
         in_specs=(jax.P(), specs),
         out_specs=[(spec, spec, jax.P()) for spec in specs],
-        check_vma=False,  # a kernel that updates in place takes no arrays of checked axes
+        check_vma=False,  # a GPU kernel that updates in place takes no arrays of checked axes
     )
     return jax.jit(mapped_update, inline=True)(shared, list(leaves))
 
 
-def unknown_place(arrays: Any) -> str | None:
+def why_place_unknown(arrays: Any) -> str | None:
     """Why it is not known here where the arrays of a tree lie; None if it is."""
     meshes, leaves = _meshes(arrays), jax.tree.leaves(arrays)
     mapped = {axis for m in meshes for axis in m.manual_axes}
@@ -132,12 +141,15 @@ def _shard(spec: Any, shape: tuple[int, ...]) -> Shard:
     parts = [part if isinstance(part, tuple) else (part,) * (part is not None) for part in spec]
     parts += [()] * (len(shape) - len(parts))
 
+    # Along one axis of the array: the number of the shard times its size.
     def first(axis: int) -> jax.Array:
         if not parts[axis]:
             return jnp.uint32(0)
         own_size = shape[axis] // lax.axis_size(parts[axis])
         return (lax.axis_index(parts[axis]) * own_size).astype(jnp.uint32)
 
+    # Rows are ranks over all axes but the last. With only the first of them divided, a shard's
+    # first row is its first index there times the rows within one such index.
     column = first(-1) if shape else jnp.uint32(0)
     row = first(0) * jnp.uint32(math.prod(shape[1:-1])) if len(shape) > 1 else jnp.uint32(0)
     return Shard(tuple(axis for part in parts for axis in part), (row, column))

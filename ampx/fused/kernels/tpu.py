@@ -1,4 +1,25 @@
-"""An elementwise map over arrays in place, as a Mosaic TPU kernel."""
+"""An elementwise map over arrays in place, as a Mosaic TPU kernel.
+
+Arrays are seen in one or two dimensions, (rows, columns), and cut into equal blocks. For each block
+the hardware copies what is read from HBM into VMEM, runs the function on the vector unit, and
+copies what is written back, while the blocks before and after are on their way:
+
+    reference        memory   block                                dtype
+    scalars          SMEM     all of f32[n], in each step          float32
+    read, written    VMEM     (rows, columns) or (elements,)       that of the array
+    their scales     VMEM     (rows, columns / 256)                float32
+    results          VMEM     as `written`, the same HBM           that of the array
+    sums             SMEM     all of f32[num_sums], in each step   float32
+
+The scalars are an ordinary operand in SMEM. Scalar prefetch is for index maps that depend on data;
+here step (i, j) of the grid always has block (i, j).
+
+A register holds 8 rows of 128 lanes of 32 bits, or 16 or 32 rows of narrower types. So blocks are
+multiples of 128 columns and of 32 rows, which is right for all of them, or else whole arrays.
+
+Interpreted (`interpret=True`), the kernel runs as JAX operations on the host: the arithmetic and
+the edges of blocks are as on a TPU, but there is no VMEM to overflow and no type that is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +37,16 @@ from jax.experimental.pallas import tpu as pltpu
 from ampx.fused.kernels import blocks
 from ampx.fused.moments.int8_blocks import BLOCK
 
-_LANES = 128
+_LANES = 128  # columns of a register
 _ROWS = 32  # a multiple of the tile height of every type: 8 rows of 32 bits, 32 of 8 bits
 _SMALL = 8 * _LANES  # smaller arrays are left to XLA, which fuses them with their neighbours
 _ELEMENTS = 1 << 16  # 256 KiB of float32: twice that overflowed 16 MiB of VMEM with two sums
 _BYTES = 1 << 21  # of all blocks together, which the pipeline holds twice
-Leaf = tuple[jax.Array, Sequence[Any], Sequence[Any]]
-"""The scalars of one leaf, the items that it reads, and those that it writes; see `blocks`."""
 
 
 def map_leaves(
     fun: blocks.BlockFunction,
-    leaves: Sequence[Leaf],
+    leaves: Sequence[blocks.Job],
     *,
     num_sums: int = 0,
     interpret: bool = False,
@@ -69,20 +88,21 @@ def map_blocks(
     Args:
       fun: see `blocks.BlockFunction`.
       scalars: float32 vector.
-      read: items that the rule only reads.
+      read: items that are only read.
       written: items of the same shape, aliased to the results.
-      num_sums: number of terms that the rule returns, to be summed over all elements.
+      num_sums: number of terms that `fun` returns, to be summed over all elements.
       interpret: whether to run on any backend, slowly, as a test does.
       _elements: how many elements a block may have, for tests of ragged blocks.
 
     Returns:
       The new written items, and the sums as a float32 vector.
     """
-    scalars, read, written = blocks.checked(scalars, read, written)
+    scalars, read, written = blocks.check_job(scalars, read, written)
     shape, shares_scales = blocks.shape_of(read, written), blocks.in_blocks((read, written))
     view = (math.prod(shape[:-1]), shape[-1]) if shares_scales else _view(shape)
     if math.prod(shape) < _SMALL or view[-1] < _LANES // 2:
         return blocks.map_whole(fun, scalars, read, written, num_sums=num_sums)
+    # A kernel takes flat lists of arrays; an `Int8Blocks` is two of them, codes and scales.
     arrays, structure = jax.tree.flatten((read, written))
     outputs, structure_out = jax.tree.flatten(written)
     whole = [array for array in [*arrays, *outputs] if array.shape == shape]  # no scales
@@ -91,6 +111,7 @@ def map_blocks(
     block = _rows(view, limit) if shares_scales else _block(view, limit)
     grid = tuple(map(pl.cdiv, view, block))
 
+    # Runs once for each step of the grid; refs are the blocks of inputs, of results, and the sums.
     def kernel(scalar_ref: Any, *refs: Any) -> None:
         inputs = jax.tree.unflatten(structure, refs[: len(arrays)])
         results = jax.tree.unflatten(structure_out, refs[len(arrays) :][: len(outputs)])
@@ -98,7 +119,7 @@ def map_blocks(
         for window in _windows(block, shares_scales):
             index = functools.partial(_index, shape, block, window)
             cell = blocks.Cell(jnp.sqrt, index, lambda x: jnp.max(x, axis=-1, keepdims=True))
-            new, terms = blocks.applied(fun, scalar_ref, window.load(inputs), cell, num_sums)
+            new, terms = blocks.apply_to_block(fun, scalar_ref, window.load(inputs), cell, num_sums)
             window.store(results, new)
             totals = [total + term for total, term in zip(totals, terms, strict=True)]
         if totals:
@@ -112,6 +133,7 @@ def map_blocks(
     def viewed(array: jax.Array) -> jax.Array:
         return array.reshape(view if array.shape == shape else (view[0], -1))
 
+    # Whole arrays: a spec without a block shape.
     smem = pl.BlockSpec(memory_space=pltpu.SMEM)
     like = jax.typeof(scalars).manual_axis_type
     specs, arrays = list(map(spec, arrays)), list(map(viewed, arrays))
@@ -120,6 +142,8 @@ def map_blocks(
     ]
     if num_sums:
         kinds.append(jax.ShapeDtypeStruct((num_sums,), jnp.float32, manual_axis_type=like))
+    # "arbitrary" is Mosaic's word for steps in order, one after the other: sums are added up from
+    # step to step. "parallel" steps may be divided between cores.
     order = "arbitrary" if num_sums else "parallel"
     first = len(arrays) - len(outputs)
     new = list(
@@ -129,23 +153,27 @@ def map_blocks(
             in_specs=[smem, *specs],
             out_specs=[*specs[first:], *[smem] * bool(num_sums)],
             out_shape=kinds,
+            # Operands are the scalars, what is read, then what is written; results as the last.
             input_output_aliases={1 + first + k: k for k in range(len(outputs))},
             compiler_params=pltpu.CompilerParams(dimension_semantics=(order,) * len(grid)),
             interpret=interpret,
             name="ampx_map_blocks",
         )(scalars, *arrays)
     )
-    sums = new.pop() if num_sums else blocks.stacked([])
+    sums = new.pop() if num_sums else blocks.as_vector([])
     new = [array.reshape(like.shape) for array, like in zip(new, outputs, strict=True)]
     return jax.tree.unflatten(structure_out, new), sums
 
 
 class _Window(NamedTuple):
-    """What a step of the grid does at once: a whole block, or a column of those that share scales.
+    """What a step of the grid does at once: a whole block, or 256 of its columns that share scales.
+
+    With scales, `column` c of a block of (32, 1024) elements is its columns 256 c to 256 c + 255,
+    each row with one scale, which is column c of the block of scales, (32, 4).
 
     Attributes:
       shape: of the elements.
-      column: the number of the column, or None.
+      column: the number of the group of columns, or None for a whole block.
     """
 
     shape: tuple[int, ...]
@@ -185,9 +213,14 @@ def _windows(block: tuple[int, ...], shares_scales: bool) -> list[_Window]:
 def _index(
     shape: tuple[int, ...], block: tuple[int, ...], window: _Window
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the elements of a window lie in arrays of this shape."""
+    """Where the elements of a window lie in arrays of this shape.
+
+    The view that a kernel has of an array keeps the last dimension, but for vectors that are viewed
+    as rows of 128: their elements all lie in row 0 of the array.
+    """
 
     def along(axis: int, start: int = 0) -> jax.Array:
+        # In int32, which `program_id` has, and cast once at the end.
         first = pl.program_id(axis) * block[axis] + start
         size = tuple(n if axis == k else 1 for k, n in enumerate(window.shape))
         place = lax.broadcasted_iota(jnp.int32, size, axis) + first
@@ -215,6 +248,7 @@ def _view(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _block(view: tuple[int, ...], elements: int) -> tuple[int, ...]:
     """A block of about `elements` elements: whole rows where they are short enough."""
+    # Rows as they lie in VMEM, padded to 128 lanes, 32 of them at least.
     if len(view) == 1:
         return (_at_most(view[0], elements, 8 * _LANES),)
     rows, columns = view
@@ -230,7 +264,11 @@ def _at_most(size: int, limit: int, unit: int) -> int:
 
 
 def _inside(view: tuple[int, ...], block: tuple[int, ...]) -> jax.Array | None:
-    """Which elements of this step's block lie in the array; None where all blocks are full."""
+    """Which elements of this step's block lie in the array; None where all blocks are full.
+
+    The last block of a row or column reaches past the array's end. What it reads there is garbage,
+    and NaN times 0 is NaN: terms are selected, not multiplied.
+    """
     inside = None
     for axis, (size, step) in enumerate(zip(view, block, strict=True)):
         if size % step:
@@ -242,6 +280,7 @@ def _inside(view: tuple[int, ...], block: tuple[int, ...]) -> jax.Array | None:
 
 def _accumulate(sums: Any, terms: Sequence[jax.Array], inside: jax.Array | None) -> None:
     """Add the terms of one block to the sums, which the first step of the grid clears."""
+    # SMEM keeps its numbers from step to step, as the block of sums is the same for all.
     steps = [pl.program_id(axis) for axis in range(terms[0].ndim)]
 
     @pl.when(sum(steps) == 0)

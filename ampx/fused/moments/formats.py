@@ -1,4 +1,11 @@
-"""In what form an optimizer keeps its state: an array of some dtype, or int8 in blocks."""
+"""In what form an optimizer keeps a slot of its state: an array of some dtype, or int8 in blocks.
+
+Slots are widened to the dtype of the arithmetic, updated, and narrowed to their form again:
+
+    stored slot ── widen_slot ──► float32 ── rule ──► new float32 ── narrow_slot ──► stored slot
+
+XLA fuses the three to one loop. Kernels do the same block by block, see `kernels.kernel_steps`.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +19,12 @@ from ampx.fused.moments.int8_blocks import Int8Blocks, decode, encode
 from ampx.param_storage.rounding import draw_words, element_bits, element_index
 
 SlotDtype = DTypeLike | Literal["int8"] | None
-# Below, scales and the loss of precision are not worth the few bytes; 8-bit optimizers all do so.
+# Smaller slots stay float32, as in other 8-bit optimizers: 4096 numbers save 12 KiB, and biases and
+# norms, which are small, are sensitive. In rows of fewer than 64 numbers a scale adds more than
+# 4 / 64 of a byte to each.
 _LEAST_ELEMENTS = 4096
 _LEAST_ROW = 64
-_SEED = 8  # of the rounding of second moments
+_SEED = 8  # of the rounding of second moments; any number would do
 
 
 def is_int8(dtype: SlotDtype) -> bool:
@@ -24,7 +33,7 @@ def is_int8(dtype: SlotDtype) -> bool:
 
 
 def array_dtype(dtype: SlotDtype) -> Any:
-    """What optax is to make the slot in, before `as_format`."""
+    """The dtype in which optax is to make a slot, before `as_format` converts it."""
     return jnp.float32 if is_int8(dtype) else dtype
 
 

@@ -4,10 +4,23 @@ A moment takes 1 + 4 / block bytes a parameter, 1.0156 with blocks of 256, where
 Blocks lie along the last axis: one of n < block elements costs 1 + 4 / n, so keep n = 1 in float32.
 
 Linear int8 loses every value below 1/254 of its block's largest, and a second moment that becomes 0
-divides by epsilon alone. These codes are small floats of tapered precision: 16 steps an octave next
-to the block's largest, which is exact, then 8, 4 and, for first moments below 2**-18 of it, 2. They
-reach down to 2**-29 of the largest, or 2**-55 for second moments, whose root is what counts.
-Companding so is piecewise linear in the bits of a float32: integer arithmetic and one division.
+divides by epsilon alone. The moments of one block range over many powers of two. So these codes
+have an exponent of their own, and fewer steps in an octave (from one power of two to the next) the
+further an octave lies below the block's largest number, which itself is exact::
+
+    |x| / largest       steps an octave   codes, signed   codes, unsigned   relative error at most
+    1      to 2**-2           16            127 to 95        255 to 223             1/32
+    2**-2  to 2**-4            8             95 to 79        223 to 207             1/16
+    2**-4  to 2**-18           4             79 to 23        207 to 1               1/8
+    2**-18 to 2**-29           2             23 to 1         as above               1/4
+    0                                            0               0                  exact
+
+Unsigned codes have no fourth line: with 4 steps an octave they reach down to 2**-55. They are for
+second moments, whose root is what counts, and the root of 2**-55 is as far down as 2**-27.
+
+A step of 1/16 octave is 2**19 patterns of a float32, whose lower 23 bits count through an octave.
+So encoding is integer arithmetic, piecewise linear, on the pattern of the ratio to the largest; one
+division comes before it, and no logarithm.
 
 A second moment with b2 = 0.999 changes by 0.1% a step, which no 8-bit step resolves: rounded to the
 nearest it only follows its block's scale. Give `encode` random `bits` for second moments, and they
@@ -27,8 +40,11 @@ from ampx.checking import check_positive_int
 BLOCK = 256  # elements that share a scale, unless one says otherwise
 _ONE = 0x3F800000  # the bits of 1.0
 # Where steps double in width: octaves and steps below the largest; the last only with signs.
+# 2 octaves of 16 steps are 32, 2 more of 8 make 48, and 14 more of 4 make 104.
 _KNEES = ((2, 32), (4, 48), (18, 104))
-_SMALLEST = 2.0**-122  # blocks below are zero: every code must decode to a normal float32
+# Blocks whose largest number is below this are zero. Every code must decode to a normal float32,
+# 2**-126 or more, since accelerators flush what is smaller to 0.
+_SMALLEST = 2.0**-122
 
 
 class Int8Blocks(NamedTuple):
@@ -36,8 +52,8 @@ class Int8Blocks(NamedTuple):
 
     Attributes:
       codes: of the array's shape; int8 where values have signs, uint8 where they have none.
-      scales: float32 of shape `(*shape[:-1], ceil(shape[-1] / block))`, the largest magnitudes;
-        of shape `(1,)` for a scalar.
+      scales: float32 of shape `(*shape[:-1], ceil(shape[-1] / block))`, the largest magnitude of
+        each block; of shape `(1,)` for a scalar.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -170,6 +186,8 @@ def block_scale(largest: jax.Array, *, signed: bool) -> jax.Array:
       >>> block_scale(jnp.array([3.0, 0.0]), signed=True).tolist()
       [3.0, 0.0]
     """
+    # The smallest codes are 2**-29 and about 2**-55 of the scale: 2**-94 * 2**-29 = 2**-123, and
+    # 2**-67 * 2**-55 = 2**-122.
     smallest = _SMALLEST * 2.0 ** (28 if signed else 55)
     return jnp.where(largest < _SMALLEST, 0.0, jnp.maximum(largest, smallest))
 
@@ -195,18 +213,29 @@ def to_codes(
         raise TypeError(f"bits must be uint32, got {bits.dtype}")
     # Bits of x / scale. XLA may multiply with 1 / scale, which can be subnormal and so 0: divide by
     # the significand only, and subtract the exponent.
+    #     scale = 2**e * s, s from 1 to 2        |x| / s = 2**e * (|x| / scale)
+    # The pattern of |x| / s is then e << 23 above that of |x| / scale.
     scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     significand = jax.lax.bitcast_convert_type(scale_bits & 0x7FFFFF | _ONE, jnp.float32)
     quotient = jax.lax.bitcast_convert_type(jnp.abs(x) / significand, jnp.int32)
+    # Patterns below that of |x| = scale: 0 there, 1 << 23 an octave down.
     below = (scale_bits & 0x7F800000) - quotient
-    place = below = (below + 32) & -64  # forget the division's rounding error
+    # To a multiple of 64 patterns, 2**-13 of the finest step. This forgets the division's rounding
+    # error: what `from_codes` made lies on a code again, and no random bits move it.
+    place = below = (below + 32) & -64
+    # In units of the finest step, 2**19 patterns. Beyond the knees the slope is 1 - 1/2 = 1/2, then
+    # 1 - 1/2 - 1/4 = 1/4, and 1/8.
     for i, (octaves, _) in enumerate(_KNEES if signed else _KNEES[:2]):
         place = place - (jnp.maximum(below - (octaves << 23), 0) >> (i + 1))
+    # Half a step rounds to the nearest, 19 uniform bits at random. Values are linear in patterns
+    # within an octave, and no step reaches over the end of one: so the mean is the value.
     noise = 1 << 18 if bits is None else (bits >> 13).astype(jnp.int32)
     top = 127 if signed else 255
     code = jnp.where(scale > 0, jnp.clip(top - ((place + noise) >> 19), 0, top), 0)
     if signed:
         return jnp.where(x < 0, -code, code).astype(jnp.int8)
+    # Second moments: never 0 but for 0, whatever the rounding, or an update would be divided by
+    # epsilon alone.
     return jnp.where(x > 0, jnp.maximum(code, (scale > 0).astype(jnp.int32)), 0).astype(jnp.uint8)
 
 
@@ -221,6 +250,8 @@ def from_codes(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """
     signed = codes.dtype == jnp.int8
     code = codes.astype(jnp.int32)
+    # The inverse of the knees in `to_codes`: steps count once, then 1 + 1 = 2, 1 + 1 + 2 = 4 and
+    # 1 + 1 + 2 + 4 = 8 times.
     below = steps = (127 if signed else 255) - jnp.abs(code)
     for i, (_, knee) in enumerate(_KNEES if signed else _KNEES[:2]):
         below = below + (jnp.maximum(steps - knee, 0) << i)
@@ -230,6 +261,11 @@ def from_codes(codes: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:
+    """From shape (..., n) to (..., blocks, elements of a block), the last block padded with zeros.
+
+    Padding never changes the largest magnitude of a block. A row of fewer than `block` elements is
+    one block, without padding.
+    """
     x = jnp.atleast_1d(x)
     size = max(min(block, x.shape[-1]), 1)
     ragged = -x.shape[-1] % size
@@ -239,5 +275,6 @@ def _in_blocks(x: jax.Array, block: int) -> jax.Array:
 
 
 def _out_of_blocks(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_in_blocks`, for an array that had this shape; padding is cut off."""
     joined = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
     return joined[..., : (1, *shape)[-1]].reshape(shape)

@@ -1,8 +1,10 @@
 """Adagrad: each element's rate falls with all the squares that it has seen.
 
-s = s + g**2
-d = g / sqrt(s + eps)
-p = p - learning_rate d
+The sum s never forgets, unlike the means of Adam, so steps shrink as 1 / sqrt(t):
+
+    s = s + g**2                 from `initial_accumulator_value` on
+    d = g / sqrt(s + eps)
+    p = p - learning_rate d
 """
 
 from __future__ import annotations

@@ -61,6 +61,8 @@ def adam_direction(
     g: jax.Array, p: Any, slots: Slots, h: AdamCoefficients, ops: Operations
 ) -> tuple[jax.Array, Slots]:
     """The ratio of corrected moments, with decoupled decay."""
+    # g, p, mu and nu: one wide dtype, one shape, of a parameter or of a block of it in a kernel.
+    # `keep` comes before anything is read from a moment: on a skip what follows sees the old one.
     mu, nu = slots
     mu = ops.keep(h.b1 * mu + h.b1_rest * g, mu)
     nu = ops.keep(h.b2 * nu + h.b2_rest * (g * g), nu)
@@ -79,6 +81,9 @@ def adam_direction_again(p: Any, slots: Slots, h: AdamCoefficients, ops: Operati
 
 
 def _ratio(mean: jax.Array, nu: jax.Array, p: Any, h: AdamCoefficients, ops: Operations) -> Any:
+    """The direction d of this module's formulas, from the corrected mean and the second moment."""
+    # Decay is added behind the ratio and not to the gradient, where it would be divided by the root
+    # of the second moment too: that is AdamW's difference from Adam with an L2 penalty.
     direction = mean / (ops.sqrt(h.nu_correction * nu + h.eps_root) + h.eps)
     return direction if h.weight_decay is None else direction + h.weight_decay * p
 

@@ -25,6 +25,8 @@ from ampx.fused.optimizers.adam import (
 from ampx.fused.transformation import fused_transformation
 from ampx.fused.update_rules import UpdateRule
 
+# The direction is AdamW's. Having a `direction_again` is what makes it a multiple of the ratio: see
+# `leaf_updates.compute_trust_ratio` and `KernelStep.update_param`.
 LAMB_RULE = UpdateRule(adam_direction, ("mu", "nu"), adam_direction_again)
 
 

@@ -50,9 +50,11 @@ def lion_direction(
 ) -> tuple[jax.Array, Slots]:
     """A sign, with decoupled decay."""
     (mu,) = slots
+    # sign(0) is 0: an element that never had a gradient moves by its decay only.
     direction = jnp.sign(h.b1_rest * g + h.b1 * mu)
     if h.weight_decay is not None:
         direction = direction + h.weight_decay * p
+    # The direction is of the old `mu`, and nothing goes on with the new one.
     return direction, (ops.keep(h.b2 * mu + h.b2_rest * g, mu),)
 
 

@@ -52,6 +52,8 @@ def novograd_direction(
 ) -> tuple[jax.Array, Slots]:
     """The trace of gradients that are divided by their norm, with decay inside the trace."""
     mu, nu = slots
+    # mu: of the parameter's shape. nu and squares: one number a parameter, so `spread` before they
+    # meet elements.
     nu = ops.keep(h.b2 * nu + h.b2_rest * h.squares, nu)
     normal = g / ops.spread(ops.sqrt(nu + h.eps_root) + h.eps)
     if h.weight_decay is not None:
@@ -105,6 +107,8 @@ def novograd(
     reference = optax.novograd(learning_rate, b1, b2, eps, eps_root, decay)
 
     def coefficients_at(count: jax.Array) -> NovogradCoefficients:
+        # The first norm is taken whole. A mean that began at 0 would have 1 - b2 of its square, and
+        # the first step would be too large by 1 / sqrt(1 - b2).
         is_first = count == 1
         return NovogradCoefficients(
             b1=b1,

@@ -1,9 +1,11 @@
 """Stochastic gradient descent, with momentum or without.
 
-d = g                                   without momentum, and without any state
-m = momentum m + g;  d = m              heavy ball
-m = momentum m + g;  d = g + momentum m    Nesterov: where m will be one step later
-p = p - learning_rate d
+The direction d is the gradient itself, or comes from a trace m of all gradients:
+
+    d = g                                        without momentum, and without any state
+    m = momentum m + g;    d = m                 with momentum ("heavy ball")
+    m = momentum m + g;    d = g + momentum m    Nesterov: m as this gradient once more makes it
+    p = p - learning_rate d
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def sgd_direction(
 ) -> tuple[jax.Array, Slots]:
     """The gradient, or the trace of gradients, or Nesterov's look ahead of it."""
     del p
+    # Static: which of the three it is, is known while tracing.
     if not slots:
         return g, ()
     trace = ops.keep(g + h.momentum * slots[0], slots[0])
