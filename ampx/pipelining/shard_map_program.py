@@ -174,7 +174,14 @@ class PipelineGradients:
         *,
         key: jax.Array | None = None,
     ) -> GradResult:
-        """The same as a call, for `ampx.pipelining.plan`: tells `observe` of the executor."""
+        """The same as a call, for `ampx.pipelining.plan`: tells `observe` of the executor.
+
+        Args:
+          params: as above.
+          batch: as above.
+          observe: called while tracing, with the executor that will run the schedule.
+          key: as above.
+        """
         scale = jnp.ones((), jnp.float32)
         return self._run(self.model, params, batch, scale, key, observe)
 
@@ -258,6 +265,8 @@ class PipelineGradients:
             return result._replace(grads=_sum_over_replicas(result.grads, specs, replicas))
 
         out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
+        # Results: loss, gradients, weight, auxiliary output, state and verdict. All but gradients
+        # of the stages are the same on all devices, which `P()` promises and `check_vma` checks.
         place_params = functools.partial(place, mesh=self.mesh, axes=self._axes)
         in_specs = (specs, P(self.data_axes or None), P(), P())
         result = jax.shard_map(
@@ -332,6 +341,7 @@ class PipelineGradients:
         return tuple(dict.fromkeys((self.axis_name, *self.data_axes, *named)))
 
     def _check_mesh(self) -> Mesh | None:
+        """Checks the mesh; returns that of the caller, or None for the one that is set around."""
         around = jax.sharding.get_abstract_mesh()
         if self.axis_name in getattr(around, "manual_axes", ()):
             raise ValueError(

@@ -199,6 +199,7 @@ def layer_costs(
     found: dict[Hashable, float] = {}
     costs = []
     for call, own in _split_layers(layer, params):
+        # What a layer passes on is what the next one takes, so it is found on the way: `x`.
         # Layers of the same function, structure, shapes and dtypes cost the same, so 64 equal ones
         # are compiled and measured once.
         leaves, structure = jax.tree.flatten((own, x))
@@ -252,8 +253,11 @@ def _make_both_passes(call: Callable[..., Any], key: Any) -> Callable[..., Any]:
             out = call(params, x, key)
             return [leaf for leaf in jax.tree.leaves(out) if is_floating(leaf)], out
 
+        # What a pipeline differentiates: floating leaves of parameters and of what is received.
         values, pull, out = jax.vjp(of_floating, [leaves[i] for i in places], has_aux=True)
-        return out, pull(values)  # any cotangent will do, but for one that is known in advance
+        # Any cotangent will do, but for one that is known while compiling: with ones or zeros XLA
+        # would leave out a part of the backward.
+        return out, pull(values)
 
     return run
 
@@ -263,7 +267,7 @@ def _measure_cost(
 ) -> float:
     compiled = jax.jit(run).lower(params, x).compile()
     if by != "time":
-        found = compiled.cost_analysis() or {}
+        found = compiled.cost_analysis() or {}  # None where a backend does not say
         return float(found.get({"flops": "flops", "bytes": "bytes accessed"}[by], 0.0))
     jax.block_until_ready(compiled(params, x))  # the first run may still set things up
     times = []

@@ -79,8 +79,11 @@ def _evaluate(jaxpr: Jaxpr, operands: Sequence[Any], device: jax.Array) -> list[
 
 
 def _apply_equation(eqn: Equation, operands: list[Any], device: jax.Array) -> Sequence[Any]:
+    """Applies an equation, or what stands in for it."""
     name = eqn.primitive.name
     if name == "axis_index":
+        # An operand, so that no branch on the device's number is decided while compiling: the
+        # program is that of all devices.
         return [device]
     if name in _IDENTITIES:
         return operands
@@ -99,6 +102,8 @@ def _apply_equation(eqn: Equation, operands: list[Any], device: jax.Array) -> Se
         return _run_scan(eqn, bodies[0], operands)
     if name == "while":
         return _run_while(eqn, bodies[0], bodies[1], operands)
+    # A checkpoint may put a barrier around what it recomputes (`prevent_cse`), which decides what
+    # is kept in memory. Other calls are opened.
     if name in ("remat2", "checkpoint"):
         return jax.checkpoint(bodies[0], prevent_cse=eqn.params["prevent_cse"])(*operands)
     return bodies[0](*operands)

@@ -114,7 +114,11 @@ class Footprint:
         (self.stored,) = seen
         self.outer = reading.open_jaxpr(traced)
         constants = getattr(traced, "consts", ())
+        # The step, as it was traced: casts of parameters and the like around one `shard_map`, whose
+        # body is what one device does.
         (self.mapped,) = (e for e in self.outer.eqns if e.primitive.name == "shard_map")
+        # Arrays that functions of the model close over are constants of the trace, with known
+        # values.
         values = dict(zip(self.outer.constvars, constants, strict=True))
         self.constants = {
             i: values[atom]
@@ -141,7 +145,7 @@ class Footprint:
     # --- memory ----------------------------------------------------------------------------------
 
     def memory(self, tx: Any) -> dict[str, int]:
-        """Bytes by purpose."""
+        """Bytes by purpose, the same on every device."""
         stored, tables = self.stored, self.stored.tables
         local = self._find_shards(self.params)
         known = {
@@ -150,6 +154,7 @@ class Footprint:
             "batch": self._count_local_batch(),
             "gradients": _count_bytes(self._find_shards(self.result.grads)),
         }
+        # Types inside of the body are those of one device's parts.
         inner = reading.open_jaxpr(self.body).invars
         temporary = {
             "copies of parameters": sum(size_in_bytes(inner[i].aval) for i in self._find_made()),
@@ -176,11 +181,13 @@ class Footprint:
             jax.ShapeDtypeStruct(t.shape, t.dtype)
             for t in (jax.ShapeDtypeStruct((), jnp.int32), *types)
         ]
-        # Even where a mesh of many devices is set.
+        # One device of this machine, even where the caller has set a mesh of many: under that mesh
+        # the program would be compiled for all of them.
         here = Mesh(np.array(jax.local_devices()[:1]), ("device",), axis_types=(AxisType.Auto,))
         with jax.set_mesh(here), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             compiled = jax.jit(program).lower(*operands).compile()
         found: Any = compiled.memory_analysis()
+        # Arguments and results are known by their shapes; asked for is all else, at its peak.
         return found.temp_size_in_bytes
 
     def _find_shards(self, tree: Any) -> Any:
@@ -195,6 +202,7 @@ class Footprint:
         )
 
     def _count_local_batch(self) -> int:
+        """Bytes of the rows of one data shard; all stages have the same ones."""
         parts = int(np.prod([self.sizes[axis] for axis in self.grads_of.data_axes], dtype=int))
         return _count_bytes(self.batch) // parts
 
@@ -227,6 +235,7 @@ class Footprint:
         found = []
         for device in range(self.schedule.num_devices):
             stages = self.schedule.stages_on(device)
+            # All devices hold the parameters of the ends; this is about what they read.
             used = {
                 part: self.params[part]
                 for part, on in (
@@ -251,12 +260,14 @@ class Footprint:
         return found
 
     def _count_stage_bytes(self, stage: int) -> int:
+        """Bytes of the parameters of one stage."""
         stages, layers = self.params["stages"], self.layers_of_stages
         if self.grads_of.model.is_separate:
             return _count_bytes(stages[stage])
         return _count_bytes(stages) * layers[stage] // sum(layers)
 
     def _count_stash(self, device: int) -> int:
+        """Bytes of the slots that a device uses, of those that it has as all others do."""
         stored, tables = self.stored, self.stored.tables
         return (
             sum(
@@ -282,6 +293,7 @@ class Footprint:
         # All devices take part in each exchange of each tick, also with nothing to send.
         for name in WIRES:
             for route, size in zip(getattr(tables, name), getattr(self.stored, name), strict=True):
+                # A device can be a sender in several groups of links: one `ppermute` each.
                 exchanges = sum(device == s for pairs in route.links for s, _ in pairs)
                 add(name, exchanges * size * self.num_ticks)
         # Outside of the loop over ticks. What is in it was counted above, or is inside of stages,
@@ -298,6 +310,7 @@ class Footprint:
         return {name: size for name, size in sent.items() if size or name in WIRES}
 
     def _count_sent_by(self, stage: int, kind: str) -> float:
+        """Bytes that a device sends inside of one action, as for tensor parallelism."""
         program = self.stored.programs[self.stored.program_of[stage]]
         halves = program.halves
         jaxpr = {
@@ -330,5 +343,6 @@ def _count_bytes(tree: Any) -> int:
 
 def _count_buffer_bytes(routes: Sequence[Route], sizes: Sequence[int]) -> int:
     """Bytes of the buffers of some wires, with the slot that is nobody's."""
+    # One program for all devices: buffers have as many slots as the fullest device needs.
     pairs = zip(routes, sizes, strict=True)
     return sum((route.storage.num_slots + 1) * size for route, size in pairs)
