@@ -138,7 +138,7 @@ def train(
     else:
         grads_of = pipelined.make_gradients(model, config.pipeline, mesh, config.recipe)
         step = make_step(config, grads_of)
-        step, state = pipelined.spread(step, pipelined.divided(params), mesh)
+        step, state = pipelined.spread(step, pipelined.divide_params(params), mesh)
 
     started = time.perf_counter()
     jitted = jax.jit(step, donate_argnums=0)
@@ -159,7 +159,7 @@ def train(
     if on_step:
         on_step(reports[-1])
 
-    state = pipelined.joined(meshes.gather(state, mesh))
+    state = pipelined.join_params(meshes.gather(state, mesh))
     return Run(
         label=config.label,
         history=jax.tree.map(lambda *values: np.stack(values), *jax.device_get(reports)),

@@ -1,7 +1,14 @@
 """The language model of `transformer`, divided over devices layer by layer.
 
-Parameters come as the model has them and leave as the model has them. In between they are a view:
-what is before the layers, the layers stacked, what is after them.
+Parameters come as the model has them and leave as the model has them. In between they are in the
+layout that a pipeline takes: what is before the layers, the layers stacked, what is after them.
+
+  the model's                                            a pipeline's
+  Embed_0, position                --divide_params-->    "first"    on every device
+  Block_0, Block_1, ...                                  "stages"   one tree, with an axis of layers
+  LayerNorm_0, Dense_0             <--join_params---     "last"     on every device
+
+The layers are the same `Block`s with the same parameters, so losses equal those of the whole model.
 """
 
 from __future__ import annotations
@@ -58,7 +65,7 @@ class Last(nn.Module):
         return predict(x, self.vocabulary_size)
 
 
-def divided(params: dict[str, Any]) -> dict[str, Any]:
+def divide_params(params: dict[str, Any]) -> dict[str, Any]:
     """The model's parameters as a pipeline takes them.
 
     Args:
@@ -73,7 +80,7 @@ def divided(params: dict[str, Any]) -> dict[str, Any]:
       >>> from ampx.examples import pipelined, transformer
       >>> model = transformer.LanguageModel(vocabulary_size=5, layers=3, width=8, heads=2)
       >>> params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-      >>> parts = pipelined.divided(params)
+      >>> parts = pipelined.divide_params(params)
       >>> sorted(parts["first"]), parts["stages"]["Dense_0"]["kernel"].shape
       (['Embed_0', 'position'], (3, 8, 32))
     """
@@ -86,8 +93,8 @@ def divided(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def joined(tree: Any) -> Any:
-    """What `divided` did undone, wherever it was done.
+def join_params(tree: Any) -> Any:
+    """What `divide_params` did undone, wherever it was done.
 
     Args:
       tree: parameters as a pipeline takes them, or a tree with such in it, as a training state has
@@ -101,14 +108,15 @@ def joined(tree: Any) -> Any:
       >>> from ampx.examples import pipelined, transformer
       >>> model = transformer.LanguageModel(vocabulary_size=5, layers=3, width=8, heads=2)
       >>> params = model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-      >>> both = pipelined.joined((pipelined.divided(params), jnp.ones(2)))
+      >>> both = pipelined.join_params((pipelined.divide_params(params), jnp.ones(2)))
       >>> jax.tree.structure(both[0]) == jax.tree.structure(params), both[1]
       (True, Array([1., 1.], dtype=float32))
     """
-    return _map_parts(_joined, lambda leaf: leaf, tree)
+    # Also inside of an optimizer's state, whose moments have the layout of the parameters.
+    return _map_parts(_join_parts, lambda leaf: leaf, tree)
 
 
-def _joined(parts: dict[str, Any]) -> dict[str, Any]:
+def _join_parts(parts: dict[str, Any]) -> dict[str, Any]:
     layers = len(jax.tree.leaves(parts["stages"])[0])
     blocks = {
         f"Block_{number}": jax.tree.map(lambda leaf, n=number: leaf[n], parts["stages"])
@@ -166,7 +174,7 @@ def make_gradients(
       recipe: the precision.
 
     Returns:
-      A function for `ampx.train_step`, of parameters as `divided` gives them and of windows.
+      A function for `ampx.train_step`, of parameters as `divide_params` gives them and of windows.
 
     Raises:
       TypeError: for a model of another kind.
@@ -182,7 +190,7 @@ def make_gradients(
       >>> grads_of = pipelined.make_gradients(
       ...     model, pipelining.one_f_one_b(1, 2), meshes.make_mesh("stage=1")
       ... )
-      >>> result = jax.jit(grads_of)(pipelined.divided(params), windows)
+      >>> result = jax.jit(grads_of)(pipelined.divide_params(params), windows)
       >>> expected = transformer.make_loss(model)(params, windows)
       >>> bool(abs(result.loss - expected) < 1e-6)
       True
@@ -190,6 +198,8 @@ def make_gradients(
     if not isinstance(model, LanguageModel):
         raise TypeError(f"a pipeline needs a LanguageModel, got {type(model).__name__}")
     check_layers(model.layers, schedule)
+    # Modules of their own for the ends. They name their parameters as the model does, because linen
+    # numbers submodules by class in the order in which they are made.
     embedding = First(model.vocabulary_size, model.width)
     block, head = Block(model.heads), Last(model.vocabulary_size)
 
@@ -222,7 +232,7 @@ def spread(
 
     Args:
       step: made from `make_gradients`.
-      params: the first parameters, as `divided` gives them.
+      params: the first parameters, as `divide_params` gives them.
       mesh: the mesh.
 
     Returns:
@@ -237,12 +247,14 @@ def spread(
       >>> params = model.init(jax.random.key(0), windows[:, :-1])["params"]
       >>> grads_of = pipelined.make_gradients(model, pipelining.one_f_one_b(1, 2), mesh)
       >>> step = ampx.train_step(grads_of, optax.sgd(0.1))
-      >>> step, state = pipelined.spread(step, pipelined.divided(params), mesh)
+      >>> step, state = pipelined.spread(step, pipelined.divide_params(params), mesh)
       >>> state, report = jax.jit(step)(state, windows)
       >>> state.params["stages"]["Dense_0"]["kernel"].shape, bool(report.overflow)
       ((2, 8, 32), False)
     """
     grads_of: Any = step.grads_of
+    # Layers are divided over the stage axis, and so are their moments. The rest of the state, such
+    # as step counts and the loss scale, is on every device.
     everywhere = NamedSharding(mesh, P())
     shardings = _map_parts(
         lambda parts: grads_of.shardings(parts, mesh),
@@ -252,6 +264,8 @@ def spread(
 
     def kept(state: Any, batch: Any) -> Any:
         state, report = step(state, batch)
+        # Without this the compiler might choose another sharding for the result, and the next step
+        # would be compiled again for it.
         return lax.with_sharding_constraint(state, shardings), report
 
     return kept, jax.jit(step.init, out_shardings=shardings)(params)

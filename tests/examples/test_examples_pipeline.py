@@ -55,18 +55,18 @@ def test_view_is_undone(layers) -> None:
     """Eleven: Block_10 comes after Block_9, not after Block_1."""
     model = LanguageModel(vocabulary_size=7, layers=layers, width=8, heads=2)
     params = params_of(model, jnp.zeros((1, 4), jnp.int32))
-    parts = jax.jit(pipelined.divided)(params)
+    parts = jax.jit(pipelined.divide_params)(params)
     for number in range(layers):
         kernel = params[f"Block_{number}"]["Dense_1"]["kernel"]
         np.testing.assert_array_equal(parts["stages"]["Dense_1"]["kernel"][number], kernel)
-    jax.tree.map(np.testing.assert_array_equal, pipelined.joined(parts), params)
-    assert pipelined.joined(params) == params, "nothing to undo"
+    jax.tree.map(np.testing.assert_array_equal, pipelined.join_params(parts), params)
+    assert pipelined.join_params(params) == params, "nothing to undo"
 
 
 def test_parts_compute_what_the_model_computes(short, model) -> None:
     tokens = jnp.asarray(short.train[None, :8])
     params = params_of(model, tokens)
-    parts = pipelined.divided(params)
+    parts = pipelined.divide_params(params)
     x = pipelined.First(model.vocabulary_size, model.width).apply(
         {"params": parts["first"]}, tokens
     )
@@ -80,7 +80,7 @@ def test_parts_compute_what_the_model_computes(short, model) -> None:
 def test_layers_and_their_moments_are_divided(model) -> None:
     mesh, schedule = make_mesh("data=2,stage=2"), pipelining.one_f_one_b(2, 4)
     grads_of = pipelined.make_gradients(model, schedule, mesh)
-    params = pipelined.divided(params_of(model, jnp.zeros((1, 4), jnp.int32)))
+    params = pipelined.divide_params(params_of(model, jnp.zeros((1, 4), jnp.int32)))
     step, state = pipelined.spread(language_model.make_step(CONFIG, grads_of), params, mesh)
     windows = meshes.split(np.zeros((8, 9), np.int32), mesh)
     later, _ = jax.jit(step)(state, windows)
