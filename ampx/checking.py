@@ -6,7 +6,13 @@ from typing import Any
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses a word that is not among the choices."""
+    """Refuses a word that is not among the choices.
+
+    Args:
+      name: of the argument, for the error.
+      value: what was given for it.
+      choices: what is allowed, as from `typing.get_args` of a `Literal`.
+    """
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
@@ -23,6 +29,7 @@ def check_positive_int(name: str, value: Any) -> None:
 
 def check_transformation(name: str, value: Any) -> None:
     """Refuses what is not an optax gradient transformation."""
+    # By its two functions, not by its class: users write transformations as classes of their own.
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         raise TypeError(
             f"{name} must be an optax gradient transformation, got {type(value).__name__}: "

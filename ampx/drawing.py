@@ -1,4 +1,8 @@
-"""What pictures share: colours, axes, scales as text; matplotlib is imported when one is drawn."""
+"""What pictures share: colours, axes, scales as text.
+
+matplotlib is imported when a picture is drawn, so that a program without pictures never pays for
+it, and needs it installed as little.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ COLORS = ("#000000", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#00
 
 
 def format_scale(scale: float) -> str:
-    """A loss scale as people say it.
+    """Writes a loss scale as people say it.
 
     Args:
       scale: a positive number.
@@ -22,8 +26,8 @@ def format_scale(scale: float) -> str:
       A power of two as such, anything else as a number.
 
     Examples:
-      >>> from ampx.training import monitoring
-      >>> [monitoring.format_scale(scale) for scale in (1.0, 65536.0, 1000.0)]
+      >>> from ampx import drawing
+      >>> [drawing.format_scale(scale) for scale in (1.0, 65536.0, 1000.0)]
       ['1', '2^16', '1000']
     """
     exponent = math.log2(scale)
@@ -31,10 +35,10 @@ def format_scale(scale: float) -> str:
 
 
 def import_pyplot() -> Any:
-    """`matplotlib.pyplot`.
+    """Imports `matplotlib.pyplot`.
 
     Raises:
-      ImportError: if matplotlib is missing.
+      ImportError: if matplotlib is missing; the message names the extra that brings it.
     """
     try:
         import matplotlib.pyplot as plt
@@ -46,18 +50,23 @@ def import_pyplot() -> Any:
 
 
 def make_axes(width: float, height: float) -> Axes:
-    """Axes in a figure of their own, without a frame at the top and on the right."""
+    """Makes axes in a figure of their own, without a frame at the top and on the right.
+
+    Args:
+      width: of the figure, in inches.
+      height: of the figure, in inches.
+    """
     _, axes = import_pyplot().subplots(figsize=(width, height), layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 
 
 def width_in_points(axes: Axes) -> float:
-    """How wide axes are, to see which texts fit into them."""
-    return axes.bbox.width / axes.figure.dpi * 72
+    """How wide axes are in points, 1/72 of an inch, as font sizes are: to see which texts fit."""
+    return axes.bbox.width / axes.figure.dpi * 72  # pixels, inches, points
 
 
 def mix_colors(light: str, dark: str, shade: float) -> tuple[float, ...]:
-    """A colour between two, given as "#RRGGBB"; a shade of 0 is the light one."""
+    """Mixes two colours, given as "#RRGGBB"; a shade of 0 is the light one, 1 the dark one."""
     pairs = ((int(light[i : i + 2], 16), int(dark[i : i + 2], 16)) for i in (1, 3, 5))
     return tuple((a + (b - a) * shade) / 255 for a, b in pairs)

@@ -1,4 +1,16 @@
-"""Axes of meshes and of shard_map: their sizes, and what varies over them."""
+"""Axes of meshes and of shard_map: their names and sizes, and what varies over them.
+
+JAX knows an axis of a mesh in three ways, and a program may use several at once:
+
+    mapped     inside `shard_map`: arrays are this device's part, sums are written out. With
+               `check_vma=True` the type of a value says over which axes it varies,
+               `f32[4]{V:data}`; with False, and in `vmap`, no type says anything.
+    Explicit   under `jit`: arrays are global, the type of an array says how it is divided,
+               `f32[4@data]`, or along which axes it is a sum still due, `f32[4]{U:data}`.
+    Auto       under `jit`: arrays are global, and the compiler alone knows how they are divided.
+
+The functions here ask and set what types say, so that no other module looks into them.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +49,7 @@ def as_axes(
     """
     if value is None and may_be_empty:
         return ()
+    # A name is iterable, too: tuple("data") would be four axes of one letter.
     axes = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(axis, str) for axis in axes):
         raise TypeError(
@@ -90,7 +103,8 @@ def fold_in_device(key: jax.Array | None, axes: Sequence[str]) -> jax.Array | No
 
 def sum_over_axes(tree: Any, axes: Sequence[str]) -> Any:
     """Sums what each device holds over mapped axes; over none, the tree as it is."""
-    # psum refuses a value that varies over some of its axes and not over the others.
+    # psum refuses a value that varies over some of these axes and not over the others. Marked, it
+    # is summed as n equal terms along the others, as it is where types say nothing.
     return lax.psum(mark_varying(tree, axes), tuple(axes)) if axes else tree
 
 
@@ -101,6 +115,7 @@ def sum_over_shards(number: jax.Array) -> jax.Array:
 
 def tracks_varying(axis: str) -> bool:
     """Whether the `shard_map` around checks what varies over this axis."""
+    # JAX has no question for it. But a device's own index varies, if anything does.
     return axis in varying_axes(lax.axis_index(axis))
 
 
@@ -119,13 +134,17 @@ def reduced_axes(leaf: Any) -> frozenset[str]:
 
 
 def unreduced_zeros(leaf: Any, dtype: Any) -> jax.Array:
-    """Zeros of the type that the gradient of a value with `reduced_axes` has."""
+    """Makes zeros of the type that the gradient of a value with `reduced_axes` has."""
     spec = jax.P(*_spec_of(leaf).partitions, unreduced=reduced_axes(leaf))
     return jax.reshard(jnp.zeros(leaf.shape, dtype), spec)
 
 
 def divide_sum(total: jax.Array, divisor: Any) -> jax.Array:
-    """A quotient, also of a sum that is still due, which only a product can scale."""
+    """Divides, also a sum that is still due, which JAX lets nothing but a product scale.
+
+    A product with a value that is "reduced" is allowed, since a * Σ x = Σ a * x. Of the parts that
+    the devices hold each is multiplied, and the sum stays due.
+    """
     axes = unreduced_axes(total)
     if not axes:
         return total / divisor
@@ -141,7 +160,11 @@ def has_automatic_axes() -> bool:
 
 
 def mark_varying(tree: Any, axes: Sequence[str]) -> Any:
-    """Marks values as possibly different on devices along `axes`; sets no marks in `vmap`."""
+    """Marks values as possibly different on devices along `axes`; sets no marks in `vmap`.
+
+    Nothing is computed: it changes types. The gradient of a marked value is each device's own,
+    where that of an unmarked one is summed over the devices by JAX itself.
+    """
 
     def mark(leaf: Any) -> Any:
         for axis in axes:
@@ -184,6 +207,7 @@ def place(tree: Any, specs: Any, mesh: Mesh | None, axes: Sequence[str]) -> Any:
     if not explicit:
         return tree
 
+    # For each dimension: our axes as wanted, and those that others have divided it over.
     def entry(wanted: Any, held: Any) -> Any:
         ours = [axis for axis in axes_of_entry(wanted) if axis in explicit]
         others = [axis for axis in axes_of_entry(held) if axis not in axes]

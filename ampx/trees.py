@@ -1,4 +1,12 @@
-"""Trees: walks, casts, and choices between two of them."""
+"""Trees: walks, casts, and choices between two of them.
+
+Three kinds of leaves need care wherever a tree is mapped, and have a predicate or a dtype here:
+
+    float0     what JAX returns as the gradient of an integer parameter: a NumPy array of an empty
+               dtype, with which nothing can be computed (`is_float0`)
+    integers   step counts, random keys: no cast to half, no NaN (`is_floating`)
+    float8     and float64: floating, but a policy does not cast them (`CASTABLE`)
+"""
 
 from __future__ import annotations
 
@@ -42,13 +50,21 @@ def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
 
 
 def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:
-    """The dtype that holds both, whatever the promotion mode of the caller."""
+    """The dtype that holds both, whatever the promotion mode of the caller.
+
+    Of float16 and bfloat16 it is float32: neither holds the other.
+    """
+    # Under `jax_numpy_dtype_promotion="strict"` any two unequal dtypes are an error.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(first, second)
 
 
 def as_castable_dtype(dtype: DTypeLike, field: str) -> np.dtype:
-    """The dtype that a name stands for, if casts handle it; `field` is for the error message."""
+    """Converts a name such as "bf16" to the dtype that it stands for, if casts handle it.
+
+    Raises:
+      ValueError: for another dtype; `field` names the argument in the message.
+    """
     try:
         resolved = jnp.dtype(DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
@@ -71,9 +87,10 @@ def map_by_path(tree: Any, fun: Callable[[str, Any], Any]) -> Any:
 
 
 def resolve_choice(choice: Any, tree: Any) -> Any:
-    """A choice for the parts of a tree, or what a function says of the tree.
+    """Finds what is chosen for the parts of a tree: `choice`, or what it returns of the tree.
 
-    A module of bools that happens to be callable is a choice, as it is in optax.
+    optax takes masks and labels both as trees and as functions of the parameters. A pytree of bools
+    that happens to be callable, such as a module, is a choice, as it is in optax.
     """
     leaves = jax.tree.leaves(choice)
     is_function = bool(leaves) and all(map(callable, leaves))
@@ -90,7 +107,11 @@ def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:
 
 
 def has_mark(tree: Any, mark: str) -> bool:
-    """Whether the class of a node of a tree, leaves included, sets the attribute `mark` to True."""
+    """Whether the class of a node of a tree, leaves included, sets the attribute `mark` to True.
+
+    So states tell what their transformation does (`reduces_gradients`) to modules that must not
+    import their classes.
+    """
 
     def is_marked(node: Any) -> bool:
         return getattr(type(node), mark, False) is True
@@ -119,7 +140,10 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def hold(skip: jax.Array, new: Any, old: Any) -> Any:
-    """`old` where `skip`, else `new`, leaf by leaf, in the dtypes of `old`."""
+    """Holds `old` where `skip`, a bool scalar, is true; else `new`; in the dtypes of `old`.
+
+    A select, not a product with 0 or 1: infinity times zero is NaN.
+    """
 
     def choose(new_leaf: Any, old_leaf: Any) -> Any:
         return new_leaf if is_float0(new_leaf) else jnp.where(skip, old_leaf, new_leaf)
@@ -128,9 +152,9 @@ def hold(skip: jax.Array, new: Any, old: Any) -> Any:
 
 
 def null_updates(tree: Any) -> Any:
-    """Updates in the shapes and dtypes of `tree` that change nothing when they are added.
+    """Makes updates in the shapes and dtypes of `tree` that change nothing when they are added.
 
-    Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
+    They are negative zeros: x + -0.0 is x for every x, bit by bit, but -0.0 + 0.0 is 0.0.
     """
 
     def null(leaf: Any) -> Any:
@@ -142,7 +166,11 @@ def null_updates(tree: Any) -> Any:
 
 
 def zero_where_old_is_not_finite(new: Any, old: Any) -> Any:
-    """`new`, with zeros where `old` was non-finite already: some optimizers start from infinity."""
+    """Returns `new` with zeros where `old` was not finite already, for a count of what turned bad.
+
+    Some optimizers start from infinity, such as a least loss seen so far; that is no fault of a
+    step.
+    """
 
     def choose(new_leaf: Any, old_leaf: Any) -> Any:
         if not is_floating(new_leaf):
@@ -153,7 +181,7 @@ def zero_where_old_is_not_finite(new: Any, old: Any) -> Any:
 
 
 def keep_finite(new: Any, old: Any) -> Any:
-    """`new`, element by element, except where a finite number of `old` would turn non-finite."""
+    """Returns `new`, but `old` in each element that would turn from finite to non-finite."""
 
     def choose(new_leaf: Any, old_leaf: Any) -> Any:
         if not is_floating(new_leaf):

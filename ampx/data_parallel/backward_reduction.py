@@ -1,4 +1,16 @@
-"""Gradients that are reduced where the backward pass makes them, not after it."""
+"""Gradients that are reduced where the backward pass makes them, not after it.
+
+An identity with a derivative of its own: forward it returns the parameter, backward it sums the
+parameter's gradient over devices before it hands it on.
+
+    forward     w ──────────────► layer
+    backward    psum(g) ◄── g ◄── layer     the sum of this layer runs beside the backward pass of
+                                            the layers before it
+
+`ampx.all_reduce` begins only when the whole backward pass is done, since the verdict needs all
+local gradients. Here communication hides behind the backward pass as well, at two prices: the
+verdict sees reduced gradients, and each leaf is reduced by itself, without buckets.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +25,7 @@ from ampx.trees import is_float0, is_floating, path_name, wider_dtype
 
 
 def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator: Any = None) -> Any:
-    """The parameters, whose gradients are summed over mapped axes as soon as they are known.
+    """Marks parameters, so that their gradients are summed over devices as soon as they are known.
 
     Call it inside the loss, on what a layer reads: on all parameters, or inside a scan over layers
     on the slice of one. The sum then starts in the backward pass while earlier layers are still at
@@ -54,7 +66,7 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
       1.5
     """
     axes = as_axes(axis_name)
-    count_devices(axes)
+    count_devices(axes)  # raises where they are not mapped
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if varying_axes(leaf) & set(axes):
             raise ValueError(
@@ -63,16 +75,20 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
                 "of the loss, with parameters that are the same everywhere"
             )
     if accumulator is None:
-        return jax.tree.map(lambda leaf: _reducing(axes)(leaf, None), params)
+        return jax.tree.map(lambda leaf: _make_identity(axes)(leaf, None), params)
     structures = jax.tree.structure(params), jax.tree.structure(accumulator)
     if structures[0] != structures[1]:
         raise ValueError(
             f"accumulator must be a tree like params, {structures[0]}, got {structures[1]}"
         )
-    return jax.tree.map(_reducing(axes), params, accumulator)
+    return jax.tree.map(_make_identity(axes), params, accumulator)
 
 
-def _reducing(axes: tuple[str, ...]) -> Any:
+def _make_identity(axes: tuple[str, ...]) -> Any:
+    """An identity whose cotangent is summed over `axes`, an accumulator added before."""
+
+    # Forward it must return a value that varies over the axes. With `check_vma=True` JAX itself
+    # sums the cotangent of a value that does not, and the sum below would count it n times.
     @jax.custom_vjp
     def identity(leaf: Any, added: Any) -> Any:
         return mark_varying(leaf, axes)
@@ -81,10 +97,11 @@ def _reducing(axes: tuple[str, ...]) -> Any:
         return identity(leaf, added), added
 
     def backward(added: Any, cotangent: Any) -> Any:
+        # The accumulator is data: nobody differentiates by it, but custom_vjp wants a cotangent.
         none = None if added is None else jnp.zeros_like(added)
         if is_float0(cotangent) or not is_floating(cotangent):
             return cotangent, none
-        wide = cotangent.astype(wider_dtype(cotangent.dtype, jnp.float32))
+        wide = cotangent.astype(wider_dtype(cotangent.dtype, jnp.float32))  # summed in float32
         if added is not None:
             wide = wide + added.astype(wide.dtype)
         return sum_over_axes(wide, axes).astype(cotangent.dtype), none

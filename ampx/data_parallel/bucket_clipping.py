@@ -1,4 +1,9 @@
-"""Clipping that needs one bucket of gradients, where a global norm needs all of them."""
+"""Clipping that needs one bucket of gradients, where a global norm needs all of them.
+
+A clip by the global norm multiplies every gradient by a factor that depends on all of them. Then
+the first update waits for the last bucket, and no reduction hides behind an update. A factor for
+each bucket keeps the buckets independent. It is another algorithm, not an approximation of it.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +53,7 @@ def clip_by_bucket_norm(
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
     def update(updates: Any, params: Any = None) -> Any:
+        # From shapes alone, so the buckets are those of an `ampx.all_reduce` with equal arguments.
         layout = bucket_layout(updates, bucket_bytes=bucket_bytes, group_of=group_of, order=order)
         leaves, structure = jax.tree.flatten(updates)
         for bucket in layout.buckets:

@@ -1,5 +1,13 @@
 """What a running training shows: figures by name out of any optimizer state, and a progress bar.
 
+Every wrapper of ampx keeps its figures as fields of its own state, wherever that is nested in the
+optimizer state. `metrics` walks the whole state and collects them:
+
+    LossScaleState                        loss_scale, skipped_total, ...
+      └ chain                             (a tuple: walked through)
+          ├ ReductionState                num_buckets, reduced_bytes
+          └ InjectStatefulHyperparamsState   learning_rate
+
 tqdm is imported when a bar is shown, so that ampx itself does without it.
 """
 
@@ -56,7 +64,7 @@ Path = tuple[str, ...]
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
-    """Every figure that ampx keeps in an optimizer state, by name, ready to be logged.
+    """Collects every figure that ampx keeps in an optimizer state, by name, ready to be logged.
 
     Nothing is computed and nothing is read from the device: inside `jit` the figures may be part of
     what a step returns, outside they are the state's own arrays.
@@ -119,7 +127,11 @@ def _figures(node: Any, path: Path) -> Iterator[tuple[Path, str, jax.Array]]:
 
 
 def _distinct(path: Path, all_paths: Sequence[Path]) -> Path:
-    """The parts of a path at which another one leaves it, or ends."""
+    """The parts of a path at which another one leaves it, or ends.
+
+    Of `("outer", "0", "decay")` and `("outer", "0", "rest")` these are `("decay",)` and
+    `("rest",)`: the shortest names that differ.
+    """
     return tuple(
         part
         for i, part in enumerate(path)
@@ -174,6 +186,8 @@ def progress_bar(
         return
     layout = "{desc:<26}{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
     bar = _tqdm()(desc=label, total=total_steps, bar_format=layout)
+    # Reports wait here unread: `float(report.loss)` blocks until the device has taken the step, and
+    # the device would then stand still while Python prepares the next.
     unread: list[StepReport] = []
     skipped = 0
     started = time.perf_counter()

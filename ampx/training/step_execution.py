@@ -1,4 +1,30 @@
-"""What one call of a training step does, in which order."""
+"""What one call of a training step does, in which order.
+
+    state      params as stored, opt_state, step i32[], key
+      │
+      │  1  scale = current_loss_scale(opt_state)        f32[], as held before this step
+      │  2  grads_of(params, batch, loss_scale=scale)
+      │       loss                                       f32[], unscaled
+      │       weight                                     f32[], of all micro-batches and devices
+      │       grads                                      f32 like params: summed over micro-batches,
+      │                                                  over the weight, still times the scale
+      │  3  verdict = count_nonfinite(grads)             i32[2]: arrays with inf, with NaN   ┐ with
+      │  4  reduction.reduce(grads, verdict)             f32, in buckets, after the verdict  ┘ axes
+      │  5  tx.update(grads, opt_state, params)          from the outside in:
+      │       loss scale   reads the verdict, or takes one; multiplies by 1/scale
+      │       clip         by the global norm, f32[]
+      │       optimizer    updates and new state
+      │       loss scale   after an overflow: the old state, updates of zero; then moves the scale
+      │  6  params + updates                             in the dtypes of params
+      ▼
+    next state, StepReport
+
+Every line is a pure function of those above it, so XLA is free to overlap them. Steps 3 and 4 are
+here only where `axis_name` is given. A pipeline does them inside step 2, `ampx.zero1` does step 4
+inside step 5, and under plain `jit` arrays are global and JAX reduces them.
+
+A fused optimizer takes 5 and 6 in one pass over memory (`ampx.fused.apply`).
+"""
 
 from __future__ import annotations
 
@@ -37,6 +63,12 @@ class TrainStep:
     Attributes:
       tx: the whole optax transformation, loss scale and clipping included. Give this one to
         flax's `TrainState.create` or `nnx.Optimizer`.
+      grads_of: from parameters and a batch to a `GradResult`, as `ampx.value_and_grad` makes it.
+      recipe: how parameters are stored and computed with; None leaves them as they are.
+      learning_rate: a number or schedule, for the report alone; None where it was not given.
+      group_of: from a parameter's path to its group in `StepReport.local_norm`; None for no groups.
+      reduction: how gradients are reduced over `axis_name`; None without it.
+      schedule: a precision schedule, or None.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp, optax
@@ -58,7 +90,7 @@ class TrainStep:
     def init(
         self, params: Any, *, key: jax.Array | None = None, model_state: Any = None
     ) -> TrainState:
-        """A first state.
+        """Makes the first state.
 
         Args:
           params: a pytree of parameters, or `ampx.fused.FlatParams`, stored as the policy says.
@@ -67,9 +99,15 @@ class TrainStep:
 
         Returns:
           A `TrainState`; copies, so that it can be donated without losing `params`.
+
+        Raises:
+          TypeError: for an nnx model, which needs an `nnx.Optimizer` in the place of a state.
         """
         if flax_modules.is_nnx_module(params):
-            raise TypeError("for an nnx model make the pair (model, nnx.Optimizer(model, step.tx))")
+            raise TypeError(
+                "step.init takes a pytree of parameters, got an nnx module: call the step with the "
+                "pair (model, nnx.Optimizer(model, step.tx, wrt=nnx.Param)) instead of a state"
+            )
         stored = params if self.recipe is None else self.recipe.cast_params(params)
         stored, key, model_state = jax.tree.map(jnp.copy, (stored, key, model_state))
         step = jnp.zeros((), jnp.int32)
@@ -79,7 +117,7 @@ class TrainStep:
     def __call__(
         self, state: Any, batch: Any, *, key: jax.Array | None = None
     ) -> tuple[Any, StepReport]:
-        """One step.
+        """Takes one step.
 
         Args:
           state: an `ampx.TrainState`, a flax linen `TrainState`, or a pair (nnx model,
@@ -95,6 +133,8 @@ class TrainStep:
           ValueError: for a flax state that was made with another optimizer than `step.tx`.
         """
         now = train_states.as_train_state(state, self.tx)
+        # The key advances on a skipped step too, as the data do, so that no two steps draw the same
+        # dropout masks. A key that the caller gives leaves the state's own untouched.
         next_key = now.key
         if key is None and now.key is not None:
             next_key, key = jax.random.split(now.key)
@@ -121,6 +161,8 @@ class TrainStep:
         grads, of_reduction, sent = self._reduce(result, now.opt_state)
         result = result._replace(grads=grads)
         extra_args |= of_reduction
+        # Both branches undo what a skip must not change. For nnx the optimizer's own method applies
+        # the update, so that a subclass of `nnx.Optimizer` keeps its say.
         if is_nnx:
             with jax.named_scope("ampx.update"):
                 new_state = train_states.apply_to_nnx(state, grads, result.model_state, extra_args)
@@ -170,6 +212,7 @@ class TrainStep:
         if not 0 <= number < len(phases):
             raise IndexError(f"number must be that of one of {len(phases)} phases, got {number}")
 
+        # A Python int in the place of the traced phase chooses the function while tracing.
         def grads_of(*args: Any, phase: jax.Array, **kwargs: Any) -> GradResult:
             return self.grads_of(*args, phase=number, **kwargs)
 
@@ -191,9 +234,11 @@ class TrainStep:
                 return grads, {"verdict": Verdict(result.verdict, ())}, {}
             return grads, {}, {}
         axes = self.reduction.axes
+        # Before the reduction and from local gradients: see `data_parallel.reduction`. The sum of
+        # the two counts is what the first bucket waits for.
         verdict = Verdict(count_nonfinite(grads, axis_names=axes), axes)
         about = {"verdict": verdict} if is_judged else {}
-        if find_nodes(opt_state, Zero1State):
+        if find_nodes(opt_state, Zero1State):  # it reduces inside `tx`, and must be told the op
             return grads, {**about, "reduce_op": self.reduction.op}, {}
         if find_nodes(opt_state, ReductionState):
             raise ValueError(
@@ -207,7 +252,12 @@ class TrainStep:
     def _apply(
         self, grads: Any, now: TrainState, extra_args: dict[str, Any]
     ) -> tuple[Any, Any, jax.Array | None]:
-        """New parameters and optimizer state, and the norm of the gradients if it came along."""
+        """Updates parameters and optimizer state.
+
+        Returns:
+          The new ones, and the norm of the unscaled gradients if a fused update has measured it on
+          its way; else None.
+        """
         if can_apply(now.opt_state):
             params, opt_state, report = apply(
                 self.tx, grads, now.opt_state, now.params, **extra_args
@@ -226,14 +276,19 @@ class TrainStep:
         scale: jax.Array,
         norm: jax.Array | None,
     ) -> StepReport:
+        # By the scale that the gradients were made with: the new state's may have moved already.
         grads = unscale(result.grads, scale)
         if norm is None:
             norm = optax.tree.norm(grads)
+        # Under ZeRO-1 `grads` are each device's own: only the sum inside has the norm of the whole.
         sharded = find_nodes(new_opt_state, Zero1State)
         if sharded:
             norm = sharded[0].gradient_norm
             if self.group_of is not None:
-                raise ValueError("local_norm is not known with zero1, which reduces inside tx")
+                raise ValueError(
+                    "local_norm cannot be reported with ampx.zero1: gradients are reduced inside "
+                    "tx, and are not whole there. Leave local_norm out"
+                )
         local_norm = size = None
         if self.group_of is not None:
             local_norm, size = measure_groups(grads, self.group_of)

@@ -1,4 +1,8 @@
-"""What one training step tells."""
+"""What one training step reports, as arrays on the device.
+
+A report is returned from a jitted step like any other result. Nothing in it makes the host wait
+until somebody reads a field, so a loop that reads reports a few steps late costs no time.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +18,28 @@ from ampx.trees import path_name
 
 
 class StepReport(NamedTuple):
-    """What one step tells. All on the device; reading a field waits for it.
+    """What one step reports. All fields are on the device; reading one waits for the step.
 
     Attributes:
-      loss: float32 (float64 for a float64 loss), unscaled.
-      overflow: bool, whether the step was skipped. Inside a window of `ampx.multi_steps`: whether
-        the window, or the micro-step, is dropped.
-      loss_scale: float32, the scale that this step used.
-      learning_rate: float32, the rate that this step used; None where it is not known. A skipped
-        step moves no schedule.
-      global_norm: float32, norm of the unscaled gradients before any clipping.
-      local_norm: dict from parameter group to float32 norm; None unless asked for.
-      size: dict from parameter group to int32 number of elements; None unless asked for.
+      loss: float32 scalar (float64 for a float64 loss), unscaled, over all micro-batches and, with
+        `axis_name`, devices.
+      overflow: bool scalar, whether the step was skipped. Inside a window of `ampx.multi_steps`:
+        whether the window, or the micro-step, is dropped.
+      loss_scale: float32 scalar, the scale that this step used; 1 without a loss scale.
+      learning_rate: float32 scalar, the rate that this step used; None where it is not known. A
+        skipped step moves no schedule.
+      global_norm: float32 scalar, norm of the unscaled, reduced gradients before any clipping.
+      local_norm: dict from parameter group to its norm, a float32 scalar; None unless asked for.
+      size: dict from parameter group to its number of elements, an int32 scalar; None unless asked
+        for.
       aux: the loss function's auxiliary output, or None.
-      phase: int32, the phase of the precision schedule that this step was in; None without one.
-      num_buckets: int32, the reductions of gradients over `axis_name`, see `ampx.ReductionState`;
-        None where the step does none itself: without `axis_name`, or with `ampx.zero1`, whose state
-        has it.
-      reduced_bytes: float32, the bytes that each device handed to them; None as `num_buckets`.
+      phase: int32 scalar, the phase of the precision schedule that this step was in, from 0; None
+        without one.
+      num_buckets: int32 scalar, the reductions of gradients over `axis_name`, see
+        `ampx.ReductionState`; None where the step does none itself: without `axis_name`, or with
+        `ampx.zero1`, whose state has it.
+      reduced_bytes: float32 scalar, the bytes that each device handed to them; None as
+        `num_buckets`.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -57,11 +65,15 @@ class StepReport(NamedTuple):
 def measure_groups(
     grads: Any, group_of: Callable[[str], str]
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Norm and size of every parameter group.
+    """Measures every parameter group.
 
     Args:
-      grads: unscaled gradients.
+      grads: unscaled gradients, float32 or wider.
       group_of: from a parameter's path, joined by "/", to its group.
+
+    Returns:
+      Two dicts from group: to its norm, a float32 scalar, and to its number of elements, an int32
+      scalar.
     """
     groups: dict[str, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(as_tree(grads)):

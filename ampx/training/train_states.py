@@ -1,4 +1,15 @@
-"""The train states that `ampx.train_step` takes: ampx's own, flax linen's and flax nnx's."""
+"""The train states that `ampx.train_step` takes: ampx's own, flax linen's and flax nnx's.
+
+A step reads any of them as a `TrainState` and gives back the kind that it was given:
+
+    as_train_state    the caller's state  ─►  TrainState
+    advance           TrainState          ─►  the next one; a skip holds what must not change
+    write_back        the next one        ─►  the caller's kind
+    apply_to_nnx      the last two for an nnx model, whose parameters are not a plain pytree
+
+Whether a call was skipped, applied an update or did neither, inside a window of `ampx.multi_steps`,
+is read off the optimizer states before and after it: `compare_states`.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +32,13 @@ class TrainState(NamedTuple):
     """All that changes in training, as one pytree to donate and to checkpoint.
 
     Attributes:
-      step: int32, updates applied; a skipped one does not count, nor a call inside a window of
-        `ampx.multi_steps`.
-      params: the parameters.
+      step: int32 scalar, updates applied; a skipped one does not count, nor a call inside a window
+        of `ampx.multi_steps`.
+      params: a pytree of parameters in the dtypes in which the policy stores them, or
+        `ampx.fused.FlatParams`.
       opt_state: the optimizer state, with the loss scale in it.
-      key: a random key that advances on every call, or None.
-      model_state: what the model changes by itself, such as batch statistics, or None.
+      key: a scalar random key that advances on every call, or None.
+      model_state: a pytree of what the model changes by itself, such as batch statistics, or None.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -43,9 +55,11 @@ class TrainState(NamedTuple):
 
 
 def place_beside(params: Any, state: Any) -> Any:
-    """A state whose counts and the like lie on all devices of the mesh that parameters lie on.
+    """Puts counts and the like of a first state on all devices of the mesh that parameters lie on.
 
-    Left where they are made, the first step would move them, and the next be compiled anew.
+    They are made on one device. Left there, the first step would return them on the mesh, and the
+    second call, with arguments placed differently from those of the first, would be compiled anew.
+    Arrays that somebody has placed (`committed` in JAX's words) stay where they are.
     """
     meshes = {
         leaf.sharding.mesh
@@ -76,7 +90,12 @@ def is_nnx_pair(state: Any) -> bool:
 
 
 def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
-    """Any supported state as a `TrainState`; an nnx model is its own `params`."""
+    """Reads any supported state as a `TrainState`; an nnx model is its own `params`.
+
+    Raises:
+      TypeError: for a state of another kind.
+      ValueError: for a flax state that was made with another optimizer than `tx`.
+    """
     if isinstance(state, TrainState):
         return state
     if is_nnx_pair(state):
@@ -86,6 +105,7 @@ def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
         return TrainState(optimizer.step[...], model, nnx.as_pure(optimizer.opt_state))
     if all(hasattr(state, name) for name in ("params", "opt_state", "step", "replace")):
         _check_same_tx(state.tx, tx, "TrainState.create(..., tx=step.tx)")
+        # flax documents `batch_stats` as the name by which users add statistics to their state.
         model_state = getattr(state, "batch_stats", None)
         return TrainState(jnp.asarray(state.step), state.params, state.opt_state, None, model_state)
     raise TypeError(
@@ -95,7 +115,7 @@ def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
 
 
 def write_back(state: Any, new: TrainState) -> Any:
-    """`new` in the shape of the caller's `state`."""
+    """Converts `new` to the kind of the caller's `state`."""
     if isinstance(state, TrainState):
         return new
     changes = {"batch_stats": new.model_state} if hasattr(state, "batch_stats") else {}
@@ -103,14 +123,29 @@ def write_back(state: Any, new: TrainState) -> Any:
 
 
 class Outcome(NamedTuple):
-    """What became of a call: its work was undone, or an update was applied, or neither yet."""
+    """What became of a call: its work was undone, or an update was applied, or neither yet.
+
+    Attributes:
+      skipped: bool scalar, the work was undone.
+      applied: bool scalar, parameters have moved. Neither is true inside a window of
+        `ampx.multi_steps` that goes on.
+    """
 
     skipped: jax.Array
     applied: jax.Array
 
 
 def compare_states(old_opt_state: optax.OptState, new_opt_state: optax.OptState) -> Outcome:
-    """Compares the optimizer states before and after an update."""
+    """Compares the optimizer states before and after an update.
+
+    With `ampx.multi_steps` and k = 3, where the gradient of call 5 is infinite:
+
+        after call      1   2   3   4   5   6
+        gradient_step   0   0   1   1   1   2    grows when a window is completed
+        window_is_bad   -   -   -   -   x   -    from the overflow on; cleared with the window
+        skipped         -   -   -   -   x   x    the window is lost, and is dropped at its end
+        applied         -   -   x   -   -   -
+    """
     skipped = is_skipped(new_opt_state)
     before, after = (find_nodes(s, MultiStepsState) for s in (old_opt_state, new_opt_state))
     if not after:
@@ -126,7 +161,13 @@ def compare_states(old_opt_state: optax.OptState, new_opt_state: optax.OptState)
 
 
 def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
-    """Refuses a loss scale that only a part of the gradients would pass through."""
+    """Refuses a loss scale that only a part of the gradients would pass through.
+
+    From the outside in, only wrappers that hand on all gradients as they are may stand before it.
+
+    Raises:
+      ValueError: if something else does.
+    """
     scale = find_loss_scale_state(opt_state)
     node: Any = opt_state
     while scale is not None and not isinstance(node, LossScaleState):
@@ -146,9 +187,10 @@ def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
 def apply_to_nnx(
     state: Any, grads: Any, new_rest: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """One update of copies of an nnx model and optimizer; a skip holds statistics and step.
+    """Updates copies of an nnx model and optimizer; a skip holds statistics and step.
 
-    Random counters go on: only what the model learnt from the bad batch is undone.
+    Random counters go on: only what the model learnt from the bad batch is undone. Copies, because
+    nnx objects are changed in place, and a step is a pure function.
     """
     nnx = sys.modules["flax.nnx"]
     model, optimizer = nnx.clone(state[0]), nnx.clone(state[1])
@@ -169,7 +211,7 @@ def apply_to_nnx(
 def advance(
     state: TrainState, params: Any, opt_state: optax.OptState, key: Any, new_model_state: Any
 ) -> TrainState:
-    """The next state: on a skip the step count and the model's state stand still."""
+    """Makes the next state: on a skip the step count and the model's state stand still."""
     # A weakly typed increment keeps the type of flax's step, a Python int: one trace, not two.
     skipped, applied = compare_states(state.opt_state, opt_state)
     step = state.step + jnp.where(applied, 1, 0)
