@@ -99,6 +99,8 @@ def all_reduce(
     def init(params: optax.Params) -> ReductionState:
         return reduction_state(())
 
+    # Two extra arguments come from around: from a loss scale `overflow`, its verdict, for which the
+    # first bucket waits; `reduce_op` from who knows whether gradients were divided already.
     def update(
         updates: Any,
         state: Any,

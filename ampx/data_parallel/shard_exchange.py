@@ -68,6 +68,7 @@ class ShardExchange:
 
         sent: list[int] = []
 
+        # On one device nothing travels, and nothing is counted.
         def scatter_rows(rows: jax.Array) -> jax.Array:
             if self.count > 1:
                 sent.append(rows.nbytes)
@@ -76,7 +77,7 @@ class ShardExchange:
         received = self._in_buckets(rows, scatter_rows)
         shards = dict(zip(self.divided, received, strict=True))
         sums, sent_whole = self.reduction.sum_over_devices(whole)
-        rest = iter(sums)
+        rest = iter(sums)  # the sums of `whole`, in its order
         parts = [
             next(rest) if dim is None else self._shard(shards[i], i)
             for i, dim in enumerate(self.dims)
@@ -85,7 +86,10 @@ class ShardExchange:
         return self.reduction.narrow(shards_of_tree, grads), [*sent, *sent_whole]
 
     def gather(self, updates: Sequence[Any]) -> list[Any]:
-        """Gathers whole updates from every device's shards."""
+        """Gathers whole updates from every device's shards, in the dtypes that updates have.
+
+        The result is typed as the same on all devices ("invarying"), so that parameters stay so.
+        """
         rows = [jnp.moveaxis(updates[i], dim, 0).reshape(-1) for i, dim in self.divided.items()]
 
         def gather_row(row: jax.Array) -> jax.Array:
@@ -132,6 +136,8 @@ class ShardExchange:
 
     def _in_buckets(self, rows: Sequence[jax.Array], move: Any) -> list[jax.Array]:
         """Applies `move` to the arrays of one bucket at a time, joined along the last axis."""
+        # The layout is that of one row of each matrix, the same for every device's row. In a list
+        # the path of a leaf is its place: "0", "1" and so on.
         layout = bucket_layout(
             [jax.ShapeDtypeStruct(row.shape[-1:], row.dtype) for row in rows],
             bucket_bytes=self.reduction.bucket_bytes,

@@ -173,6 +173,8 @@ class _Partition:
         return Part(value, dim - sum(axis < dim for axis in axes))  # axes before it are gone
 
     def _broadcast(self, eqn: Equation, part: Part) -> Part:
+        # Axis i of the operand becomes axis broadcast_dimensions[i] of the result. The shape in the
+        # equation is that of the whole result; along the divided axis it becomes the shard's.
         dim = eqn.params["broadcast_dimensions"][part.dim]
         shape = list(eqn.params["shape"])
         shape[dim] = part.value.shape[part.dim]
@@ -210,6 +212,7 @@ class _Partition:
 
             return run
 
+        # eval_shape runs nothing; only `dims` is wanted of it.
         values = [part.value for part in others]
         bodies = reading.bodies_of(eqn)
         for body in bodies:

@@ -140,6 +140,7 @@ def zero1(
     )
     axes = reduction.axes
 
+    # Whole shapes: `jax.jit(tx.init, out_shardings=...)` divides them as `zero1_specs` says.
     def init(params: optax.Params) -> Zero1State:
         return Zero1State(reduction_state(()), inner.init(params), jnp.zeros((), jnp.float32))
 
@@ -160,10 +161,13 @@ def zero1(
         state_dims = _choose_state_dims(whole_state, params, exchange.count)
         _check_state(state.inner_state, whole_state, state_dims, exchange.count)
         grads, sent = exchange.scatter(updates)
+        # What this device holds of the arguments of inner.update, along which axis each leaf is
+        # divided, and the whole shapes with which it is traced.
         held = (grads, state.inner_state, exchange.take_own_shards(params))
         dims = (*exchange.dims, *state_dims, *exchange.dims)
         whole = (_whole_shapes(updates, dtypes_of=grads), whole_state, _whole_shapes(params))
 
+        # The extra arguments are constants of the trace: values that every device holds whole.
         def inner_update(grads: Any, inner_state: Any, params: Any) -> Any:
             return inner.update(grads, inner_state, params, **extra_args)
 
@@ -215,6 +219,7 @@ def _shard_shape(shape: Sequence[int], dim: int | None, count: int) -> tuple[int
 
 
 def _check_state(state: Any, whole: Any, dims: Sequence[int | None], count: int) -> None:
+    """Refuses a state that is not divided: it was given to `shard_map` without its specs."""
     paths = jax.tree_util.tree_leaves_with_path(state)
     for (path, leaf), like, dim in zip(paths, jax.tree.leaves(whole), dims, strict=True):
         expected = _shard_shape(like.shape, dim, count)
@@ -272,7 +277,7 @@ def zero1_specs(
         raise ValueError("there is no ampx.zero1 in this transformation: its state is not divided")
 
     def specs_of(node: Any) -> Any:
-        if not isinstance(node, Zero1State):
+        if not isinstance(node, Zero1State):  # around zero1: loss scales, counts
             return PartitionSpec()
         dims = iter(_choose_state_dims(node.inner_state, params, count))
         inner = jax.tree.map(lambda leaf: _spec(next(dims), axes), node.inner_state)

@@ -120,6 +120,8 @@ def _figures(node: Any, path: Path) -> Iterator[tuple[Path, str, jax.Array]]:
     def has_figures(part: Any) -> bool:
         return part is not node and type(part) in _FIGURES
 
+    # The walk stops at the next states that have figures, and goes on inside each of them; without
+    # `part is not node` it would stop at once, at the state that it has come from.
     for step, part in jax.tree_util.tree_leaves_with_path(node, is_leaf=has_figures):
         if type(part) in _FIGURES:
             names = (jax.tree_util.keystr((key,), simple=True) for key in step)
@@ -184,6 +186,7 @@ def progress_bar(
     if disable:
         yield lambda report: None
         return
+    # No rate of tqdm's own: it would count compilation, and the reports that are still unread.
     layout = "{desc:<26}{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
     bar = _tqdm()(desc=label, total=total_steps, bar_format=layout)
     # Reports wait here unread: `float(report.loss)` blocks until the device has taken the step, and
@@ -193,6 +196,7 @@ def progress_bar(
     started = time.perf_counter()
 
     def refresh() -> None:
+        """Reads all unread reports, of which only the last is shown, and updates the bar."""
         nonlocal skipped
         report = unread[-1]
         skipped += sum(bool(each.overflow) for each in unread)

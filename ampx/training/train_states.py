@@ -98,6 +98,7 @@ def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
     """
     if isinstance(state, TrainState):
         return state
+    # The classes of flax are told by what they have, since flax may not be installed.
     if is_nnx_pair(state):
         model, optimizer = state
         _check_same_tx(optimizer.tx, tx, "nnx.Optimizer(model, step.tx, wrt=nnx.Param)")
@@ -170,10 +171,11 @@ def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
     """
     scale = find_loss_scale_state(opt_state)
     node: Any = opt_state
+    # Invariant: everything from `opt_state` down to `node` hands on all gradients as they are.
     while scale is not None and not isinstance(node, LossScaleState):
         if isinstance(node, MultiStepsState | PrecisionScheduleState):
             node = node.inner_state
-        elif isinstance(node, tuple) and len(node) == 1:
+        elif isinstance(node, tuple) and len(node) == 1:  # a chain of one
             node = node[0]
         else:
             holder = "optax.chain" if type(node) is tuple else type(node).__name__
@@ -192,14 +194,19 @@ def apply_to_nnx(
     Random counters go on: only what the model learnt from the bad batch is undone. Copies, because
     nnx objects are changed in place, and a step is a pure function.
     """
+    # Whoever holds an nnx model has imported flax; ampx itself never does.
     nnx = sys.modules["flax.nnx"]
     model, optimizer = nnx.clone(state[0]), nnx.clone(state[1])
     optimizer.update(model, grads, **extra_args)
     old_opt_state, opt_state = (nnx.as_pure(o.opt_state) for o in (state[1], optimizer))
+    # float32 gradients must not widen the half moments that half parameters came with.
     opt_state = trees.cast_like(opt_state, old_opt_state)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
     skipped, applied = compare_states(old_opt_state, opt_state)
+    # `nnx.Optimizer.update` counts every call; here a step counts only if it was applied.
     optimizer.step[...] = trees.hold(~applied, optimizer.step[...], state[1].step[...])
+    # The rest is what is not differentiated: random counters, which go on as keys do, and
+    # statistics, of which a skip keeps the old.
     random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)
     _, old_learnt = nnx.split_state(
         flax_modules.select_nnx_rest(nnx.clone(state[0]), optimizer.wrt), nnx.RngState, ...

@@ -119,9 +119,10 @@ def train_step(
             bucket_bytes=bucket_bytes,
             tail_overlap=tail_overlap,
         )
-        policy = loss_fn.recipe
+        policy = loss_fn.recipe  # it decides how parameters are stored
     schedule = None
     if isinstance(policy, PrecisionSchedule):
+        # All phases store parameters in one dtype, so any recipe says how.
         schedule, policy = policy, policy.recipes[0]
     recipe = as_recipe(policy)
     grads_of = (
@@ -179,6 +180,8 @@ def _wrap(
 
 def _refuse_options(**options: Any) -> None:
     """Refuses arguments about gradients beside a pipeline, which has its own."""
+    # The signature is the one place where the defaults stand. "is" comes first: a value such as a
+    # tree of strings or an array may have no plain answer to "!=".
     defaults = inspect.signature(train_step).parameters
     for name, value in options.items():
         if value is not defaults[name].default and value != defaults[name].default:
@@ -191,6 +194,8 @@ def _refuse_options(**options: Any) -> None:
 def _choose_reduction(
     axis_name: str | Sequence[str] | None, bucket_bytes: int | None, tail_overlap: bool | None
 ) -> Reduction | None:
+    # A sum, not a mean: `value_and_grad(axis_name=...)` has divided each device's gradients by the
+    # weight of all devices, so that devices with more tokens count for more.
     if axes := as_axes(axis_name, may_be_empty=True):
         return make_reduction(axes, op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap)
     for name, value in (("tail_overlap", tail_overlap), ("bucket_bytes", bucket_bytes)):
@@ -211,6 +216,7 @@ def _clip(
         raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}: None is off")
     clipping = clipped(tx, max_grad_norm)
 
+    # Both mistakes are seen only in the state, whose structure tells what is inside `tx`.
     def init(params: optax.Params) -> optax.OptState:
         state = clipping.init(params)
         if find_nodes(state, Zero1State):
