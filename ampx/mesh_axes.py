@@ -101,16 +101,9 @@ def fold_in_device(key: jax.Array | None, axes: Sequence[str]) -> jax.Array | No
     return key
 
 
-def sum_over_axes(tree: Any, axes: Sequence[str]) -> Any:
-    """Sums what each device holds over mapped axes; over none, the tree as it is."""
-    # psum refuses a value that varies over some of these axes and not over the others. Marked, it
-    # is summed as n equal terms along the others, as it is where types say nothing.
-    return lax.psum(mark_varying(tree, axes), tuple(axes)) if axes else tree
-
-
 def sum_over_shards(number: jax.Array) -> jax.Array:
     """Sums what each device found in its shard over the mapped axes over which it varies."""
-    return sum_over_axes(number, sorted(varying_axes(number)))
+    return lax.psum(number, tuple(sorted(varying_axes(number))))  # over no axes psum does nothing
 
 
 def tracks_varying(axis: str) -> bool:
@@ -164,6 +157,9 @@ def mark_varying(tree: Any, axes: Sequence[str]) -> Any:
 
     Nothing is computed: it changes types. The gradient of a marked value is each device's own,
     where that of an unmarked one is summed over the devices by JAX itself.
+
+    `lax.psum(mark_varying(x, axes), axes)` is the sum of any value over mapped axes. psum alone
+    refuses one that varies over some of these axes and not over the others.
     """
 
     def mark(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_choice, check_positive_int, check_transformation
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.state import LossScaleState
-from ampx.mesh_axes import as_axes, sum_over_axes
+from ampx.mesh_axes import as_axes, mark_varying
 from ampx.trees import find_nodes, has_mark, wider_dtype
 
 OnNonfinite = Literal["drop_window", "drop_micro_step"]
@@ -144,7 +144,8 @@ def multi_steps(
         bad = jnp.sum(nonfinite.count_nonfinite((updates, weight), axis_names=axis_names)) > 0
         left_out = jnp.asarray(False if drop_if is None else drop_if(updates), bool)
         if axis_names and drop_if is not None:
-            left_out = sum_over_axes(left_out.astype(jnp.int32), axis_names) > 0
+            any_left_out = mark_varying(left_out.astype(jnp.int32), axis_names)
+            left_out = jax.lax.psum(any_left_out, axis_names) > 0
         if on_nonfinite == "drop_micro_step":
             left_out |= bad
             bad = jnp.zeros((), bool)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ampx.mesh_axes import count_devices, divide_sum, sum_over_axes
+from ampx.mesh_axes import count_devices, divide_sum, mark_varying
 from ampx.trees import is_floating, wider_dtype
 
 Normalize = Literal["mean", "sum", "weights"]
@@ -93,7 +93,7 @@ def normalize_sums(
     """
     number = losses.size * count_devices(axes)
     totals = (jnp.sum(losses), jnp.sum(weights) if normalize == "weights" else None)
-    loss, weight = sum_over_axes(totals, axes)
+    loss, weight = jax.lax.psum(mark_varying(totals, axes), axes)
     if weight is None:
         # Known while tracing, so that the compiler may turn the division into a product.
         weight = divisor = jnp.float32(number)
@@ -148,7 +148,8 @@ def reduce_aux(
         if kind == "sum":
             least = jnp.float32 if is_floating(stacked) else jnp.int32
             dtype = wider_dtype(stacked.dtype, least)
-            return sum_over_axes(jnp.sum(stacked, axis=0, dtype=dtype), axes)
+            total = jnp.sum(stacked, axis=0, dtype=dtype)
+            return jax.lax.psum(mark_varying(total, axes), axes)
         if not is_floating(stacked):
             raise TypeError(
                 f"aux_reduction='mean' needs floating leaves, got {stacked.dtype}: give 'sum' or "
@@ -157,7 +158,8 @@ def reduce_aux(
         wide = stacked.astype(wider_dtype(stacked.dtype, jnp.float32))
         per_row = weights.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
         weighted = jnp.sum(jnp.where(per_row == 0, jnp.zeros_like(wide), wide * per_row), axis=0)
-        return sum_over_axes(weighted, axes) / divisor.astype(wide.dtype)
+        total = jax.lax.psum(mark_varying(weighted, axes), axes)
+        return total / divisor.astype(wide.dtype)
 
     def reduce_subtree(kind: AuxReduction, subtree: Any) -> Any:
         return jax.tree.map(lambda leaf: reduce_leaf(kind, leaf), subtree)

@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from ampx.mesh_axes import as_axes, count_devices, mark_varying, sum_over_axes, varying_axes
+from ampx.mesh_axes import as_axes, count_devices, mark_varying, varying_axes
 from ampx.trees import is_float0, is_floating, path_name, wider_dtype
 
 
@@ -104,7 +105,7 @@ def _make_identity(axes: tuple[str, ...]) -> Any:
         wide = cotangent.astype(wider_dtype(cotangent.dtype, jnp.float32))  # summed in float32
         if added is not None:
             wide = wide + added.astype(wide.dtype)
-        return sum_over_axes(wide, axes).astype(cotangent.dtype), none
+        return lax.psum(mark_varying(wide, axes), axes).astype(cotangent.dtype), none
 
     identity.defvjp(forward, backward)
     return identity

@@ -29,7 +29,7 @@ from jax import lax
 from ampx.data_parallel.reduction import Reduction
 from ampx.data_parallel.sharded_updates import choose_shard_dim, take_own_shard
 from ampx.flat_buffers.buckets import bucket_layout
-from ampx.mesh_axes import count_devices, sum_over_axes, varying_axes
+from ampx.mesh_axes import count_devices, mark_varying, varying_axes
 
 
 class ShardExchange:
@@ -112,7 +112,9 @@ class ShardExchange:
             for is_whole in (False, True)
         )
         own = jnp.asarray(optax.tree.norm(divided, squared=True), jnp.float32)
-        total = sum_over_axes(own, self.axes) if divided else jnp.float32(0)
+        total = jnp.float32(0)
+        if divided:
+            total = lax.psum(mark_varying(own, self.axes), self.axes)
         return jnp.sqrt(total + jnp.asarray(optax.tree.norm(whole, squared=True), jnp.float32))
 
     def _with_dims(self, tree: Any) -> list[tuple[Any, int | None]]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ampx.mesh_axes import as_axes, sum_over_axes
+from ampx.mesh_axes import as_axes, mark_varying
 from ampx.trees import is_floating, wider_dtype
 
 
@@ -76,7 +76,7 @@ def agree_on(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """The sum of each device's counts over mapped axes."""
     axes = as_axes(axis_names, "axis_names", may_be_empty=True)
     with jax.named_scope("ampx.verdict"):
-        return sum_over_axes(counts, axes)
+        return jax.lax.psum(mark_varying(counts, axes), axes)
 
 
 def mark_overflowing(updates: Any, params: Any) -> Any:
