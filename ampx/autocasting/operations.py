@@ -106,23 +106,32 @@ def decide_opaque(eqn: Any, rule: str) -> Decision:
 
 def decide_float32(eqn: Any, values: tuple[Value, ...], rule: str) -> Decision:
     """Decides that an equation computes in float32; its half operands are widened."""
-    touched = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float32(atom)]
     name = eqn.primitive.name
-    if name in tables.MOVING and not touched:
-        return Decision("as traced", rule, (None,) * len(values), values * len(eqn.outvars))
-    if not touched:
-        known = COMPUTED
-    elif name in tables.MOVING:
-        # Moved, so still what it was: a parameter, a constant. Only half is not, once widened.
-        known = describe_moved(touched[0], spreads=_repeats_along_first_axis(eqn))
-        if known.half or known.vote is Vote.HALF:
-            known = COMPUTED
-    else:
-        known = _fold_constants(eqn, touched) or describe_result_of(touched, name in tables.PICKING)
-    outputs = tuple(known if is_float32(out) else AS_TRACED for out in eqn.outvars)
+    touched = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float32(atom)]
     involved = touched or any(is_float32(out) for out in eqn.outvars)
+    precision = "float32" if involved else "as traced"
     operands = tuple(False if is_float32(atom) else None for atom in eqn.invars)
-    return Decision("float32" if involved else "as traced", rule, operands, outputs)
+    if name in tables.MOVING:
+        return Decision(precision, rule, operands, _describe_moved_results(eqn, values))
+    if touched:
+        known = _fold_constants(eqn, touched) or describe_result_of(touched, name in tables.PICKING)
+    else:
+        known = COMPUTED
+    outputs = tuple(known if is_float32(out) else AS_TRACED for out in eqn.outvars)
+    return Decision(precision, rule, operands, outputs)
+
+
+def _describe_moved_results(eqn: Any, values: tuple[Value, ...]) -> tuple[Value, ...]:
+    """Describes the results of an equation that moves its operands, held in float32.
+
+    They are still what they were: parameters, constants. Only half they are not, once widened.
+    """
+    count = len(eqn.outvars)
+    # device_put moves operand i to result i. All others move operand 0, to one result (further
+    # operands, of dynamic_slice, are indices) or to several (split, unstack).
+    sources = values if len(values) == count else values[:1] * count
+    moved = [describe_moved(source, _repeats_along_first_axis(eqn)) for source in sources]
+    return tuple(COMPUTED if v.half or v.vote is Vote.HALF else v for v in moved)
 
 
 def _fold_constants(eqn: Any, operands: Sequence[Value]) -> Value | None:
