@@ -107,8 +107,11 @@ def _put(values: Sequence[Any], indices: Sequence[int], into: Sequence[Any]) -> 
 
 
 def _cast_like(values: Sequence[Any], models: Sequence[Any]) -> list[Any]:
+    """The results of a rule in the dtypes of `models`; a rule may give Python numbers."""
     return [
-        value if value.dtype == model.dtype else lax.convert_element_type(value, model.dtype)
+        value
+        if getattr(value, "dtype", None) == model.dtype
+        else lax.convert_element_type(value, model.dtype)
         for value, model in zip(values, models, strict=True)
     ]
 

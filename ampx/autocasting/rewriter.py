@@ -83,15 +83,20 @@ class Rewriter:
 
         An operand may be half where its type says float32: it was rewritten, and `fun` was not.
         """
+        # JAX hands on what is written into a jaxpr as Python numbers, residuals of a rule among them.
+        arrays = [
+            operand if hasattr(operand, "dtype") else np.asarray(operand, aval.dtype)
+            for operand, aval in zip(operands, avals, strict=True)
+        ]
+        known = [
+            IN_HALF if array.dtype != aval.dtype else describe_input(aval)
+            for array, aval in zip(arrays, avals, strict=True)
+        ]
         with tracing_for(self.settings.half_dtype):
             jaxpr, _ = reading.trace(fun, *avals)
-            known = [
-                IN_HALF if operand.dtype != aval.dtype else describe_input(aval)
-                for aval, operand in zip(avals, operands, strict=True)
-            ]
             demands = [Demand.KEEP] * len(reading.open_jaxpr(jaxpr).outvars)
             plan = self.planner.plan(jaxpr, known, demands)
-            return reading.evaluate(self.rewrite(jaxpr, plan), *operands)
+            return reading.evaluate(self.rewrite(jaxpr, plan), *arrays)
 
 
 class _BodyRewriter:

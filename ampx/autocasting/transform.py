@@ -64,7 +64,10 @@ class Traced(NamedTuple):
     def run(self) -> Any:
         """Computes the result and the new state of nnx modules, as planned."""
         rewritten = self.rewriter.rewrite(self.jaxpr, self.plan)
-        return jax.tree.unflatten(self.structure, reading.evaluate(rewritten, *self.arrays))
+        results = reading.evaluate(rewritten, *self.arrays)
+        # A result that is written into the jaxpr comes as a number, as Python's `True`.
+        arrays = [r if isinstance(r, jax.Array) else jnp.asarray(r) for r in results]
+        return jax.tree.unflatten(self.structure, arrays)
 
 
 def trace_and_plan(call: PureCall, settings: Settings, output: Output) -> Traced:
