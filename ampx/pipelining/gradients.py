@@ -52,6 +52,9 @@ def value_and_grad(
 ) -> PipelineGradients:
     """`ampx.value_and_grad` for a model whose layers are divided over devices.
 
+    A batch is divided into micro-batches. They pass through `first`, all layers and `last`, from
+    one device to the next, forward and back again, in the order that the schedule says.
+
     The parameters are a dict: `"stages"` has leaves with a leading axis of layers; `"first"` and
     `"last"` belong to what comes before and after the layers; `"shared"` is read by both, as a tied
     embedding is. All but `"stages"` may be left out. They keep this layout whatever the schedule
@@ -64,15 +67,15 @@ def value_and_grad(
         is then a list of trees, and what stages pass on may differ in shape.
       last: `last(params["last"], params["shared"], x, microbatch, key)`, which returns the pair
         (sum of losses, sum of weights) of a micro-batch, or what `normalize` asks for.
-      schedule: from `ampx.pipelining.one_f_one_b` and its like; its number of micro-batches must
-        divide the batch of each device.
+      schedule: from `ampx.pipelining.one_f_one_b` or another such function; its number of
+        micro-batches must divide the number of rows that each data shard has.
       axis_name: the mesh axis of the stages, as many devices as the schedule has.
       data_axes: mesh axes that the batch is split over. Other axes of the mesh are left to the
         compiler, as under `jit`.
       mesh: by default the one of `jax.set_mesh`.
       policy: see `ampx.value_and_grad`. Parameters are cast once a step.
       normalize: see `ampx.value_and_grad`.
-      has_aux: whether `last` returns auxiliary output, numbers, after its value.
+      has_aux: whether `last` returns auxiliary output after its value: a tree of numbers.
       has_aux_loss: whether `stage` returns `(x, loss)`: a float32 scalar, such as a router's, in
         the unit of what `last` returns, to which it is added.
       aux_reduction: `"mean"` or `"sum"` over micro-batches and devices.
@@ -88,9 +91,10 @@ def value_and_grad(
       param_specs: `PartitionSpec`s for parts of `params` (a tree prefix for each part) that name
         further axes, over which `first`, `stage` and `last` may use collectives. The first entry
         for `"stages"` is `axis_name`.
-      accumulator_dtype: dtype of the sums, at least the dtype of the gradients.
-      check_vma: see `jax.shard_map`. With and without it, collectives over axes of `param_specs`
-        are differentiated alike: a sum's gradient is not summed again.
+      accumulator_dtype: dtype in which gradients of micro-batches are added; that of the gradients
+        where that is wider.
+      check_vma: see `jax.shard_map`. Collectives over axes of `param_specs` have the same gradients
+        with and without it: the gradient of a sum is not summed again.
       bucket_bytes: see `ampx.bucket_layout`.
       tail_overlap: see `ampx.all_reduce`.
 
@@ -148,7 +152,10 @@ def value_and_grad(
         skips=dict(skips or {}),
     )
     if not model.schedule.has_backward:
-        raise ValueError(f"the schedule {schedule.name!r} has no backward: there are no gradients")
+        raise ValueError(
+            f"the schedule {schedule.name!r} has no backward: there are no gradients. Use another, "
+            "such as one_f_one_b; value(...) of the result runs its forwards alone"
+        )
     data = as_axes(data_axes, "data_axes", may_be_empty=True)
     if axis_name in data:
         raise ValueError(f"{axis_name!r} is the axis of the stages: leave it out of data_axes")

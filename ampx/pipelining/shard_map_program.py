@@ -146,7 +146,10 @@ class PipelineGradients:
         if model_state is not None:
             raise ValueError(_NO_STATE)
         if wrt is not None:
-            raise TypeError("a pipeline takes a dict of parameters, not an nnx module")
+            raise TypeError(
+                "a pipeline takes a dict of parameters, not an nnx module, so there is no wrt: "
+                "split the module with nnx.split, and give its state as params['stages']"
+            )
         return self._run(self.model, params, batch, as_scale(loss_scale), key)
 
     def value(self, params: Any, batch: Any, *, key: jax.Array | None = None) -> GradResult:

@@ -118,7 +118,9 @@ def make_stacked_layout(
             f"{layers_per_stage}"
         )
     if min(layers_per_stage) < 1:
-        raise ValueError(f"every stage needs a layer, got layers_per_stage={layers_per_stage}")
+        raise ValueError(
+            f"every stage needs a layer, got layers_per_stage={layers_per_stage}: use fewer stages"
+        )
     # A backward in halves needs its layers one by one: a scan over them cannot be divided.
     unrolled = schedule.splits_backward or max(layers_per_stage) == 1
     return StackedLayers(schedule, layers_per_stage, unrolled)

@@ -81,7 +81,8 @@ class Model:
         count = self.schedule.num_stages
         if not callable(self.stage) and len(self.stage) != count:
             raise ValueError(
-                f"the schedule has {count} stages, and stage is a sequence of {len(self.stage)}"
+                f"the schedule has {count} stages, and stage is a sequence of {len(self.stage)}: "
+                "give one function for each stage"
             )
         if self.skips and not self.is_separate:
             raise ValueError("skips are between stages that differ: give stage as a sequence")
@@ -247,7 +248,8 @@ def _check_signature(name: str, function: Any) -> None:
         signature.bind(*_ARGUMENTS[name])
     except TypeError as error:
         raise TypeError(
-            f"{name} is called as {name}({', '.join(_ARGUMENTS[name])}), and takes {signature}"
+            f"{name} is called as {name}({', '.join(_ARGUMENTS[name])}), and takes {signature}: "
+            "let it take all of these, also those that it does not use"
         ) from error
 
 

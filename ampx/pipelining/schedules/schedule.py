@@ -96,7 +96,8 @@ class Schedule(Grid):
                     if head
                 )
                 raise ValueError(
-                    f"schedule {self.name!r}: nobody can go on; there wait {', '.join(waiting)}"
+                    f"schedule {self.name!r}: the devices wait for each other for ever: "
+                    f"{', '.join(waiting)}. Change the order of their actions"
                 )
             for device, action in enumerate(column):
                 rows[device].append(action)

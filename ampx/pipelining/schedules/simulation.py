@@ -158,9 +158,14 @@ def _as_cost_per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
 
 
 def _subtract(whole: list[float], part: list[float], name: str) -> list[float]:
+    """What a part of each stage's backward leaves of it."""
     rest = [w - p for w, p in zip(whole, part, strict=True)]
-    if min(rest) < 0:
-        raise ValueError(f"{name} must be at most backward, got {max(part)} of {whole[0]}")
+    for stage, left in enumerate(rest):
+        if left < 0:
+            raise ValueError(
+                f"{name} must be at most backward, got {part[stage]} of {whole[stage]} for stage "
+                f"{stage}"
+            )
     return rest
 
 

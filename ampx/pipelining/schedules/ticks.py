@@ -102,7 +102,9 @@ def place_in_lockstep(rows: Rows, num_stages: int) -> Placement:
                 tick_of[action] = done[result_of(action)] = tick
         if len(tick_of) == before:
             heads = ", ".join(str(s.head) for s in forwards + backwards if s.head)
-            raise ValueError(f"at tick {tick} the devices wait for each other, at {heads}")
+            raise ValueError(
+                f"at tick {tick} the devices wait for each other, at {heads}: call validate()"
+            )
         tick += 1
     # A tick lasts as long as its fullest device. The H weight gradients of a device go into the
     # last H ticks, in order: then the devices have them at the same time, instead of every tick
