@@ -134,6 +134,7 @@ def value_and_grad(
             "schedule must be a Schedule, such as ampx.pipelining.one_f_one_b(4, 32), got "
             f"{type(schedule).__name__}"
         )
+    # A faulty schedule could make devices wait for ever, or leave out gradients without a word.
     schedule.validate()
     for kind in jax.tree.leaves(aux_reduction):
         check_choice("aux_reduction", kind, ("mean", "sum"))
@@ -141,6 +142,7 @@ def value_and_grad(
     recipe = as_recipe(policy)
     model = Model(
         first=first,
+        # A tuple, like the dict and the tuples below: what a caller changes later has no effect.
         stage=tuple(stage) if isinstance(stage, Sequence) else stage,
         last=last,
         schedule=schedule,
@@ -160,6 +162,9 @@ def value_and_grad(
     if axis_name in data:
         raise ValueError(f"{axis_name!r} is the axis of the stages: leave it out of data_axes")
 
+    # Sums, never means: gradients are divided by the weight of the whole batch before. Each device
+    # has gradients for its own layers, so those are summed over the data axes alone; those of the
+    # ends over the stage axis, too.
     over_all = make_reduction(
         (axis_name, *data), op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap
     )

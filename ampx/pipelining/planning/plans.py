@@ -103,6 +103,8 @@ class Plan:
             ]
             row += [str(d.microbatches), _format_size(d.stash), f"{d.idle:.1%}"]
             rows.append(row + [_format_size(d.sent[name]) for name in WIRES])
+        # Rows of numbers by device, then totals. What is zero, such as a stash of weight gradients
+        # in a schedule with whole backwards, is left out.
         memory = [["memory of every device", ""]]
         memory += [[name, _format_size(size)] for name, size in self.memory.items() if size]
         memory.append([f"peak, by the compiler for {self.backend}", _format_size(self.peak_bytes)])

@@ -99,6 +99,7 @@ def assemble(
             differentiate=schedule.has_backward,
             split=schedule.splits_backward,
         )
+        # Before anything runs: a program with such a collective would not fail, it would hang.
         _refuse_stage_collectives(program, axis_name)
         return program
 
@@ -261,6 +262,7 @@ def make_stage_parameters(
     def add(total: Any, program: int, chunk: Any, gradients: Sequence[Any]) -> Any:
         # Selecting again costs nothing: only the structure is looked at.
         own = jax.tree.unflatten(jax.tree.structure(select(program, chunk)), gradients)
+        # Sums of parts that this program does not read stay as they are.
         stages = layout.add(total["stages"], kinds[program].stages[0], chunk, own.pop("stages"))
         rest = {
             part: jax.tree.map(lambda sums, g: sums + g.astype(sums.dtype), total[part], gradient)

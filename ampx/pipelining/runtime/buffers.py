@@ -139,7 +139,7 @@ class Carrier:
         return wire.of(jnp.concatenate([*parts, jnp.zeros(padding, wire.dtype)]))
 
     def nothing(self) -> list[jax.Array]:
-        """What a sender without anything to say puts on the wire."""
+        """What a sender without anything to send puts on the wire: zeros of the same types."""
         return [t.zeros() for t in self.types]
 
     def unpack(self, receiver: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -169,6 +169,7 @@ def make_carrier(own: Mapping[int, Sequence[ArrayType]]) -> Carrier:
         return Carrier(tuple(joined), {}, False)
     everything = [t for types in own.values() for t in types]
     axes = frozenset().union(*(t.axes for t in everything))
+    # One array for each dtype, since casting to a common one would lose bits or send more.
     flat = []
     for dtype in sorted({t.dtype for t in everything}, key=str):
         longest = max(sum(t.size for t in ts if t.dtype == dtype) for ts in own.values())

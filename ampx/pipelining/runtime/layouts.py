@@ -74,6 +74,7 @@ def _count_chunks(schedule: Schedule) -> int:
 
 def _gather_from_devices(leaf: jax.Array, axis_name: str) -> jax.Array:
     """The chunks of all devices in turn, the same everywhere."""
+    # To a value that `shard_map` knows to be the same on all devices, as its result must be.
     return lax.all_gather(leaf, axis_name, tiled=True, to="invarying")
 
 
@@ -99,6 +100,7 @@ def make_stacked_layout(
             "all leaves of params['stages'] need the same leading axis of layers, got "
             + ", ".join(f"{name or 'the root'} {shape}" for name, shape in shapes.items())
         )
+    # Any leaf will do now; leaves of shape (layers, ...).
     number, count = next(iter(shapes.values()))[0], schedule.num_stages
     if number < count:
         raise ValueError(
@@ -172,6 +174,7 @@ class StackedLayers:
         """Layers with a leading axis of chunks, from wherever they are stored."""
         shape = _count_chunks(self.schedule), max(self.counts)
         if self.is_divided:
+            # (layers / D, ...) -> (blocks, size, ...) -> (chunks, longest, ...)
             size, rounds = self._plan_exchange()
             blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), stored)
             if rounds:
@@ -209,6 +212,8 @@ class StackedLayers:
         size = math.gcd(stored, *self.counts)
         sources = [divmod(block, stored // size) for block in range(sum(self.counts) // size)]
         targets = self._find_places(size)
+        # In place only if nothing is padded, either: then stored and seen layers are the same
+        # array.
         if sources == targets and len(set(self.counts)) == 1:
             return size, []
         return size, plan_exchange(sources, targets, self.schedule.num_devices)
@@ -226,6 +231,8 @@ class StackedLayers:
         """The layers of a stage, stacked or as a list."""
         count = self.counts[stage]
 
+        # The chunk is known only when the program runs, since stages of a kind share it. How many
+        # layers there are is the same for all of a kind, and static.
         def own(leaf: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(leaf, chunk, keepdims=False)[:count]
 
@@ -236,6 +243,7 @@ class StackedLayers:
 
     def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
         """Adds to the layers of one chunk."""
+        # Gradients come in the form in which `select` gave the layers.
         if self.unrolled:
             gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
 
@@ -283,6 +291,7 @@ class SeparateStages:
 
     def as_stored(self, total: Any, axis_name: str) -> Any:
         """One tree for each stage, on all devices."""
+        # (chunks, longest) -> (devices * chunks, longest): a row for each stage, and padding.
         everywhere = [_gather_from_devices(sums, axis_name) for sums in total]
         chunks = number_chunks(self.schedule)
         return [

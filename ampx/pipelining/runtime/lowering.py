@@ -30,6 +30,8 @@ from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.intervals import Edge, Intervals, Slots, Timeline, assign_slots
 from ampx.pipelining.schedules.ticks import Placement, place_in_lockstep
 
+# In place of a stage or a micro-batch. As an index it means the last entry, which arrays that are
+# indexed by it must expect.
 IDLE = -1
 
 
@@ -121,6 +123,7 @@ def lower(schedule: Grid, wires: Sequence[Sequence[Edge]], *, keeps_inputs: bool
     placement = place_in_lockstep(schedule.rows, schedule.num_stages)
     timeline = Timeline(placement, schedule.num_microbatches)
     writer = _TableWriter(schedule, placement)
+    # Cotangents take the edges the other way.
     returns = [[(target, source) for source, target in edges] for edges in wires]
     return Tables(
         placement.num_ticks,
@@ -192,6 +195,8 @@ def _group_links(pairs: set[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ..
     V, which goes down the devices and up again, needs two.
     """
     groups: list[list[tuple[int, int]]] = []
+    # Each pair goes to the first group in which both ends are free. Sorted, so that every process
+    # finds the same groups.
     for source, target in sorted(pairs):
         if source == target:
             continue

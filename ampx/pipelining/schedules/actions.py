@@ -78,6 +78,7 @@ def result_of(action: Action) -> Action:
 def needs_of(action: Action, num_stages: int) -> tuple[Action, ...]:
     """The results, in the words of `result_of`, that must be there before an action can start."""
     stage, kind, microbatch = action
+    # The first stage reads the batch, which is there; the last one begins the backward by itself.
     if kind == "F":
         return (Action(stage - 1, "F", microbatch),) if stage else ()
     if kind == "W":
@@ -104,6 +105,7 @@ def merge_backwards(actions: Iterable[Action | None]) -> list[Action]:
       >>> " ".join(map(str, merge_backwards(actions)))
       '0I1 0W0 0B2'
     """
+    # Two halves with anything between them stay apart: what was between would come later.
     merged: list[Action] = []
     for action in actions:
         if action is None:

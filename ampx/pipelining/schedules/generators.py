@@ -259,6 +259,7 @@ def forward_only(num_stages: int, num_microbatches: int, chunks: int = 1) -> Sch
     """
     check_sizes(num_stages, num_microbatches)
     check_positive_int("chunks", chunks)
+    # Without backwards there is nothing to alternate with: all forwards, in the order of groups.
     groups = _group_microbatches(num_stages, num_microbatches)
     return schedule_from_orders(
         "forward-only",

@@ -76,6 +76,7 @@ def find_liveness(schedule: Grid, *, merge_chunks: bool, mode: str) -> Liveness:
             min(own.made, other.made), max(own.last_read, other.last_read)
         )
     slots = assign_slots(owned, schedule.device_of)
+    # What shares a place is counted once; stages are counted one by one.
     live = np.stack(
         [
             _count_live(

@@ -92,12 +92,15 @@ def run_schedule(
     costs = _find_costs(schedule.num_stages, forward, backward, input_grad, weight_grad)
     if not (math.isfinite(communication) and communication >= 0):
         raise ValueError(f"communication must be a finite time of at least 0, got {communication}")
+    # What a device computes does not depend on the mode, only when it does. `fsum` rounds once, so
+    # equal costs give equal sums, in whatever order a row has them.
     play = _play_async if mode == "async" else _play_lockstep
     times = play(schedule, costs, communication)
     busy = tuple(
         math.fsum(costs[action.kind][action.stage] for action in row if action is not None)
         for row in schedule.rows
     )
+    # Times begin at 0, with the first action.
     makespan = max((end for _, end in times.values()), default=0.0)
     if not makespan:
         raise ValueError("the step takes no time: give positive costs")
@@ -125,6 +128,7 @@ def _find_costs(
     )
     if inputs is not None and weights is not None:
         sums = [i + w for i, w in zip(inputs, weights, strict=True)]
+        # Close is enough: 0.1 + 0.2 is not 0.3.
         if whole is not None and not all(map(math.isclose, whole, sums)):
             raise ValueError(
                 f"backward must be input_grad + weight_grad, got {backward} but {input_grad} + "
@@ -146,6 +150,7 @@ def _find_costs(
 
 
 def _as_cost_per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
+    # One number for all stages is broadcast; a list says each.
     costs = np.asarray(cost, float)
     if costs.shape not in ((), (num_stages,)):
         raise ValueError(
@@ -180,6 +185,7 @@ def _play_async(
     what is before: a round in which nobody can go on is a deadlock.
     """
     orders = [[action for action in row if action is not None] for row in schedule.rows]
+    # Per device: how many of its actions are done, and when the last of them ended.
     places, clocks = [0] * len(orders), [0.0] * len(orders)
     times: dict[Action, tuple[float, float]] = {}
     done: dict[Action, float] = {}
@@ -194,6 +200,7 @@ def _play_async(
                     break
                 start = clocks[device]
                 for need in needs:
+                    # A message occupies no device: it runs beside what these compute.
                     away = schedule.device_of[need.stage] != device
                     start = max(start, done[need] + communication * away)
                 clocks[device] = start + costs[action.kind][action.stage]
@@ -226,6 +233,7 @@ def _play_lockstep(
     for tick in slots:
         longest = begin
         for actions in tick:
+            # Actions of one device in one tick follow each other without waiting.
             clock = begin
             for action in actions:
                 times[action] = clock, clock + costs[action.kind][action.stage]
