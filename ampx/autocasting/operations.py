@@ -140,7 +140,7 @@ def _fold_constants(eqn: Any, operands: Sequence[Value]) -> Value | None:
     `h / jnp.sqrt(64.0)` must stay half like `h / 8.0`. The number is only used to see whether half
     can hold it; the program still computes it.
     """
-    compute = tables.FOLDED.get(eqn.primitive.name)
+    compute = tables.CONSTANT_FOLDING.get(eqn.primitive.name)
     constants = [value.constant for value in operands]
     if compute is None or None in constants or len(constants) != len(eqn.invars):
         return None
@@ -202,7 +202,7 @@ def _decide_widest(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) ->
             objection = _find_objection(name, atom, value, half)
             if objection is not None:
                 return decide_float32(eqn, values, objection or rule)
-            if value.span is None and name in tables.SPREADING:
+            if value.span is None and name in tables.TAKING_BIAS_OR_SCALE:
                 reason = "float32, for a number that is not known"
         elif not _is_bias_or_scale(eqn, atom, value):
             return decide_float32(eqn, values, rule)
@@ -238,7 +238,7 @@ def _find_objection(name: str, atom: Any, constant: Value, half: Any) -> str | N
     fill = not reading.is_literal(atom) and constant.constant == 0
     if fill and atom.aval.ndim and name in tables.ACCUMULATING:
         return "summed into zeros"
-    if name in tables.SPREADING and constant.span is None:
+    if name in tables.TAKING_BIAS_OR_SCALE and constant.span is None:
         return None  # a number, or its operation would promote: computed in float32
     # Where a number is picked and not computed with, -1e9 may become the lowest half number: both
     # only have to lose against everything else.
@@ -252,7 +252,7 @@ def _is_bias_or_scale(eqn: Any, atom: Any, value: Value) -> bool:
     Torch has biases inside of its linear layers. In a jaxpr there is only `add h b`, and what tells
     a bias from a mask is that it is the same for every example.
     """
-    if eqn.primitive.name not in tables.SPREADING:
+    if eqn.primitive.name not in tables.TAKING_BIAS_OR_SCALE:
         return False
     return value.vote is Vote.REPEATED or (
         value.vote is Vote.PARAMETER and is_repeated_along_first_axis(atom, eqn.outvars[0])

@@ -217,7 +217,7 @@ def _hides_a_function(eqn: Any) -> bool:
     """Whether an equation computes on float32 by a function that autocast cannot rewrite."""
     name = eqn.primitive.name
     unknown = name not in tables.DEFAULTS and reading.has_bodies(eqn)
-    known = name in tables.CLOSED_BOOKS and any(map(is_float32, eqn.outvars))
+    known = name in tables.HIDING_FUNCTIONS and any(map(is_float32, eqn.outvars))
     return (unknown or known) and any(map(is_float32, eqn.invars))
 
 

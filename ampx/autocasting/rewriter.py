@@ -83,7 +83,8 @@ class Rewriter:
 
         An operand may be half where its type says float32: it was rewritten, and `fun` was not.
         """
-        # JAX hands on what is written into a jaxpr as Python numbers, residuals of a rule among them.
+        # JAX hands on what is written into a jaxpr as Python numbers. A residual of a rule may be
+        # such a number, and so may what a rule is called with.
         arrays = [
             operand if hasattr(operand, "dtype") else np.asarray(operand, aval.dtype)
             for operand, aval in zip(operands, avals, strict=True)
@@ -204,7 +205,7 @@ class _BodyRewriter:
     def _convert_operand(self, eqn: Any, atom: Any, target: bool | None) -> Any:
         spreads = (
             target
-            and eqn.primitive.name in (*tables.SPREADING, "max", "min")
+            and eqn.primitive.name in (*tables.TAKING_BIAS_OR_SCALE, "max", "min")
             and not reading.is_literal(atom)
             and not have_same_shape(atom, eqn.outvars[0])
         )

@@ -202,7 +202,7 @@ def defaults(fault, **precisions):
 
 
 MUTANTS = [
-    Mutant(1, "a bias promotes", tables, "SPREADING", value(frozenset())),
+    Mutant(1, "a bias promotes", tables, "TAKING_BIAS_OR_SCALE", value(frozenset())),
     Mutant(1, *defaults("products in float32", dot_general="float32")),
     Mutant(2, *NOTHING_LIFTED),
     Mutant(2, *defaults("exp and sums in half", exp="pass", reduce_sum="pass")),

@@ -39,8 +39,8 @@ def test_no_primitive_stands_in_two_lists():
     "special",
     [
         "WITHOUT_HALF_FORM",
-        "CLOSED_BOOKS",
-        "SPREADING",
+        "HIDING_FUNCTIONS",
+        "TAKING_BIAS_OR_SCALE",
         "ACCUMULATING",
         "SELECTING",
         "MOVING",
