@@ -35,7 +35,7 @@ import numpy as np
 from jax import lax
 
 from ampx.checking import check_choice
-from ampx.flat_buffers.buckets import Bucket, bucket_layout
+from ampx.flat_buffers.buckets import bucket_layout
 from ampx.flat_buffers.flat_params import is_flat
 from ampx.mesh_axes import (
     as_axes,
@@ -208,7 +208,8 @@ class Reduction:
         chains = chains and (len(layout.buckets) > 1 or first is not None)
         flat = set(places_of_flat.values())
         if chains:
-            buckets = (b if b.leaves[0] in flat else self._with_spare(b) for b in layout.buckets)
+            spare = self._count_parts()
+            buckets = (b if b.leaves[0] in flat else b.with_spare(spare) for b in layout.buckets)
             layout = dataclasses.replace(layout, buckets=tuple(buckets))
         reduced: list[jax.Array] = []
         sent: list[int] = []
@@ -235,15 +236,6 @@ class Reduction:
         if self.wire_dtype is not None:
             return count_devices(self.axes)
         return count_devices(self.axes[1:]) if self.hierarchical else 1
-
-    def _with_spare(self, bucket: Bucket) -> Bucket:
-        """A bucket whose last element belongs to no leaf: there `_make_wait` writes.
-
-        Where padding for `_count_parts` has left one, that one serves.
-        """
-        if bucket.size > sum(bucket.sizes):
-            return bucket
-        return dataclasses.replace(bucket, size=bucket.size + self._count_parts())
 
     def _wire_dtype(self, buffer: jax.Array) -> Any:
         """What a buffer is cast to on its way, if it is."""

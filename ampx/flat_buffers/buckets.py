@@ -1,5 +1,16 @@
 """Leaves of a tree in a few flat buffers, so that a collective or a kernel runs once for many.
 
+Leaves are taken in reverse: the backward pass begins with what the forward pass used last. Of a
+tree with leaves 0 to 3 of 5, 6, 3 and 4 elements, buckets of at least 8 elements that begin every
+leaf at a multiple of 4 (`align`) and end at a multiple of 8 (`multiple_of`) are::
+
+    bucket 0:  3 3 3 3  2 2 2 .  1 1 1 1  1 1 . .      leaves (3, 2, 1), offsets (0, 4, 8)
+    bucket 1:  0 0 0 0  0 . . .                        leaves (0,), offsets (0,)
+
+A dot is padding, 0. Bucket 0 is closed by leaf 1, which filled it; only elements count for that,
+and no leaf is divided. Its gradients are the first to be complete, so its reduction can run while
+the backward pass still works on leaf 0.
+
 A layout is made from shapes and dtypes alone, so it is the same on every device and process.
 """
 
@@ -20,19 +31,19 @@ from ampx.trees import is_float0, path_name
 
 # What a link carries in the time that it takes to start a reduction: 50 microseconds at 10 GB/s.
 _BYTES_PER_START = 2**19
-_LEAST_BYTES = 2**20
+_LEAST_BYTES = 2**20  # of a bucket: below, starts outweigh the transfer
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Leaves that lie in one flat buffer.
+    """Leaves that lie in one flat buffer; all of it static.
 
     Attributes:
       dtype: of the buffer and of all of its leaves.
       group: what else the leaves have in common, see `bucket_layout`.
       leaves: places of the leaves in the flattened tree, in the order in which they lie.
-      offsets: where each begins, in elements.
-      sizes: elements of each.
+      offsets: where each begins, in elements, ascending.
+      sizes: elements of each, without padding.
       size: elements of the buffer, padding included.
 
     Examples:
@@ -50,9 +61,13 @@ class Bucket:
     size: int
 
     def join(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """The buffer with these leaves in it, and zeros in between; one concatenation."""
+        """The buffer of shape (size,) with these leaves in it, and zeros in between.
+
+        One concatenation, which XLA does in one pass. Writing leaf by leaf into zeros would read
+        and write the whole buffer for each of them where XLA does not update it in place.
+        """
         pieces = []
-        end = 0
+        end = 0  # of what `pieces` hold so far, in elements
         for leaf, offset, size in zip(leaves, self.offsets, self.sizes, strict=True):
             if offset > end:
                 pieces.append(jnp.zeros(offset - end, leaf.dtype))
@@ -62,8 +77,20 @@ class Bucket:
             pieces.append(jnp.zeros(self.size - end, leaves[0].dtype))
         return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
+    def with_spare(self, multiple_of: int) -> Bucket:
+        """The same bucket with an element at its end, at least, that belongs to no leaf.
+
+        A reduction that must wait for another one is made to depend on it by this element: what is
+        written there harms nobody.
+
+        Args:
+          multiple_of: elements that a full buffer grows by.
+        """
+        is_full = self.offsets[-1] + self.sizes[-1] == self.size
+        return dataclasses.replace(self, size=self.size + multiple_of) if is_full else self
+
     def split(self, buffer: jax.Array) -> list[jax.Array]:
-        """The leaves that lie in a buffer, each flat."""
+        """The leaves that lie in a buffer, each of shape (its size,)."""
         places = zip(self.offsets, self.sizes, strict=True)
         return [jax.lax.slice(buffer, (start,), (start + size,)) for start, size in places]
 
@@ -75,7 +102,7 @@ class BucketLayout:
     Attributes:
       buckets: in the order in which a backward pass completes them.
       structure: of the tree.
-      shapes: of its leaves.
+      shapes: of its leaves, those without elements included.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -120,6 +147,7 @@ class BucketLayout:
         Raises:
           ValueError: if `like` does not fit.
         """
+        # Slices and reshapes, which XLA fuses into whatever reads the leaves.
         leaves = self._leaves(like)
         for buffer, bucket in zip(buffers, self.buckets, strict=True):
             for leaf, piece in zip(bucket.leaves, bucket.split(buffer), strict=True):
@@ -147,8 +175,14 @@ def _joined(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
 def default_bucket_bytes(total_bytes: int) -> int:
     """The size that leaves the shortest tail.
 
-    With buckets of s bytes the last one is exposed for s/b seconds, and M/s of them cost a start of
-    L seconds each: s = sqrt(M L b). L b is taken as 512 KiB. 100 MB make 14 buckets of 7 MB.
+    The tail is what remains of the reductions after the last gradient is known. Say M bytes in all,
+    buckets of s bytes, a link of b bytes a second and L seconds to start a reduction. The last
+    bucket is on its way for s / b, and M / s starts take L each:
+
+        tail(s) = s / b + L M / s        tail'(s) = 1 / b - L M / s**2 = 0  at  s = sqrt(M L b)
+
+    L b, the bytes that a link carries during a start, is taken as 512 KiB. 100 MB then make 14
+    buckets of 7 MB.
     """
     return max(_LEAST_BYTES, math.isqrt(total_bytes * _BYTES_PER_START))
 
@@ -205,6 +239,7 @@ def bucket_layout(
     dtypes: list[Any] = [
         None if is_float0(leaf) else np.dtype(jnp.result_type(leaf)) for leaf in leaves
     ]
+    # JAX gives an integer parameter a gradient of dtype float0, which holds nothing.
     held = {i for i, size in enumerate(sizes) if size and dtypes[i] is not None}
     if bucket_bytes is None:
         bucket_bytes = default_bucket_bytes(sum(sizes[i] * dtypes[i].itemsize for i in held))
@@ -214,6 +249,7 @@ def bucket_layout(
             f"order must be a permutation of the {len(leaves)} leaves, got {list(order)}"
         )
 
+    # One bucket is open for each dtype and group; a leaf goes into that of its own.
     open_buckets: dict[Any, list[int]] = {}
     closed: list[tuple[Any, list[int]]] = []
     for i in reversed(range(len(leaves)) if order is None else order):
@@ -222,9 +258,12 @@ def bucket_layout(
         key = (dtypes[i], None if group_of is None else group_of(paths[i], leaves[i]))
         bucket = open_buckets.setdefault(key, [])
         bucket.append(i)
+        # Counted without padding. The leaf that fills a bucket closes it, so a bucket may be larger
+        # than was asked for, but no leaf is ever divided.
         if sum(sizes[j] for j in bucket) * key[0].itemsize >= bucket_bytes:
             closed.append((key, open_buckets.pop(key)))
     closed.extend(open_buckets.items())
+    # A bucket is complete with the gradient of its last leaf, the first one in the forward pass.
     place = {leaf: at for at, leaf in enumerate(order or range(len(leaves)))}
     closed.sort(key=lambda item: -place[item[1][-1]])
     buckets = tuple(_bucket(key, places, sizes, multiple_of, align) for key, places in closed)
@@ -236,6 +275,7 @@ def _bucket(
 ) -> Bucket:
     dtype, group = key
     own = tuple(sizes[i] for i in leaves)
+    # -(-n // k) is n / k rounded up.
     aligned = [-(-size // align) * align for size in own]
     offsets = tuple(itertools.accumulate(aligned[:-1], initial=0))
     size = -(-(offsets[-1] + own[-1]) // multiple_of) * multiple_of

@@ -1,12 +1,22 @@
 """Parameters that live in a few flat buffers, and whose gradients are born flat.
 
-An optimizer over thousands of small parameters spends its time on starting, not on arithmetic. A
-`FlatParams` is a pytree whose leaves are the buffers, so optimizers, loss scales, reductions and
-checkpoints see a few long vectors; the loss function sees the tree. Each buffer costs the backward
-pass one concatenation, and nothing is put together or taken apart anywhere else.
+An optimizer over thousands of small parameters spends its time on starting loops, not on
+arithmetic. A `FlatParams` is a pytree whose leaves are the buffers, so optimizers, loss scales,
+reductions and checkpoints see a few long vectors; the loss function sees the tree:
 
-Every parameter begins at a multiple of a row, padded with zeros that stay zeros: sums over single
-parameters (LAMB, NovoGrad) are sums over rows. The last element of a buffer is always padding.
+    FlatParams ── .tree(), slices ──► {"w": ..., "b": ...} ── loss_fn ──► loss
+        ▲                                                                  │
+        └── optimizer ◄── FlatParams of gradients ◄── one concatenation ◄──┘
+
+Each buffer costs the backward pass one concatenation, and nothing is put together or taken apart
+anywhere else. With rows of 4 elements, `w` of 6, `b` of 3 and `.` for padding:
+
+    buffer    w w w w | w w . . | b b b .
+
+Every parameter begins at a row. Sums over single parameters (LAMB, NovoGrad) are then sums over
+rows, see `fused.segments`. Padding is 0, gets a gradient of 0, and optimizers leave it at 0. The
+last element of a buffer is always padding, with a row added for it where it would not be: there a
+reduction writes what makes it wait, see `Bucket.with_spare`.
 """
 
 from __future__ import annotations
@@ -28,8 +38,8 @@ class FlatLayout:
 
     Attributes:
       layout: the buffers in the order in which a forward pass reads them.
-      dtypes: of the parameters, as they were flattened.
-      names: of the buffers.
+      dtypes: of the parameters, as they were flattened, in the order of the tree's leaves.
+      names: of the buffers: their dtype, then their group.
       row: elements; every parameter begins at a multiple of it.
       bucket_bytes: see `flatten`.
       multiple_of: see `flatten`.
@@ -46,7 +56,8 @@ class FlatLayout:
     def _hash(self) -> int:
         return hash((self.layout, self.row))
 
-    def __hash__(self) -> int:  # jit asks for it at every call
+    # `jit` hashes the static parts of its arguments at every call: thousands of shapes only once.
+    def __hash__(self) -> int:
         return self._hash
 
     @property
@@ -56,6 +67,7 @@ class FlatLayout:
 
     def tree_of(self, found: Sequence[Sequence[Any]], empty: Callable[..., Any]) -> Any:
         """A tree of what was found for the parameters of each buffer."""
+        # Parameters without elements lie in no buffer: they are made anew.
         leaves = [empty(*kind) for kind in zip(self.layout.shapes, self.dtypes, strict=True)]
         for bucket, own in zip(self.buckets, found, strict=True):
             for i, value in zip(bucket.leaves, own, strict=True):
@@ -70,8 +82,8 @@ class FlatParams:
     A pytree whose leaves are the buffers, named by dtype and group.
 
     Attributes:
-      buffers: 1-D arrays, one for each dtype and group. Gradients and moments have the layout of
-        their parameters, whatever their own dtypes.
+      buffers: arrays of shape (bucket.size,), one for each dtype and group. Gradients and moments
+        have the layout of their parameters, whatever their own dtypes.
       layout: static.
 
     Examples:
@@ -99,10 +111,11 @@ class FlatParams:
         Raises:
           ValueError: for a part of a buffer, inside `shard_map`.
         """
-        shapes = self.layout.layout.shapes
+        shapes = self.layout.layout.shapes  # in the order of the tree's leaves
         found = []
         for bucket, buffer in zip(self.layout.buckets, self.buffers, strict=True):
             check_is_whole(bucket, buffer)
+            # Integers have no cotangent that could be put together.
             has_gradient = jnp.issubdtype(buffer.dtype, jnp.inexact)
             pieces = _pieces(bucket, buffer) if has_gradient else bucket.split(buffer)
             places = zip(bucket.leaves, pieces, strict=True)
@@ -123,6 +136,7 @@ class FlatParams:
     def shapes(self) -> Any:
         """The tree as shapes and dtypes; what is no array stands for each of its parameters."""
 
+        # A mask or labels in the layout of parameters have a bool or a str in a buffer's place.
         def of(bucket: Bucket, buffer: Any) -> list[Any]:
             if not hasattr(buffer, "dtype"):
                 return [buffer] * len(bucket.leaves)
@@ -150,6 +164,7 @@ def _flatten_with_keys(flat: FlatParams) -> tuple[list[Any], FlatLayout]:
     return list(zip(keys, flat.buffers, strict=True)), flat.layout
 
 
+# With keys, so that a buffer has a path such as "params/float32" in checkpoints and messages.
 jax.tree_util.register_pytree_with_keys(
     FlatParams,
     _flatten_with_keys,
@@ -158,6 +173,8 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+# The transpose of a slice is a pad to the whole buffer, and that of n slices a sum of n of them.
+# All slices together have a simpler one: the buffer is put together from their cotangents.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pieces(bucket: Bucket, buffer: jax.Array) -> list[jax.Array]:
     return bucket.split(buffer)
@@ -170,7 +187,7 @@ _pieces.defvjp(
 
 
 def check_is_whole(bucket: Bucket, buffer: Any) -> None:
-    """Refuses a shard of a buffer."""
+    """Raises a ValueError for a shard of a buffer."""
     if buffer.shape != (bucket.size,):
         raise ValueError(
             f"a flat buffer of {bucket.size} elements has shape {buffer.shape} here: a part of it "

@@ -1,4 +1,13 @@
-"""Parameters into flat buffers."""
+"""Parameters into flat buffers, and masks and labels that fit them.
+
+`flatten` decides which parameters share a buffer: those of one dtype that agree in everything that
+an optimizer must know of a whole buffer. optax asks masks and labels about leaves, and in flat mode
+a leaf is a buffer. So what differs in a mask lies in different buffers, and `per_buffer` turns a
+mask of the tree into one of buffers:
+
+    tree       {"w": True, "b": False, "v": True}
+    buffers    float32/decay: w, v -> True        float32/no_decay: b -> False
+"""
 
 from __future__ import annotations
 
@@ -12,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_positive_int
-from ampx.flat_buffers.buckets import Bucket, bucket_layout
+from ampx.flat_buffers.buckets import bucket_layout
 from ampx.flat_buffers.flat_params import FlatLayout, FlatParams, has_flat, is_flat
 from ampx.trees import path_name, resolve_choice
 
@@ -75,11 +84,13 @@ def flatten(
       >>> print(*[f"{b:.2f}" for b in state.params.tree()["b"]])
       -0.10 -0.10 -0.10
     """
+    # A buffer in a buffer would lose which parameters lie in it.
     if has_flat(params):
         raise ValueError("these parameters are flat already: flatten the tree, flat.tree()")
     for name, value in (("row", row), ("multiple_of", multiple_of)):
         check_positive_int(name, value)
     params = jax.tree.map(jnp.asarray, params)
+    # By path, since `bucket_layout` asks for the group of a path.
     choices: dict[str, Any] = {}
     if mask is not None:
         labels = jax.tree.broadcast(resolve_choice(mask, params), params)
@@ -107,7 +118,9 @@ def laid_out(
 ) -> FlatParams:
     """`flatten` by a function to all that names a group."""
     leaves = jax.tree.leaves(params)
+    # One buffer for each dtype and group unless told otherwise: no bucket is full before all is in.
     everything = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    # Whole rows, and equal parts for each device of ZeRO-1.
     padded_to = math.lcm(row, multiple_of)
     layout = bucket_layout(
         params,
@@ -116,19 +129,16 @@ def laid_out(
         align=row,
         group_of=group_of,
     )
-    buckets = tuple(_with_spare(bucket, padded_to) for bucket in reversed(layout.buckets))
+    # Layouts are in the order of the backward pass, these buffers in that of the forward pass.
+    buckets = tuple(bucket.with_spare(padded_to) for bucket in reversed(layout.buckets))
     layout = dataclasses.replace(layout, buckets=buckets)
     dtypes = tuple(leaf.dtype for leaf in leaves)
     flat_layout = FlatLayout(layout, dtypes, _names(buckets), row, bucket_bytes, multiple_of)
     return FlatParams(tuple(layout.flatten(params)), flat_layout)
 
 
-def _with_spare(bucket: Bucket, padded_to: int) -> Bucket:
-    is_full = bucket.offsets[-1] + bucket.sizes[-1] == bucket.size
-    return dataclasses.replace(bucket, size=bucket.size + padded_to) if is_full else bucket
-
-
 def _names(buckets: Sequence[Any]) -> tuple[str, ...]:
+    """A name for each buffer, such as "float32/decay"; several of one kind are numbered from 0."""
     names = ["/".join(map(str, (bucket.dtype, *bucket.group))) for bucket in buckets]
     return tuple(
         name if names.count(name) == 1 else f"{name}/{names[:i].count(name)}"
@@ -168,11 +178,13 @@ def per_buffer(choice: Any) -> Any:
         return None
 
     def of(params: Any) -> Any:
+        # A choice that is flat already has an answer for each buffer.
         if not has_flat(params) or has_flat(choice):
             return resolve_choice(choice, params)
         view = jax.tree.map(
             lambda node: node.shapes() if is_flat(node) else node, params, is_leaf=is_flat
         )
+        # optax masks out what is not in a group: a `MaskedNode` has no leaves, but is one here.
         of_tree = jax.tree.broadcast(resolve_choice(choice, view), view, is_leaf=_is_masked)
         nodes, structure = jax.tree.flatten(params, is_leaf=is_flat)
         parts = structure.flatten_up_to(of_tree)
@@ -193,6 +205,7 @@ def _of_buffers(flat: FlatParams, of_tree: Any) -> FlatParams:
     of_leaves = jax.tree.leaves(of_tree, is_leaf=_is_masked)
     values = []
     for name, bucket in zip(layout.names, layout.buckets, strict=True):
+        # All parameters of a buffer must agree; the first speaks for them.
         first = bucket.leaves[0]
         for i in bucket.leaves:
             if of_leaves[i] != of_leaves[first]:
@@ -214,6 +227,7 @@ def on_tree(fun: Callable[[Any], Any], params: Any) -> Any:
     """
     if not is_flat(params):
         return fun(params)
+    # Laid out anew, with the old groups by path: what the function changes is a dtype at most.
     own, tree = params.layout, fun(params.tree())
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     groups = {paths[i]: bucket.group for bucket in own.buckets for i in bucket.leaves}

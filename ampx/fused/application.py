@@ -137,6 +137,7 @@ def apply(
             "max_norm, and for other transformations use tx.update and ampx.apply_updates"
         )
     backend = resolve_backend(backend)
+    # What sums squares in the first pass, if kernels do it; the rest of the way it is the tail's.
     squares = make_kernel_squares(backend)
     tail = Tail(max_norm=max_norm, new_params=True, backend=backend, squares=squares)
     scale = current_loss_scale(opt_state)
@@ -148,6 +149,7 @@ def apply(
         )
         new_params, norm = cast(Applied, applied)
     else:
+        # Without a loss scale there is no verdict: a norm is measured only where a clip needs it.
         if max_norm is not None:
             norm = measure_and_judge(grads, squares=squares).norm
             tail = fold_clip(dataclasses.replace(tail, norm=norm), grads)

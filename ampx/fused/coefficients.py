@@ -57,6 +57,8 @@ def advance(
     rate, parts[-1] = _scheduled(learning_rate, parts[-1])
     if decay_part is not None:
         weight_decay, parts[decay_part] = _scheduled(weight_decay, parts[decay_part])
+    # Schedules take part as traced scalars; a plain number stays a Python float, in double
+    # precision until it is packed.
     coefficients = coefficients_at(count)._replace(
         step_size=None if rate is None else -rate, weight_decay=_unless_zero(weight_decay)
     )
@@ -67,6 +69,7 @@ def _scheduled(value: Any, state: Any) -> tuple[Any, Any]:
     """A number that may be a schedule, and the state of that schedule one step later."""
     if not callable(value):
         return value, state
+    # `add_decayed_weights` with a mask keeps its schedule's count in an `optax.masked`.
     if isinstance(state, optax.MaskedState):
         number, inner = _scheduled(value, state.inner_state)
         return number, optax.MaskedState(inner)
@@ -100,8 +103,10 @@ class PackedCoefficients(NamedTuple):
 
 def pack_coefficients(coefficients: Any, dtype: Any) -> PackedCoefficients:
     """Puts the coefficients that are not None into one vector."""
+    # Which fields are None is static: it decides what is traced.
     given = [number for number in coefficients if number is not None]
-    # Without the barrier XLA looks through the vector and sees scalars again.
+    # A slice of a concatenation XLA simplifies to its operand, and would see scalars again: the
+    # barrier stops it from looking through.
     vector = lax.optimization_barrier(jnp.stack([jnp.asarray(n, dtype) for n in given]))
     numbers = unpack_coefficients(coefficients, vector)
     return PackedCoefficients(vector, numbers, ~jnp.all(jnp.isfinite(vector)))

@@ -102,6 +102,7 @@ def _update(
         # LAMB. XLA may keep the direction in memory or work it out again; a kernel is told which.
         step = step * compute_trust_ratio(p, step, leaf.segments)
     step = step if h.step_size is None else h.step_size * step
+    # Without a skip nothing holds a float16 moment that overflows, and optax's does not either.
     kept = tuple(
         narrow_slot(new, old, leaf.step, leaf.place, holds=skip is not None)
         for new, old in zip(new_slots, leaf.slots, strict=True)
@@ -152,7 +153,9 @@ def _answer_tail(
     vector, and a float16 parameter that overflows. Anything else that is not finite (0 / 0 without
     epsilon) is held but not counted: that would be one more pass over every parameter.
     """
+    # The sum in the wide dtype, rounded once.
     new = step if p is None else (p + step).astype(leaf.param.dtype)
+    # Nobody judges the gradients: infinities go through, as they do in optax.
     if skip is None:
         return new if new_params else step.astype(_update_dtype(leaf)), bad
     if p is not None:

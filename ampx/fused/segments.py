@@ -49,6 +49,7 @@ class Segments(NamedTuple):
 
     def spread(self, numbers: jax.Array) -> jax.Array:
         """A parameter's number for each of its elements: from (parameters,) to (elements,)."""
+        # A gather of rows, then a broadcast along each: not one gathered index an element.
         of_rows = numbers[self._owners()]
         return lax.broadcast_in_dim(of_rows, (len(of_rows), self.row), (0,)).reshape(-1)
 
@@ -83,7 +84,7 @@ def find_segments(tree: Any) -> list[Segments | None]:
     found: list[Segments | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_flat):
         if not is_flat(node):
-            found.append(None)
+            found.append(None)  # an array is one parameter: plain sums do
             continue
         for bucket, buffer in zip(node.layout.buckets, node.buffers, strict=True):
             found += [Segments(bucket, node.layout.row)] * len(jax.tree.leaves(buffer))
@@ -103,6 +104,7 @@ def as_per_parameter(slots: Any) -> Any:
 
 
 def _numbers(bucket: Bucket, slot: Any) -> Any:
+    """A slot of shape () as (parameters,); optax made it for a buffer as if that were one."""
     if not isinstance(slot, jax.Array) or slot.ndim:
         return slot
     return jnp.broadcast_to(slot, len(bucket.leaves))

@@ -112,12 +112,14 @@ def fused_transformation(
         at = find_own_part(state)
         kept = {name: as_per_parameter(getattr(state[at], name)) for name in rule.slots}
         for name, dtype in (slot_dtypes or {}).items():
+            # Of all slots `nu` alone is a mean of squares, which has no signs to store.
             kept[name] = as_format(kept[name], dtype, signed=name != "nu")
         return (*state[:at], state[at]._replace(**kept), *state[at + 1 :])
 
     def update(
         updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        # optax hands every extra argument to every transformation: those of others are ignored.
         del extra_args
         # Without a tail the arithmetic is that of an empty one, and arrays are returned.
         answers, tail = tail is not None, tail or Tail()
@@ -146,6 +148,8 @@ def fused_transformation(
             else map(_array, structure.flatten_up_to(params)),
             *(structure.flatten_up_to(slot) for slot in slots.values()),
         ]
+        # The count before this step, for the random bits of `nu` in 8 bits. SGD, Adagrad and
+        # Adadelta count nothing and draw nothing.
         step = state[at]._asdict().get("count", 0)
         leaves = [
             Leaf(grad, param, tuple(own), place, step, segments)
@@ -199,7 +203,7 @@ def _update_leaves(
     in_kernels: dict[Any, list[int]] = {}
     results: list[Any] = []
     for leaf, decay in zip(leaves, decays, strict=True):
-        if is_float0(leaf.grad):
+        if is_float0(leaf.grad):  # what JAX gives as the gradient of an integer
             results.append((keep_leaf(leaf, tail), leaf.slots))
             continue
         by_kernel = runs_in_kernel(rule, leaf, tail)
@@ -207,6 +211,7 @@ def _update_leaves(
             # XLA fuses this with the update, and what the wrapper does behind it too.
             leaf = leaf._replace(param=leaf.param.widen())
         key = decay, jnp.dtype(jnp.float32) if by_kernel else compute_dtype(leaf)
+        # A kernel's scalars are float32 whatever it reads; float64 is not for kernels.
         if key not in vectors:
             own = coefficients if decay else coefficients._replace(weight_decay=None)
             vectors[key] = pack_coefficients(own, key[1])
@@ -215,6 +220,7 @@ def _update_leaves(
             results.append(None)
         else:
             results.append(update_leaf(rule, vectors[key], leaf, tail))
+    # Kernels come last and all at once, since one launch may serve several parameters.
     for key, places in in_kernels.items():
         updates = update_in_kernels(rule, vectors[key], [leaves[k] for k in places], tail)
         for place, update in zip(places, updates, strict=True):

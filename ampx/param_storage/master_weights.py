@@ -96,6 +96,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         master, bad, inner_state = update_wide(
             inner, updates, state.inner_state, state.master_params, tail, extra_args
         )
+        # Masters are held by the inner optimizer where it is fused; here their halves are.
         steps = answer_tail(cast_like(master, params), params, bad, tail)
         return steps, MasterWeightsState(master, inner_state)
 
@@ -126,6 +127,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     if not found:
         return params
 
+    # Inside `optax.masked` the masters of other parameters are `MaskedNode`s, trees without leaves.
     def choose(master: Any, param: Any) -> Any:
         return param if _is_masked(master) else master
 

@@ -93,6 +93,7 @@ def split_masters(
     dtype = jnp.int8 if error_bits == 8 else jnp.int16
 
     def init(params: optax.Params) -> SplitMastersState:
+        # Of a parameter that is not split nothing is stored, but a leaf keeps the trees alike.
         errors = jax.tree.map(
             lambda p: jnp.zeros(jnp.shape(p) if _is_split(p) else (), dtype), params
         )
@@ -105,6 +106,7 @@ def split_masters(
             raise ValueError("split_masters needs params: call update(grads, state, params)")
         leaves, structure = jax.tree.flatten(params)
         old_errors = structure.flatten_up_to(state.error_bits)
+        # The dtype says which parameters are split, in `init` and in every step.
         given = [
             NarrowParam(SplitParam(param, error)) if _is_split(param) else param
             for param, error in zip(leaves, old_errors, strict=True)

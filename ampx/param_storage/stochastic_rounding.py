@@ -109,6 +109,7 @@ def stochastic_rounding(
         steps, _, inner_state = update_narrow(
             inner, updates, state.inner_state, params, given, tail, extra_args
         )
+        # A skipped step rounds nothing, so the next one draws what this one would have drawn.
         count: Any = optax.safe_increment(state.rounding_count)
         if tail is not None and tail.skip is not None:
             count = hold(tail.skip, count, state.rounding_count)

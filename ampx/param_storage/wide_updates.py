@@ -63,6 +63,7 @@ def update_wide(
         results, new_state = inner.update(grads, inner_state, wide, tail=own_tail, **extra_args)
         new, bad = unwrap_results(results)
         return new, bad, new_state
+    # A plain optax optimizer computes in the dtypes that it is given: here float32 throughout.
     grads = jax.tree.map(lambda g: g if is_float0(g) else widen(g), grads)
     updates, new_state = inner.update(grads, inner_state, wide, **extra_args)
     return apply_updates(wide, updates), jnp.zeros((), bool), new_state

@@ -69,6 +69,7 @@ def map_items(
 ) -> Any:
     """A tree of items with a function applied to each array, and another to scales of 8 bits."""
 
+    # With `is_leaf` a whole `Int8Blocks` arrives here; any other NamedTuple is walked through.
     def convert(item: Any, *rest: Any) -> Any:
         if not isinstance(item, Int8Blocks):
             return of_array(item, *rest)
@@ -147,6 +148,7 @@ def apply_to_block(
         raise ValueError(
             f"the mapped function gave {len(terms)} terms to sum; num_sums is {num_sums}"
         )
+    # In place: results have the shapes and types of the arrays in whose room they lie.
     types, due = (jax.tree.map(lambda a: (a.shape, a.dtype.name), all_) for all_ in (new, written))
     if types != due:
         raise ValueError(f"the mapped function gave {types} for the written arrays {due}")

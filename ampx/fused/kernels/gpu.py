@@ -89,6 +89,7 @@ def map_leaves(
         Since jax 0.11 or 0.12 a kernel takes no references to such arrays.
     """
     results: list[Any] = [None] * len(leaves)
+    # One job's scalars vary over every axis over which any of its arrays does: see `check_job`.
     checked = [blocks.check_job(*leaf) for leaf in leaves]
     if any(varying_axes(scalars) for scalars, _, _ in checked):
         raise NotImplementedError(
@@ -314,6 +315,7 @@ def _update(
     sums = [jnp.float32(0)] * num_sums
     for window, (new, terms) in zip(windows, results, strict=True):
         store(written, new, window)
+        # Both windows stored the same numbers; in sums they count once.
         if window.done:
             is_done = places(window) < window.done
             terms = [jnp.where(is_done, jnp.float32(0), term) for term in terms]

@@ -80,6 +80,8 @@ def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
         return False
     if rule.direction_again and any(getattr(s, "dtype", None) != jnp.float32 for s in leaf.slots):
         return False
+    # What is left to look at are plain arrays: a narrow form is bfloat16 and integers, which every
+    # kernel takes, and so are codes and scales.
     narrow = isinstance(leaf.param, NarrowParam)
     plain = [leaf.grad, *([] if narrow else [leaf.param])]
     plain += [slot for slot in leaf.slots if not isinstance(slot, Int8Blocks)]
@@ -98,6 +100,7 @@ def _shape_suits(leaf: Leaf, backend: Backend) -> bool:
     """
     shape = leaf.param.shape
     if any(isinstance(slot, Int8Blocks) for slot in leaf.slots):
+        # So no block of a kernel ever holds a part only of the elements that share a scale.
         if not shape[-1] or shape[-1] % BLOCK:
             return False
         if backend != "mosaic_gpu" and shape[-1] > LONGEST_TPU_ROW:
@@ -186,6 +189,7 @@ def make_kernel_squares(
     def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if why_place_unknown(arrays) is not None:
             return sum_squares(arrays)
+        # Arrays of other dtypes (float64) go to XLA; the answers keep the order of the arrays.
         suits = [array.dtype.name in _DTYPES for array in arrays]
         ours = [[array] for array, is_ours in zip(arrays, suits, strict=True) if is_ours]
         others = [array for array, is_ours in zip(arrays, suits, strict=True) if not is_ours]
@@ -258,5 +262,6 @@ def _update_shards(
         ]
         new, overflows = mapped(step.update_param, jobs, int(step.counts))
         params = [param for [param] in new]
+    # Of shape (1,) or (): how many float16 parameters of the leaf would have overflowed.
     totals = [jnp.sum(overflow) for overflow in overflows]
     return list(zip(params, map(tuple, slots), totals, strict=True))

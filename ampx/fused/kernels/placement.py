@@ -66,11 +66,14 @@ def run_in_place(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any
             "len(names))), for one device too; or call fused.apply inside jax.shard_map; or give "
             "backend='xla'"
         )
+    # Whole arrays, or the caller's `shard_map`: the kernel may run right here. Kernels need a `jit`
+    # around them; within a caller's, `inline` leaves no trace of this one.
     meshes = _meshes(leaves)
     if not any(m.explicit_axes for m in meshes):
         zero = jnp.uint32(0), jnp.uint32(0)
         shards = [Shard(_varying(leaf), zero) for leaf in leaves]
         return jax.jit(lambda s, all_: update(s, all_, shards), inline=True)(shared, list(leaves))
+    # Explicit axes: the types of the arrays say how they are divided.
     specs = [_spec(leaf) for leaf in leaves]
     shapes = [jax.tree.leaves(leaf)[0].shape for leaf in leaves]
 
@@ -92,6 +95,7 @@ def why_place_unknown(arrays: Any) -> str | None:
     meshes, leaves = _meshes(arrays), jax.tree.leaves(arrays)
     mapped = {axis for m in meshes for axis in m.manual_axes}
     explicit = {axis for m in meshes for axis in m.explicit_axes}
+    # An axis of one device divides nothing, whoever decides.
     automatic = {axis for m in meshes for axis in m.auto_axes if m.shape[axis] > 1}
     if automatic:
         return f"the mesh axes {sorted(automatic)} are in Auto mode, where XLA decides"

@@ -105,6 +105,7 @@ def map_blocks(
     # A kernel takes flat lists of arrays; an `Int8Blocks` is two of them, codes and scales.
     arrays, structure = jax.tree.flatten((read, written))
     outputs, structure_out = jax.tree.flatten(written)
+    # A parameter that is updated in place counts twice: its block goes in and another comes out.
     whole = [array for array in [*arrays, *outputs] if array.shape == shape]  # no scales
     bytes_each = sum(array.dtype.itemsize for array in whole)
     limit = _elements or min(_ELEMENTS, _BYTES // bytes_each)
@@ -122,6 +123,7 @@ def map_blocks(
             new, terms = blocks.apply_to_block(fun, scalar_ref, window.load(inputs), cell, num_sums)
             window.store(results, new)
             totals = [total + term for total, term in zip(totals, terms, strict=True)]
+        # Terms of windows of one block were added element by element; here they become numbers.
         if totals:
             _accumulate(refs[-1], totals, _inside(view, (*block[:-1], totals[0].shape[-1])))
 

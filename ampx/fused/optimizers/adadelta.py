@@ -48,6 +48,7 @@ def adadelta_direction(
 ) -> tuple[jax.Array, Slots]:
     """The gradient in units of past steps; decay is a part of the gradient here."""
     e_g, e_x = slots
+    # An L2 penalty, divided by the root like the gradient itself: not AdamW's decoupled decay.
     if h.weight_decay is not None:
         g = g + h.weight_decay * p
     e_g = ops.keep(h.rho * e_g + h.rho_rest * (g * g), e_g)

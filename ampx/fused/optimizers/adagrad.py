@@ -41,6 +41,7 @@ def adagrad_direction(
 ) -> tuple[jax.Array, Slots]:
     """The gradient over the root of all squares so far."""
     del p
+    # sum_of_squares: of the parameter's shape, never smaller than it was.
     squares = ops.keep(slots[0] + g * g, slots[0])
     # An element that has seen no gradient, with eps = 0, would be 0 / 0.
     return jnp.where(squares > 0, g / ops.sqrt(squares + h.eps), jnp.zeros_like(g)), (squares,)

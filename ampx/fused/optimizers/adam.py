@@ -162,6 +162,8 @@ def adam(
       >>> updates.round(3)
       Array([-0.1,  0.1], dtype=float32)
     """
+    # Only `reference.init` is ever called. optax takes no dtype for `nu`: it has the parameter's,
+    # or what `slot_dtypes` says.
     reference = optax.adam(
         learning_rate, b1, b2, eps, eps_root, array_dtype(mu_dtype), nesterov=nesterov
     )

@@ -75,6 +75,7 @@ def lamb(
       >>> updates.round(3)  # 0.1 of the norm of the parameter, 5
       Array([-0.354, -0.354], dtype=float32)
     """
+    # optax's LAMB takes no dtypes for moments: `slot_dtypes` alone decides.
     reference = optax.lamb(learning_rate, b1, b2, eps, eps_root, weight_decay, per_buffer(mask))
     return fused_transformation(
         LAMB_RULE,

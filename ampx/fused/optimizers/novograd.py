@@ -56,6 +56,7 @@ def novograd_direction(
     # meet elements.
     nu = ops.keep(h.b2 * nu + h.b2_rest * h.squares, nu)
     normal = g / ops.spread(ops.sqrt(nu + h.eps_root) + h.eps)
+    # Decay goes through the trace, but not through the division by the norm.
     if h.weight_decay is not None:
         normal = normal + h.weight_decay * p
     mu = ops.keep(h.b1 * mu + normal, mu)

@@ -88,6 +88,8 @@ def sgd(
       Array([-1.5,  2. ], dtype=float32)
     """
     reference = optax.sgd(learning_rate, momentum, nesterov, array_dtype(accumulator_dtype))
+    # Made once for an optimizer: rules are static arguments of a `jit`, and no two partials are
+    # equal.
     direction = functools.partial(sgd_direction, nesterov=nesterov)
     rule = UpdateRule(direction, () if momentum is None else ("trace",))
     coefficients = SgdCoefficients(momentum)
