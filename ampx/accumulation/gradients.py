@@ -1,9 +1,25 @@
 """Micro-batches inside one step: split, scan, sum in float32, divide once.
 
-The gradient of a big batch is a sum over its rows, so it may be taken a slice at a time. What must
-not be lost on the way: the sums are float32 whatever the gradients are, the loss scale is applied
-inside each slice, the division is by the weight of all slices, and the slices are strided so that
-a batch that is sharded over devices stays so.
+The gradient of a large batch is a sum over its rows, so it can be taken one micro-batch at a time,
+in the memory of one. Micro-batch i returns a sum of losses S_i and a sum of weights w_i (its number
+of tokens, say). The loss of the whole batch and its gradient are
+
+    L = (S_1 + ... + S_k) / W     dL/dp = (dS_1/dp + ... + dS_k/dp) / W     W = w_1 + ... + w_k
+
+because W does not depend on the parameters p. So gradients of sums are added and divided once, at
+the end: the mean is exact however unequal the weights are. A mean of the k means S_i / w_i would
+count a token in a micro-batch of 7 as much as 73 tokens in one of 512.
+
+    params, batch [B, ...] --- split --- k micro-batches [B/k, ...]
+                                            |  lax.scan
+      one:  cast, loss_fn, loss * scale, gradient, widen to float32
+                                            |  the carry adds gradients, and threads model_state
+      normalize_sums: divide by W, over all devices
+                                            |
+                                        GradResult     gradients still times the loss scale
+
+The loss scale is applied inside each micro-batch, since it must be there when the backward pass
+runs in half precision. The optimizer's wrapper takes it out again (`ampx.loss_scaling`).
 """
 
 from __future__ import annotations
@@ -64,32 +80,32 @@ def value_and_grad(
         `ampx.fused.FlatParams`: `loss_fn` gets the tree, and `grads` are flat.
       num_microbatches: k; the leading axis of the batch is split by `split_microbatches`.
       policy: the precision of the parameters inside `loss_fn`: see `Recipe.call`. The batch is not
-        cast: flax models cast their own inputs. With a `PrecisionSchedule`, `g` takes `phase=`, of
-        `ampx.precision_phase(opt_state)`.
+        cast: flax models cast their own inputs. With a `PrecisionSchedule`, `g` takes the argument
+        `phase=ampx.precision_phase(opt_state)`.
       normalize: `"mean"` divides the sum over micro-batches by k, `"sum"` by nothing, `"weights"`
-        by the sum of all weights, so that every token counts the same. No weight at all gives
-        zero, not NaN.
+        by the sum of all weights, so that every token counts the same. If all weights are zero,
+        loss and gradients are zero, not NaN.
       has_aux: whether `loss_fn` returns auxiliary output.
-      aux_reduction: how auxiliary leaves of k micro-batches become one: `"mean"` (weighted as
-        the loss is), `"sum"`, `"stack"` (new leading axis), `"concat"` (the rows of the batch in
-        their order), `"last"`; or a tree prefix of these. Over `axis_name` mean and sum reduce,
-        the others stay local.
-      accumulator_dtype: dtype of the sums, at least the dtype of the gradients.
-      axis_name: mapped axes that the batch is split over, inside `shard_map`. The weight and the
-        loss are then global, and a plain sum of `grads` over the axes is the exact gradient. Keys
-        differ between devices.
+      aux_reduction: how the auxiliary leaves of k micro-batches become one: `"mean"` (weighted as
+        the loss is), `"sum"`, `"stack"` (new leading axis of k), `"concat"` (the rows of the batch
+        in their order), `"last"`; or a tree prefix of these. `"mean"` and `"sum"` also reduce over
+        `axis_name`; the others stay local to the device.
+      accumulator_dtype: dtype of the sums. A gradient of a wider dtype is summed in its own.
+      axis_name: inside `shard_map`, the mapped axes that the batch is split over. The weight and
+        the loss are then those of all devices, `grads` are this device's part, and their plain sum
+        over the axes is the exact gradient. Each device gets its own key.
       remainder: for a batch that k does not divide: an error, or `"mask"`: the last row is
         repeated and `loss_fn` gets `mask=`, bool of shape (rows,), False on the repeats.
-      sparse_rows: for lookup tables: the parameter's path (names joined by "/") and a function
-        from the batch to the indices it reads. `loss_fn` then finds in that parameter's place the
-        rows already read, `table[indices]`, and the gradient is a `SparseRows`; with `axis_name`
-        it is dense, because a sum over devices would add up the indices.
+      sparse_rows: for lookup tables: from the parameter's path (names joined by "/") to a function
+        from the batch to the indices it reads. In the place of that parameter `loss_fn` then gets
+        the rows already read, `table[indices]`, and the gradient is a `SparseRows`. With
+        `axis_name` it is dense, because a sum over devices would add up the indices too.
 
     Returns:
-      `g(params, batch, *, loss_scale=1.0, key=None, model_state=None) -> GradResult`. Each
-      micro-batch gets `fold_in(key, i)`; the state is threaded through them in order. For an nnx
-      module, `wrt=` takes the filter of what to differentiate, `nnx.Param` by default; the rest
-      comes back as `model_state`.
+      `g(params, batch, *, loss_scale=1.0, key=None, model_state=None) -> GradResult`. Micro-batch
+      i gets the key `fold_in(key, i)`. The state that one micro-batch returns is given to the next.
+      For an nnx module, `wrt=` takes the filter of what to differentiate, `nnx.Param` by default;
+      the rest comes back as `model_state`.
 
     Raises:
       TypeError: for a policy, or an auxiliary leaf, of the wrong kind.
@@ -130,7 +146,7 @@ def value_and_grad(
         if has_flat(params):
             if tables:
                 raise ValueError("sparse_rows needs a tree of parameters, not flat ones")
-            fun = functools.partial(_of_tree, fun)
+            fun = functools.partial(_call_with_tree, fun)
         scale = as_scale(loss_scale)
         key = fold_in_device(key, axes)
         # Under check_vma=True JAX sums the gradient of a replicated parameter over the devices by
@@ -147,6 +163,9 @@ def value_and_grad(
                 fun(params, microbatch, *args, **kwargs), has_aux, has_state
             )
             loss, weight = as_loss_and_weight(value, normalize)
+            # In float32, where 65536 times a loss fits. (Of a loss computed in float16 the scale is
+            # still the first cotangent, and 65536 is infinite there.) The loss before scaling goes
+            # out beside it, for the report.
             with jax.named_scope("ampx.scale"):
                 return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
 
@@ -166,6 +185,7 @@ def value_and_grad(
             num_rows = batch_size(batch)
             batch, mask = pad_and_mask(batch, num_microbatches)
         if num_microbatches == 1:
+            # No scan and no accumulator of zeros: bit for bit what jax.value_and_grad gives.
             grads, model_state, (loss, weight, aux) = one(batch, mask, 0, model_state)
             per_microbatch = jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, weight, aux))
         else:
@@ -195,7 +215,12 @@ def _scan(
     model_state: Any,
     accumulator_dtype: DTypeLike,
 ) -> tuple[Any, Any, Any]:
-    """Sums dense gradients in the carry; sparse ones, losses and auxiliaries are stacked."""
+    """Runs `one` on each micro-batch in turn.
+
+    Dense gradients are added in the carry, so one copy of them is alive at a time. Losses, weights
+    and auxiliary outputs are small and stacked, f32[k, ...]: how to reduce them is decided later.
+    Sparse gradients are stacked too, since the k lists of rows need only be joined.
+    """
 
     def body(carry: Any, xs: Any) -> Any:
         sums, state = carry
@@ -216,11 +241,17 @@ def _scan(
 
 
 def _widen(grad: jax.Array, accumulator_dtype: DTypeLike) -> jax.Array:
+    # bfloat16 has 8 significant bits: from 256 on, adding 1 changes nothing. So 512 equal gradients
+    # would sum to half of what they should.
     return grad.astype(wider_dtype(grad.dtype, accumulator_dtype))
 
 
 def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
-    """Zeros sharded, and varying over mapped axes, as the gradient of the parameter is."""
+    """Zeros sharded, and varying over mapped axes, as the gradient of the parameter is.
+
+    The type of a scan's carry must not change from one iteration to the next, and in JAX the type
+    of an array includes its sharding along Explicit axes and what it varies over.
+    """
     param = jnp.asarray(param)
     dtype = wider_dtype(param.dtype, accumulator_dtype)
     if reduced_axes(param):
@@ -231,7 +262,11 @@ def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
 def _as_function(
     fun: Callable[..., Any], model: Any, has_aux: bool, wrt: Any
 ) -> tuple[Callable[..., Any], Any, Any]:
-    """An nnx loss as a pure function of (parameters, ..., model_state)."""
+    """An nnx loss as a pure function of (parameters, ..., model_state).
+
+    Each call works on a fresh copy, so what `fun` changes in it (batch statistics, random counters)
+    comes out as a value and does not leak a tracer into the caller's module.
+    """
     graphdef, params, rest = flax_modules.split_nnx(model, wrt)
 
     def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
@@ -243,7 +278,7 @@ def _as_function(
     return pure, params, rest
 
 
-def _of_tree(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_with_tree(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
     return fun(as_tree(params), *args, **kwargs)
 
 
@@ -251,8 +286,8 @@ def _check_same_structure(new_state: Any, state: Any) -> None:
     new, old = jax.tree.structure(new_state), jax.tree.structure(state)
     if new != old:
         raise ValueError(
-            f"loss_fn returned a model_state of structure {new}, but was given {old}: return all "
-            "of what came in, and nothing more"
+            f"loss_fn returned a model_state of structure {new}, but was given {old}: return every "
+            "entry that came in, and no other"
         )
 
 
@@ -266,6 +301,6 @@ def _check_arguments(
         check_choice("aux_reduction", kind, get_args(AuxReduction))
     if remainder == "mask" and normalize == "mean":
         raise ValueError(
-            "remainder='mask' needs normalize='weights' or 'sum': a mean over micro-batches of "
-            "unequal size would weigh their rows unequally"
+            "remainder='mask' needs normalize='weights' or 'sum': micro-batches then hold unequal "
+            "numbers of real rows, and a mean of their means would weigh rows unequally"
         )

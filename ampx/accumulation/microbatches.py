@@ -1,4 +1,15 @@
-"""Batches divided into micro-batches, and padded where they do not divide evenly."""
+"""Batches divided into micro-batches, and padded where they do not divide evenly.
+
+Row r of a batch goes to micro-batch r mod k: a stride, not a slice. The reason is a batch that is
+sharded over devices along its rows. Here B = 8 rows on two devices and k = 2 micro-batches:
+
+    device           0  0  0  0  1  1  1  1
+    row              0  1  2  3  4  5  6  7
+    with a stride    0  1  0  1  0  1  0  1    each micro-batch has two rows on each device
+    with a slice     0  0  0  0  1  1  1  1    micro-batch 0 lies on device 0 alone
+
+In the second case the compiler would gather the batch and compute everything on every device.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +24,8 @@ from ampx.checking import check_positive_int
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
     """Splits the leading axis of every leaf, B -> (k, B/k), with a stride: row i goes to i mod k.
 
-    With a contiguous split each micro-batch of a sharded batch would sit on one device, and the
-    compiler would copy the batch everywhere and compute everything on every device.
+    With contiguous slices each micro-batch of a sharded batch would lie on one device, and the
+    compiler would copy the batch to all devices and compute everything on each of them.
 
     Args:
       batch: a pytree of arrays of shape (B, ...).
@@ -39,7 +50,11 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
 
 
 def reshape_into_microbatches(batch: Any, num_microbatches: int) -> Any:
-    """The same split without moving anything: leaves of shape (B/k, k, ...)."""
+    """The same split without moving anything: leaves of shape (B/k, k, ...).
+
+    Element [r, i] is row r * k + i, so column i is micro-batch i. The rows stay the major axis, and
+    the reshape keeps the sharding along them.
+    """
     check_positive_int("num_microbatches", num_microbatches)
     size = batch_size(batch)
     if size % num_microbatches:
@@ -69,7 +84,14 @@ def batch_size(batch: Any) -> int:
 
 
 def pad_and_mask(batch: Any, num_microbatches: int) -> tuple[Any, jax.Array]:
-    """Repeats the last row up to a multiple of k; the mask is False on the repeats."""
+    """Repeats the last row up to a multiple of k; the mask is False on the repeats.
+
+    A real row and not zeros: on a row of zeros a model may divide by zero, and a NaN times a mask
+    of 0 is still NaN.
+
+    Returns:
+      The batch with leaves of shape (n * k, ...), and the mask, bool[n * k].
+    """
     size = batch_size(batch)
     padding = -size % num_microbatches
     padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], padding, 0)]), batch)

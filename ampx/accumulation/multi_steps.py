@@ -1,7 +1,26 @@
-"""Accumulation over calls: the optimizer runs on every k-th one."""
+"""Accumulation over calls: gradients are summed, and the optimizer runs on every k-th call.
+
+A window is the k calls whose gradients make one update. With k = 3, and a NaN in call 5:
+
+    call               1     2     3  |   4     5     6  |
+    gradient           a     b     c  |   d    NaN    e  |
+    after the call:                   |                  |
+    micro_step         1     2     0  |   1     2     0  |
+    grad_sum           a   a + b   0  |   d    NaN    0  |
+    window_is_bad      no    no    no |   no   yes    no |
+    gradient_step      0     0     1  |   1     1     2  |
+    dropped_total      0     0     0  |   0     0     1  |
+    updates          -0.0  -0.0    U  | -0.0  -0.0  -0.0 |
+
+U is the update that the inner optimizer makes of (a + b + c) / 3; it runs in that call alone. The
+second window is dropped but ends where it would have ended, so what call 7 gets does not depend on
+earlier overflows. With `on_nonfinite="drop_micro_step"` only call 5 would be left out, and call 7
+would end the window of d, e and its own gradient.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -24,13 +43,14 @@ class MultiStepsState(NamedTuple):
     """State of `ampx.multi_steps`.
 
     Attributes:
-      micro_step: int32, calls counted in the present window.
-      gradient_step: int32, windows completed, dropped ones included.
-      grad_sum: float32 sums of (weighted) gradients.
-      weight_sum: float32, sum of weights.
-      window_is_bad: bool, whether the window has seen a non-finite gradient.
-      dropped_total: int32, windows or micro-steps dropped here; those that a loss scale inside
-        skipped are counted there.
+      micro_step: int32 scalar, calls counted in the present window.
+      gradient_step: int32 scalar, windows completed, dropped ones included.
+      grad_sum: sums of (weighted) gradients, in the shapes of the parameters; float32, or float64
+        for float64 parameters.
+      weight_sum: float32 scalar, sum of the weights of the calls counted.
+      window_is_bad: bool scalar, whether the window has seen a non-finite gradient.
+      dropped_total: int32 scalar, windows or calls dropped here. Windows that a loss scale inside
+        skips are counted in its own state.
       inner_state: the wrapped transformation's state.
 
     Examples:
@@ -59,35 +79,38 @@ def multi_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """Sums the gradients of k calls in float32 and runs `inner` on the k-th, and only then.
 
-    `optax.MultiSteps` computes the inner update on every call and masks it; here it is behind a
-    `lax.cond`. Prefer `ampx.value_and_grad(num_microbatches=k)` where all k micro-batches are at
-    hand: it needs no memory between calls.
+    `optax.MultiSteps` computes the inner update on every call and masks it. Here a `lax.cond` runs
+    it only when it is due. Prefer `ampx.value_and_grad(num_microbatches=k)` if all k micro-batches
+    are at hand in one call: it keeps no sums between calls.
 
     With a loss scale the order decides what an overflow costs. `multi_steps(dynamic_loss_scale(
-    adamw), k)` holds the scale for the whole window and drops the window. `dynamic_loss_scale(
-    multi_steps(adamw, k))` drops the micro-step alone and moves the scale at once.
+    adamw), k)` keeps the scale constant for a window, and an overflow drops the whole window.
+    `dynamic_loss_scale(multi_steps(adamw, k))` drops only the call with the overflow, and the scale
+    moves at once.
 
     Args:
       inner: any optax transformation. It sees float32 gradients.
-      every_k: window length, or a function from `gradient_step` to it.
-      normalize: `"mean"` divides the sum by the number of calls, `"sum"` by nothing; `"weights"`
-        takes `update(..., weight=w)` and gives the mean weighted by w. The others ignore `weight`,
-        which `ampx.train_step` always passes.
-      on_nonfinite: what a non-finite gradient drops: the whole window, or just its own micro-step,
-        which is then not counted.
-      drop_if: a function from a call's gradients to a bool, for micro-steps to leave out, such as
-        those with a norm beyond a bound.
-      axis_names: every mapped axis over which devices must agree on what to drop, inside
-        `shard_map`, so that they run `inner`, and any reduction in it, on the same calls.
+      every_k: window length k, or a function from `gradient_step` (int32 scalar) to it.
+      normalize: `"mean"` divides the sum by the number of calls, `"sum"` divides by nothing.
+        `"weights"` needs `update(..., weight=w)`, a float scalar such as the number of tokens, and
+        gives the mean weighted by w. The other two ignore `weight`, which `ampx.train_step` always
+        passes.
+      on_nonfinite: what a non-finite gradient drops: the whole window, or only its own call, which
+        is then not counted.
+      drop_if: a function from a call's gradients to a bool scalar: True leaves the call out. Use it
+        for gradients with a norm beyond a bound, say.
+      axis_names: inside `shard_map`, every mapped axis over which devices must agree on what to
+        drop. Then all of them run `inner`, and any reduction in it, on the same calls.
 
     Returns:
-      A transformation. Between windows its updates are zero and the inner state stands still.
+      A transformation. Before the window is full its updates are zero (-0.0, which changes no
+      parameter), and the inner state does not change.
 
     Raises:
       TypeError: if `inner` is not a gradient transformation or `every_k` neither int nor function.
-      ValueError: for `every_k` < 1, an unknown choice, a missing weight, or dropping micro-steps
-        around a loss scale, which would then never see an overflow; or a reduction inside without
-        `axis_names`.
+      ValueError: for `every_k` < 1, an unknown choice, a missing weight, a reduction inside
+        without `axis_names`, or `"drop_micro_step"` around a loss scale, which would then never see
+        an overflow.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -102,28 +125,17 @@ def multi_steps(
     check_transformation("inner", inner)
     if not callable(every_k):
         check_positive_int("every_k", every_k)
-    check_choice("normalize", normalize, get_args(Normalize))
-    check_choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
-    inner = optax.with_extra_args_support(inner)
-    axis_names = as_axes(axis_names, "axis_names", may_be_empty=True)
-    window_length = every_k if callable(every_k) else lambda _: every_k
+    settings = _Settings(
+        inner=optax.with_extra_args_support(inner),
+        window_length=every_k if callable(every_k) else lambda _: every_k,
+        normalize=normalize,
+        on_nonfinite=on_nonfinite,
+        drop_if=drop_if,
+        axes=as_axes(axis_names, "axis_names", may_be_empty=True),
+    )
 
     def init(params: optax.Params) -> MultiStepsState:
-        inner_state = inner.init(params)
-        if on_nonfinite == "drop_micro_step" and find_nodes(inner_state, LossScaleState):
-            raise ValueError(
-                "on_nonfinite='drop_micro_step' around a loss scale would hide every overflow from "
-                "it: write dynamic_loss_scale(multi_steps(optimizer, k)) instead"
-            )
-        return MultiStepsState(
-            micro_step=jnp.zeros((), jnp.int32),
-            gradient_step=jnp.zeros((), jnp.int32),
-            grad_sum=jax.tree.map(_float32_zeros, params),
-            weight_sum=jnp.zeros((), jnp.float32),
-            window_is_bad=jnp.zeros((), bool),
-            dropped_total=jnp.zeros((), jnp.int32),
-            inner_state=inner_state,
-        )
+        return _init_state(settings, params)
 
     def update(
         updates: Any,
@@ -133,72 +145,184 @@ def multi_steps(
         weight: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, MultiStepsState]:
-        if has_mark(state.inner_state, "reduces_gradients") and not axis_names:
-            raise ValueError(
-                "the transformation inside reduces gradients over mapped axes, so all devices must "
-                "agree on what to drop: give multi_steps axis_names, as in axis_names='data'"
-            )
-        if normalize == "weights" and weight is None:
-            raise ValueError("normalize='weights' needs update(..., weight=<float scalar>)")
-        weight = jnp.asarray(weight if normalize == "weights" else 1.0, jnp.float32)
-        bad = jnp.sum(nonfinite.count_nonfinite((updates, weight), axis_names=axis_names)) > 0
-        left_out = jnp.asarray(False if drop_if is None else drop_if(updates), bool)
-        if axis_names and drop_if is not None:
-            any_left_out = mark_varying(left_out.astype(jnp.int32), axis_names)
-            left_out = jax.lax.psum(any_left_out, axis_names) > 0
-        if on_nonfinite == "drop_micro_step":
-            left_out |= bad
-            bad = jnp.zeros((), bool)
-
-        def add(total: jax.Array, grad: jax.Array) -> jax.Array:
-            added = total + grad.astype(total.dtype) * weight.astype(total.dtype)
-            return jnp.where(left_out, total, added)
-
-        counted = (~left_out).astype(jnp.int32)
-        grad_sum = jax.tree.map(add, state.grad_sum, updates)
-        weight_sum = state.weight_sum + jnp.where(left_out, 0.0, weight)
-        window_is_bad = state.window_is_bad | (bad & ~left_out)
-        micro_step = state.micro_step + counted
-        due = (counted > 0) & (micro_step >= window_length(state.gradient_step))
-
-        def sum_overflows() -> jax.Array:
-            sums = (grad_sum, weight_sum)
-            return jnp.sum(nonfinite.count_nonfinite(sums, axis_names=axis_names)) > 0
-
-        # Finite gradients may add up to infinity. Looked at only when the sum is used.
-        window_is_bad |= jax.lax.cond(due, sum_overflows, lambda: jnp.zeros_like(due))
-        # A loss scale inside must see the overflow; a plain optimizer must not.
-        inner_judges = bool(find_nodes(state.inner_state, LossScaleState))
-        drop = window_is_bad & due & (not inner_judges)
-
-        def run(_: None) -> tuple[Any, Any]:
-            divisor = jnp.where(weight_sum == 0, 1.0, weight_sum)
-            total = 1.0 if normalize == "sum" else divisor
-            grads = jax.tree.map(lambda g: g / jnp.asarray(total, g.dtype), grad_sum)
-            new_updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
-            return new_updates, trees.cast_like(inner_state, state.inner_state)
-
-        update_shapes, _ = jax.eval_shape(run, None)
-
-        def wait(_: None) -> tuple[Any, Any]:
-            return trees.null_updates(update_shapes), state.inner_state
-
-        new_updates, inner_state = jax.lax.cond(due & ~drop, run, wait, None)
-        # Cleared by choosing zeros: infinity times zero is not zero.
-        cleared = jax.tree.map(lambda total: jnp.where(due, jnp.zeros_like(total), total), grad_sum)
-        return new_updates, MultiStepsState(
-            micro_step=jnp.where(due, 0, micro_step),
-            gradient_step=state.gradient_step + due.astype(jnp.int32),
-            grad_sum=cleared,
-            weight_sum=jnp.where(due, 0.0, weight_sum),
-            window_is_bad=window_is_bad & ~due,
-            dropped_total=state.dropped_total + (left_out | drop).astype(jnp.int32),
-            inner_state=inner_state,
-        )
+        window = _add_call(settings, state, updates, weight)
+        new_updates, inner_state = _update_when_due(settings, state, window, params, extra_args)
+        return new_updates, _next_state(state, window, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What stays the same in all calls of one `multi_steps`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    window_length: Callable[[jax.Array], Any]
+    normalize: Normalize
+    on_nonfinite: OnNonfinite
+    drop_if: Callable[[Any], jax.Array] | None
+    axes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_choice("normalize", self.normalize, get_args(Normalize))
+        check_choice("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+
+
+class _Window(NamedTuple):
+    """The present window, after this call was added to it.
+
+    Attributes:
+      micro_step: int32 scalar, calls counted so far.
+      grad_sum: in the shapes of the parameters, float32 or wider.
+      weight_sum: float32 scalar.
+      is_bad: bool scalar, whether one of its gradients, or a sum that is due, is not finite.
+      is_due: bool scalar, whether this call was the last one of the window.
+      drop: bool scalar, whether the window is due and bad, and `inner` must not see it.
+      leaves_out_call: bool scalar, whether this call was not added.
+    """
+
+    micro_step: jax.Array
+    grad_sum: Any
+    weight_sum: jax.Array
+    is_bad: jax.Array
+    is_due: jax.Array
+    drop: jax.Array
+    leaves_out_call: jax.Array
+
+
+def _init_state(settings: _Settings, params: optax.Params) -> MultiStepsState:
+    inner_state = settings.inner.init(params)
+    if settings.on_nonfinite == "drop_micro_step" and find_nodes(inner_state, LossScaleState):
+        raise ValueError(
+            "on_nonfinite='drop_micro_step' around a loss scale would hide every overflow from "
+            "it: write dynamic_loss_scale(multi_steps(optimizer, k)) instead"
+        )
+    return MultiStepsState(
+        micro_step=jnp.zeros((), jnp.int32),
+        gradient_step=jnp.zeros((), jnp.int32),
+        grad_sum=jax.tree.map(_float32_zeros, params),
+        weight_sum=jnp.zeros((), jnp.float32),
+        window_is_bad=jnp.zeros((), bool),
+        dropped_total=jnp.zeros((), jnp.int32),
+        inner_state=inner_state,
+    )
 
 
 def _float32_zeros(param: Any) -> jax.Array:
     param = jnp.asarray(param)
     return jnp.zeros_like(param, dtype=wider_dtype(param.dtype, jnp.float32))
+
+
+def _as_weight(settings: _Settings, weight: Any) -> jax.Array:
+    """The weight of this call as a float32 scalar; 1 where weights do not count."""
+    if settings.normalize != "weights":
+        return jnp.asarray(1.0, jnp.float32)
+    if weight is None:
+        raise ValueError("normalize='weights' needs update(..., weight=<float scalar>)")
+    return jnp.asarray(weight, jnp.float32)
+
+
+def _judge_call(settings: _Settings, grads: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether to leave this call out, and whether it spoils its window: two bool scalars.
+
+    Both are the same on all devices along the axes. A device that counted a call which another
+    left out would come to its update one call earlier, and a reduction in `inner` would hang.
+    """
+    counts = nonfinite.count_nonfinite((grads, weight), axis_names=settings.axes)
+    is_bad = jnp.sum(counts) > 0
+    leave_out = jnp.asarray(False if settings.drop_if is None else settings.drop_if(grads), bool)
+    if settings.axes and settings.drop_if is not None:
+        votes = mark_varying(leave_out.astype(jnp.int32), settings.axes)
+        leave_out = jax.lax.psum(votes, settings.axes) > 0
+    if settings.on_nonfinite == "drop_micro_step":
+        return leave_out | is_bad, jnp.zeros((), bool)
+    return leave_out, is_bad & ~leave_out
+
+
+def _add_call(settings: _Settings, state: MultiStepsState, grads: Any, weight: Any) -> _Window:
+    """Adds the gradients of this call, unless it is left out, and tells if the window is due."""
+    if has_mark(state.inner_state, "reduces_gradients") and not settings.axes:
+        raise ValueError(
+            "the transformation inside reduces gradients over mapped axes, so all devices must "
+            "agree on what to drop: give multi_steps axis_names, as in axis_names='data'"
+        )
+    weight = _as_weight(settings, weight)
+    leave_out, is_bad = _judge_call(settings, grads, weight)
+
+    def add(total: jax.Array, grad: jax.Array) -> jax.Array:
+        added = total + grad.astype(total.dtype) * weight.astype(total.dtype)
+        return jnp.where(leave_out, total, added)
+
+    grad_sum = jax.tree.map(add, state.grad_sum, grads)
+    weight_sum = state.weight_sum + jnp.where(leave_out, 0.0, weight)
+    counted = (~leave_out).astype(jnp.int32)
+    micro_step = state.micro_step + counted
+    is_due = (counted > 0) & (micro_step >= settings.window_length(state.gradient_step))
+
+    def sum_overflows() -> jax.Array:
+        sums = (grad_sum, weight_sum)
+        return jnp.sum(nonfinite.count_nonfinite(sums, axis_names=settings.axes)) > 0
+
+    # Finite gradients may add up to infinity. To look costs a pass over the sums, so it is done in
+    # the one call in k that uses them.
+    is_bad |= jax.lax.cond(is_due, sum_overflows, lambda: jnp.zeros_like(is_due))
+    is_bad |= state.window_is_bad
+    # A loss scale inside must see the overflow, to skip the step and to lower the scale. A plain
+    # optimizer must not: it would write NaN into its moments.
+    inner_judges = bool(find_nodes(state.inner_state, LossScaleState))
+    drop = is_bad & is_due & (not inner_judges)
+    return _Window(micro_step, grad_sum, weight_sum, is_bad, is_due, drop, leave_out)
+
+
+def _update_when_due(
+    settings: _Settings,
+    state: MultiStepsState,
+    window: _Window,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, optax.OptState]:
+    """The update of `inner` if the window is due and not dropped, else none; and the inner state.
+
+    A `lax.cond` and not a select: it waits in k - 1 of k calls, and a select would compute the
+    update in each of them. Both branches must return the same dtypes, so the new state is cast to
+    those of the old, and the zeros take theirs from a trace of the other branch.
+    """
+
+    def run(_: None) -> tuple[Any, Any]:
+        # With weights, sum(w_i * g_i) / sum(w_i); without them every w_i is 1, and this is the
+        # mean. If all weights are zero so is the sum, and 0 / 1 is the 0 that is wanted, not NaN.
+        divisor = jnp.where(window.weight_sum == 0, 1.0, window.weight_sum)
+        total = 1.0 if settings.normalize == "sum" else divisor
+        grads = jax.tree.map(lambda g: g / jnp.asarray(total, g.dtype), window.grad_sum)
+        new_updates, inner_state = settings.inner.update(
+            grads, state.inner_state, params, **extra_args
+        )
+        return new_updates, trees.cast_like(inner_state, state.inner_state)
+
+    update_shapes, _ = jax.eval_shape(run, None)
+
+    def wait(_: None) -> tuple[Any, Any]:
+        return trees.null_updates(update_shapes), state.inner_state
+
+    return jax.lax.cond(window.is_due & ~window.drop, run, wait, None)
+
+
+def _next_state(
+    state: MultiStepsState, window: _Window, inner_state: optax.OptState
+) -> MultiStepsState:
+    """The state after this call. After a window that was due, dropped or not, a new one begins."""
+    is_due = window.is_due
+    # Zeros are chosen, not multiplied in: infinity times zero is NaN.
+    cleared = jax.tree.map(
+        lambda total: jnp.where(is_due, jnp.zeros_like(total), total), window.grad_sum
+    )
+    dropped = window.leaves_out_call | window.drop
+    return MultiStepsState(
+        micro_step=jnp.where(is_due, 0, window.micro_step),
+        gradient_step=state.gradient_step + is_due.astype(jnp.int32),
+        grad_sum=cleared,
+        weight_sum=jnp.where(is_due, 0.0, window.weight_sum),
+        window_is_bad=window.is_bad & ~is_due,
+        dropped_total=state.dropped_total + dropped.astype(jnp.int32),
+        inner_state=inner_state,
+    )

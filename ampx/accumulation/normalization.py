@@ -1,4 +1,20 @@
-"""Losses and gradients of many micro-batches as those of one batch."""
+"""Losses and gradients of many micro-batches turned into those of one batch.
+
+Micro-batch i gives a loss S_i, a weight w_i, a gradient g_i = dS_i/dp and auxiliary outputs. What
+comes out depends on `normalize`, where n is the number of micro-batches on all devices together:
+
+    normalize     S_i is                    loss                    gradient        weight
+    "mean"        the mean of its rows      sum(S_i) / n            sum(g_i) / n    n
+    "sum"         the sum of its rows       sum(S_i)                sum(g_i)        n
+    "weights"     the sum of its rows       sum(S_i) / sum(w_i)     sum(g_i) / W    W = sum(w_i)
+
+Loss and weight are summed over devices here. Gradients are divided by the total of all devices but
+stay local, so that one plain sum over devices, in buckets or not, makes them exact:
+
+    sum_d (g_d / W)  =  (sum_d g_d) / W
+
+`ampx.value_and_grad` and `ampx.pipelining.value_and_grad` both end in `normalize_sums`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +34,14 @@ AuxReduction = Literal["mean", "sum", "stack", "concat", "last"]
 def unpack_output(
     out: Any, has_aux: bool, has_state: bool, name: str = "loss_fn"
 ) -> tuple[Any, Any, Any]:
-    """Value, auxiliary output and new state of a loss function, each None where there is none."""
+    """Splits what a loss function returned into value, auxiliary output and new state.
+
+    Each is None where there is none.
+
+    Raises:
+      TypeError: if it is not the tuple that `has_aux` and `has_state` announce; `name` is how the
+        message calls the function.
+    """
     if not has_aux and not has_state:
         return out, None, None
     expected = ["value", *["aux"] * has_aux, *["new state"] * has_state]
@@ -30,21 +53,32 @@ def unpack_output(
 
 
 def as_scale(loss_scale: ArrayLike) -> jax.Array:
-    """The factor for a loss as a float32 scalar.
+    """Converts the factor for a loss to a float32 scalar.
 
     Raises:
-      ValueError: if it is no scalar: a state with several losses has a scale for each.
+      ValueError: if it is not a scalar. A state with several losses has a vector of scales, of
+        which each loss takes its own: `ampx.current_loss_scale(opt_state, loss_id)`.
     """
     scale = jnp.asarray(loss_scale, jnp.float32)
     if scale.shape:
-        raise ValueError(f"loss_scale must be a scalar, got shape {scale.shape}")
+        raise ValueError(
+            f"loss_scale must be a scalar, got shape {scale.shape}: of several losses give the "
+            "scale of this one, ampx.current_loss_scale(opt_state, loss_id)"
+        )
     return scale
 
 
 def as_loss_and_weight(
     value: Any, normalize: Normalize, function: str = "loss_fn"
 ) -> tuple[jax.Array, jax.Array]:
-    """Loss in float32 or wider, before any scaling, and its weight."""
+    """Checks the value of a loss function and converts it to (loss, weight), both scalars.
+
+    The loss is float32, or float64 if it was, before any scaling; the weight is float32, and 1
+    unless `normalize="weights"`.
+
+    Raises:
+      TypeError: for a loss or weight that is not a scalar, or a loss that is not floating.
+    """
     if normalize == "weights":
         if not isinstance(value, tuple) or len(value) != 2:
             raise TypeError(
@@ -65,6 +99,8 @@ def as_loss_and_weight(
     if not is_floating(loss):
         raise TypeError(f"the loss must be floating, got {jnp.result_type(loss)}")
     loss = jnp.asarray(loss)
+    # The weight is a count that happens to be computed beside the loss. If it depended on a
+    # parameter, the quotient rule would add a term that sums of gradients cannot express.
     weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(jnp.float32))
     return loss.astype(wider_dtype(loss.dtype, jnp.float32)), weight
 
@@ -79,23 +115,28 @@ def normalize_sums(
     axes: tuple[str, ...],
     num_rows: int | None,
 ) -> tuple[jax.Array, Any, jax.Array, Any]:
-    """Loss, gradients, weight and auxiliary output of all micro-batches, over devices.
+    """Divides sums over micro-batches by the total weight of all devices.
 
     Args:
-      grads: summed over micro-batches.
-      losses: with a leading axis of micro-batches.
-      weights: likewise.
-      auxes: likewise.
+      grads: gradients, summed over the micro-batches of this device.
+      losses: float32[k], one for each micro-batch of this device.
+      weights: float32[k].
+      auxes: auxiliary outputs, leaves of shape (k, ...).
       normalize: what to divide by.
       aux_reduction: how auxiliary outputs become one.
       axes: mapped axes that the batch is split over. Gradients stay local.
       num_rows: rows of the batch without padding; None where there is none.
+
+    Returns:
+      Loss and weight (float32 scalars, the same on all devices), gradients of this device, and
+      auxiliary output, in the order (loss, gradients, weight, auxiliary output).
     """
     number = losses.size * count_devices(axes)
     totals = (jnp.sum(losses), jnp.sum(weights) if normalize == "weights" else None)
     loss, weight = jax.lax.psum(mark_varying(totals, axes), axes)
     if weight is None:
-        # Known while tracing, so that the compiler may turn the division into a product.
+        # Known while tracing: XLA may turn a division by a constant into a product, and products
+        # are what it fuses and recomputes.
         weight = divisor = jnp.float32(number)
     else:
         divisor = jnp.where(weight == 0, 1.0, weight)
@@ -104,10 +145,11 @@ def normalize_sums(
         if not is_floating(total):
             return total
         if normalize == "mean" and number == 1:
-            return total
+            return total  # no operation at all: the gradients of one batch stay bit for bit
         mean = divide_sum(total, number if normalize == "mean" else divisor.astype(total.dtype))
         if normalize == "mean":
             return mean
+        # Without any weight the sum may be anything, NaN included, and what is wanted is zero.
         return jnp.where(weight == 0, jnp.zeros_like(mean), mean)
 
     aux = reduce_aux(auxes, weights, divisor, aux_reduction, axes, num_rows)
@@ -124,15 +166,19 @@ def reduce_aux(
     axes: tuple[str, ...],
     num_rows: int | None,
 ) -> Any:
-    """Reduces leaves with a leading axis of k.
+    """Reduces the auxiliary outputs of k micro-batches to one, over devices where that has a sense.
 
     Args:
-      auxes: stacked auxiliary outputs.
-      weights: float32 of shape (k,).
+      auxes: auxiliary outputs, leaves of shape (k, ...).
+      weights: float32[k].
       divisor: float32 scalar, the total weight over micro-batches and devices, never zero.
       reduction: an `AuxReduction`, or a tree prefix of them.
       axes: mapped axes that means and sums also reduce over.
       num_rows: rows of the batch, if repeats were added at its end; else None.
+
+    Returns:
+      A tree like one micro-batch's output. Means and sums are float32 or wider, sums of integers
+      int32 or wider; `"stack"`, `"concat"` and `"last"` keep the dtype and stay local.
     """
 
     def reduce_leaf(kind: AuxReduction, stacked: jax.Array) -> jax.Array:
@@ -142,7 +188,12 @@ def reduce_aux(
             return stacked[-1]
         if kind == "concat":
             if stacked.ndim < 2:
-                raise TypeError("aux_reduction='concat' needs leaves with a leading batch axis")
+                raise TypeError(
+                    "aux_reduction='concat' needs leaves with a leading batch axis, got a scalar "
+                    "for each micro-batch: take 'mean', 'sum' or 'stack' for this leaf"
+                )
+            # Row r of the batch is row r // k of micro-batch r % k (see `split_microbatches`), so
+            # (k, B/k, ...) -> (B/k, k, ...) -> (B, ...) restores the order; then repeats are cut.
             rows = jnp.swapaxes(stacked, 0, 1)
             return rows.reshape(-1, *rows.shape[2:])[:num_rows]
         if kind == "sum":
@@ -153,10 +204,11 @@ def reduce_aux(
         if not is_floating(stacked):
             raise TypeError(
                 f"aux_reduction='mean' needs floating leaves, got {stacked.dtype}: give 'sum' or "
-                "'stack' for this leaf, as a tree that matches the auxiliary output"
+                "'stack' for this leaf, in a tree of reductions like the auxiliary output"
             )
         wide = stacked.astype(wider_dtype(stacked.dtype, jnp.float32))
         per_row = weights.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
+        # A micro-batch without weight may well report NaN, a mean over nothing, and 0 * NaN is NaN.
         weighted = jnp.sum(jnp.where(per_row == 0, jnp.zeros_like(wide), wide * per_row), axis=0)
         total = jax.lax.psum(mark_varying(weighted, axes), axes)
         return total / divisor.astype(wide.dtype)

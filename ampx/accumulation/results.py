@@ -1,4 +1,4 @@
-"""What gradient functions return."""
+"""What `ampx.value_and_grad` and `ampx.pipelining.value_and_grad` return."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ class GradResult(NamedTuple):
     """What `ampx.value_and_grad` returns.
 
     Attributes:
-      loss: float32 scalar (float64 for a float64 loss), never scaled.
-      grads: like the parameters, float32, divided by the total weight, still times the loss scale.
-      weight: float32 scalar, the total weight: over micro-batches and, with `axis_name`, devices.
+      loss: float32 scalar (float64 for a float64 loss), never multiplied by the loss scale.
+      grads: in the shapes of the parameters, float32 (float64 for float64 gradients), divided by
+        the total weight, and still multiplied by the loss scale.
+      weight: float32 scalar, the total weight over micro-batches and, with `axis_name`, devices.
       aux: auxiliary output, reduced over micro-batches; None without `has_aux`.
       model_state: the state after the last micro-batch; None where none was given.
-      verdict: int32 of shape (2,), what `ampx.count_nonfinite` found before gradients were reduced;
-        None where they are not reduced yet.
+      verdict: int32[2], what `ampx.count_nonfinite` found in the gradients before they were summed
+        over devices: arrays with an infinity, arrays with a NaN. None where they have not been
+        summed yet, so that the optimizer can still look for itself.
 
     Examples:
       >>> import ampx, jax.numpy as jnp

@@ -1,4 +1,16 @@
-"""Gradients of lookup tables as (indices, rows), which accumulate without becoming dense."""
+"""Gradients of lookup tables as (indices, rows), which accumulate without becoming dense.
+
+The gradient of an embedding table of n rows is zero except in the rows that a batch reads. As a
+dense array it costs n rows in every micro-batch. As (indices, rows) it costs what was read:
+
+    table f32[n, d]  --take-->  rows f32[m, d]  --loss_fn-->  loss
+                                 |
+              gradient of the rows, f32[m, d], beside the indices int32[m]: a `SparseRows`
+
+`loss_fn` is differentiated with respect to the rows and not to the table. The table's own gradient
+is the transpose of the `take`: a scatter-add of the rows, which `to_dense` does once, after the
+last micro-batch. A row that was read twice adds up there.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +28,10 @@ class SparseRows(NamedTuple):
     """Some rows of a table; a row index may occur several times, and then its rows add up.
 
     Attributes:
-      indices: int of shape (n,).
-      rows: floating of shape (n, ...row shape).
-      like: a zero-size array of shape (0, number of rows), so that the shape survives `jit`.
+      indices: int32[m] or int64[m], not negative.
+      rows: floating, of shape (m, ...) with the shape of a row behind.
+      like: int8[0, number of rows of the table]. It holds nothing; a number would become a traced
+        value under `jit`, while a shape stays known.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -33,14 +46,23 @@ class SparseRows(NamedTuple):
 
     @classmethod
     def of(cls, indices: jax.Array, rows: jax.Array, *, num_rows: int) -> SparseRows:
-        """Flattens indices of any shape, and rows of that shape plus the row's, to a list."""
+        """Makes flat lists of indices of any shape, and of rows of that shape plus the row's own.
+
+        Args:
+          indices: int of any shape; negative ones count from the end.
+          rows: floating, of the shape of the indices followed by that of a row.
+          num_rows: the number of rows of the table.
+
+        Raises:
+          ValueError: if the shapes do not fit together.
+        """
         row_shape = rows.shape[indices.ndim :]
         if rows.shape[: indices.ndim] != indices.shape:
             raise ValueError(
                 f"rows of shape {rows.shape} do not begin with the shape of the indices, "
                 f"{indices.shape}"
             )
-        # Bytes could not hold an index plus the number of rows.
+        # Indices may come as int8 or uint8, in which an index plus the number of rows would wrap.
         indices = indices.astype(wider_dtype(indices.dtype, jnp.int32))
         # A negative index counts from the end when a table is read, so it must here too.
         positive = jnp.where(indices < 0, indices + num_rows, indices)
@@ -90,7 +112,7 @@ def densify(tree: Any) -> Any:
 def densify_rows() -> optax.GradientTransformationExtraArgs:
     """An optax transformation that makes sparse gradients dense, once, before an optimizer.
 
-    Inside a loss scale, so that verdict and unscaling touch the rows only:
+    Put it inside the loss scale, which then looks at the rows only and unscales the rows only:
     `dynamic_loss_scale(optax.chain(ampx.densify_rows(), optax.adam(1e-3)))`.
 
     Returns:
@@ -111,7 +133,20 @@ def densify_rows() -> optax.GradientTransformationExtraArgs:
 def read_tables(
     params: Any, microbatch: Any, tables: Mapping[str, Callable[[Any], jax.Array]]
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """Parameters with tables replaced by the rows that are read, and the way back for gradients."""
+    """Replaces tables by the rows that a micro-batch reads.
+
+    Args:
+      params: the parameters, with whole tables.
+      microbatch: what the functions in `tables` are called with.
+      tables: from a parameter's path to the function that gives the indices.
+
+    Returns:
+      The parameters with rows in the place of tables, and a function that turns the gradients of
+      those into gradients with a `SparseRows` for each table.
+
+    Raises:
+      ValueError: if a path is not among the parameters.
+    """
     if not tables:
         return params, lambda grads: grads
     indices: dict[str, jax.Array] = {}
@@ -126,7 +161,10 @@ def read_tables(
 
     rows = map_by_path(params, read)
     if missing := set(tables) - set(indices):
-        raise ValueError(f"sparse_rows names {sorted(missing)}, which are not among the parameters")
+        raise ValueError(
+            f"sparse_rows names {sorted(missing)}, which are not among the parameters: give paths "
+            "with names joined by '/'"
+        )
 
     def collect(grads: Any) -> Any:
         def wrap(name: str, grad: jax.Array) -> Any:
@@ -140,14 +178,19 @@ def read_tables(
 
 
 def split_sparse(grads: Any) -> tuple[Any, Any]:
-    """Gradients as (dense ones, sparse ones), None where the other has the leaf."""
+    """Splits gradients into (dense ones, sparse ones), each None where the other has the leaf."""
     dense = jax.tree.map(lambda g: None if is_sparse_rows(g) else g, grads, is_leaf=is_sparse_rows)
     sparse = jax.tree.map(lambda g: g if is_sparse_rows(g) else None, grads, is_leaf=is_sparse_rows)
     return dense, sparse
 
 
 def merge_sparse(dense: Any, sparse: Any) -> Any:
-    """Puts the parts together again, the rows of all micro-batches in one list."""
+    """Merges what `split_sparse` parted, the rows of all k micro-batches in one list.
+
+    Args:
+      dense: summed gradients.
+      sparse: `SparseRows` with a leading axis of k on every array, from a scan.
+    """
 
     def merge(array: Any, rows: Any) -> Any:
         if rows is None:
