@@ -1,4 +1,39 @@
-"""Where a loss scale goes after a good or a bad step: a pure state machine and its settings."""
+"""Where a loss scale goes after a good or a bad step: a pure state machine and its settings.
+
+Two counters drive the scale S. `growth_tracker` g counts finite steps in a row, and S grows when g
+reaches N = `growth_interval`. The tolerance `hysteresis_tracker` h says how many overflows it still
+takes until S falls; it begins full, at H = `hysteresis`. Every overflow skips its step, whether S
+falls or not. With the default factors, 2 and 1/2:
+
+    step                   S                        g        h
+    finite, g + 1 < N      stays                    g + 1    stays, or H with "finite"
+    finite, g + 1 >= N     min(2 S, max_scale)      0        H
+    overflow, h > 1        stays                    0        h - 1
+    overflow, h <= 1       max(S / 2, min_scale)    0        0, or H with "change"
+
+Systems differ in what refills the tolerance, and `refill` chooses. With H = 3 and an overflow X:
+
+    h = 3 ---X---> h = 2 ---X---> h = 1 ---X: S / 2---> h = 0 ---X: S / 2---+
+      ^              |              |                   |   ^               |
+      |              |              |                   |   +---------------+
+      +----refill----+----refill----+------refill-------+
+
+    "finite"    any finite step refills: only H overflows in a row lower S (Apex's kernel)
+    "growth"    only growth refills: H overflows lower S however far apart they are, and until S
+                has grown again each further one lowers it at once (Megatron-LM)
+    "change"    growth refills, and so does each fall of S, which leads to h = H instead of h = 0:
+                every H overflows since the last move lower S (Ascend)
+
+For H = 2, N = 3, S = 8 and finite steps "o":
+
+    step               o   X   o   X   X   o   o   o
+    "finite"     S     8   8   8   8   4   4   4   8
+                 h     2   1   2   1   0   2   2   2
+    "growth"     S     8   8   8   4   2   2   2   4
+                 h     2   1   1   0   0   0   0   2
+    "change"     S     8   8   8   4   4   4   4   8
+                 h     2   1   1   2   1   1   1   2
+"""
 
 from __future__ import annotations
 
@@ -15,13 +50,17 @@ from ampx.loss_scaling.state import LossScaleState
 
 Refill = Literal["growth", "finite", "change"]
 OnFloor = Literal["hold", "raise-flag"]
-# Outside this range 1/scale is infinite or subnormal, which accelerators flush to zero.
+# The largest and smallest powers of two whose inverse is a normal float32 too. Beyond, 1/scale is
+# subnormal, which accelerators flush to zero, or infinite.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleDynamics:
-    """The settings of `ampx.dynamic_loss_scale`, checked, and the rule by which a scale moves."""
+    """The settings of `ampx.dynamic_loss_scale`, checked, and the rule by which a scale moves.
+
+    The fields are the arguments of that function.
+    """
 
     init_scale: float
     growth_factor: float
@@ -54,9 +93,16 @@ class ScaleDynamics:
             )
 
     def advance(self, state: LossScaleState, bad: jax.Array) -> LossScaleState:
-        """The state machine: where the scale goes after a good or a bad step."""
+        """Moves the scale and its counters after a step, as in the table above.
+
+        Args:
+          state: before the step. With several losses its fields are vectors, and each loss moves
+            by itself.
+          bad: bool[*losses], whether the gradients of a loss held an infinity or a NaN.
+        """
         finite_steps = state.growth_tracker + 1
-        # Not "equal": a resumed run may have counted beyond a shorter interval already.
+        # ">=" and not "==": a run that was resumed with a shorter interval may have counted past it
+        # already, and with "==" its scale would never grow again.
         grow = ~bad & (finite_steps >= self.growth_interval)
         tolerance = state.hysteresis_tracker - bad.astype(jnp.int32)
         back_off = bad & (tolerance <= 0)
@@ -66,11 +112,12 @@ class ScaleDynamics:
         reduced = jnp.maximum(scale * self.backoff_factor, self.min_scale)
         at_floor = back_off & (scale <= self.min_scale)
 
-        # Apex's kernel and Megatron go on backing off once the tolerance is used up.
+        # After a fall h stays at 0 unless it is refilled, so the next overflow lowers S again: once
+        # the tolerance is used up, Apex's kernel and Megatron-LM lower it at every overflow.
         refilled = {"finite": ~bad, "growth": grow, "change": grow | back_off}[self.refill]
         floor_flag = state.floor_flag
         if self.on_floor == "raise-flag":
-            floor_flag |= jnp.any(at_floor)
+            floor_flag |= jnp.any(at_floor)  # sticky: never cleared on the device
         return state._replace(
             loss_scale=jnp.where(grow, grown, jnp.where(back_off, reduced, scale)),
             growth_tracker=jnp.where(bad | grow, 0, finite_steps),
@@ -81,7 +128,7 @@ class ScaleDynamics:
 
 
 def _choice_as_number(choice: Any) -> float:
-    """A word or number for a loss scale as one number: -1 off, 0 dynamic, NaN for other words."""
+    """Converts a word or number for a loss scale to a number: -1 off, 0 dynamic, NaN if neither."""
     if choice is None:
         return -1.0
     if isinstance(choice, str):
@@ -90,6 +137,7 @@ def _choice_as_number(choice: Any) -> float:
             return named[choice] if choice in named else float(choice)
         except ValueError:
             return math.nan
+    # True would pass as the number 1, and "loss_scale=True" surely does not mean a scale of 1.
     is_bool = isinstance(choice, bool) or str(getattr(choice, "dtype", "")) == "bool"
     if is_bool or not hasattr(choice, "__float__"):
         raise TypeError(
@@ -102,7 +150,12 @@ def _choice_as_number(choice: Any) -> float:
 
 
 def parse_choice(choice: Any) -> float:
-    """A word or number for a loss scale as one number: -1 off, 0 dynamic, or a fixed scale."""
+    """Converts what a user wrote for a loss scale to a number: -1 off, 0 dynamic, or the scale.
+
+    Raises:
+      TypeError: for what is neither None, string nor number, True and False included.
+      ValueError: for any other word, or a number below 1.
+    """
     number = _choice_as_number(choice)
     if number not in (-1, 0) and not number >= 1:
         raise ValueError(
@@ -113,12 +166,17 @@ def parse_choice(choice: Any) -> float:
 
 
 def check_scale(name: str, value: Any, powers_of_two: bool) -> None:
-    """Refuses what is not a number that float32 can hold together with its inverse."""
+    """Raises unless `value` is a number that float32 can hold together with its inverse.
+
+    With `powers_of_two`, 1/value must be exact too. A power of two is the only number with an exact
+    inverse in binary floating point, and multiplying by it changes nothing but the exponent.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     number = float(value)
     if not _SMALLEST_SCALE <= number <= _LARGEST_SCALE:
         raise ValueError(f"{name} must be between 2**-126 and 2**126, got {value!r}")
+    # frexp splits a number into m * 2**e with 0.5 <= m < 1: m is 0.5 for powers of two alone.
     if powers_of_two and math.frexp(number)[0] != 0.5:
         below = 2.0 ** math.floor(math.log2(number))
         raise ValueError(

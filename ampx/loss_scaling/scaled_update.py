@@ -72,9 +72,9 @@ class Settings:
     def can_fuse(self) -> bool:
         """Whether the fused form can do what these settings ask for.
 
-        Its kernels take one factor for all gradients, so there must be one loss; its verdict comes
-        from a sum of squares, which does not see saturated numbers; and it writes parameters before
-        all updates are known, so it can hold elements but not undo the step for one of them.
+        It takes one factor for all gradients, so there must be one loss. Its verdict comes from a
+        sum of squares, which does not see saturated numbers. And it writes parameters before all
+        updates are known, so it can hold single elements, but not undo the step because of one.
         """
         is_elementwise = self.nonfinite_updates == "hold"
         return self.num_losses == 1 and self.saturation_dtype is None and is_elementwise
@@ -168,8 +168,9 @@ def wrap_with_scale(
         is_fused = settings.can_fuse and takes_tail(state.inner_state)
         judge, transit = (_judge_fused, _transit_fused) if is_fused else (_judge, _transit)
         judgement = judge(settings, call)
-        # Nothing below this line but `transit` reads a gradient or a parameter, and it gets all it
-        # needs as arguments: it is the piece to put behind one `lax.cond` on `judgement.overflow`.
+        # The seam between looking and doing. `transit` alone computes with gradients, parameters
+        # and the inner state, and its result has a fixed type, so this one call can be put behind a
+        # `lax.cond` on `judgement.overflow`.
         transition = transit(settings, call, judgement)
         return transition.updates, _move(settings.advance, state, judgement, transition)
 
@@ -216,6 +217,8 @@ def _judge(settings: Settings, call: Call) -> Judgement:
     if call.verdict is not None and settings.num_losses == 1 and saturation_dtype is None:
         counts = call.verdict.counts
     else:
+        # As they arrive, scaled and in their own dtype: a half gradient is read in two bytes, and
+        # saturation shows only there. Unscaling would hide nothing else: inf / S is inf.
         counts = jnp.stack(
             [
                 nonfinite.count_nonfinite(grads, axis_names=axes, saturation_dtype=saturation_dtype)
@@ -245,7 +248,9 @@ def _find_axes(settings: Settings, call: Call) -> tuple[str, ...]:
     """The mapped axes whose devices must come to one verdict.
 
     A reduction inside means that this device's gradients are only its share. A verdict on a share
-    differs between devices, and devices that disagree on a skip are different models from then on.
+    differs between devices, and devices that disagree on a skip hold different parameters from then
+    on. Without a reduction inside, gradients may be equal everywhere already, and no axis is
+    needed.
     """
     if not has_mark(call.state.inner_state, "reduces_gradients"):
         return settings.axis_names
@@ -277,11 +282,7 @@ def _split_by_loss(grads: Any, num_losses: int) -> list[Any]:
 
 
 def _transit(settings: Settings, call: Call, judgement: Judgement) -> Transition:
-    """The plain transition: unscale, clip, update, then choose between new and old.
-
-    It runs on bad gradients too, and its result is thrown away by a select. So every number that
-    is accepted comes out of a `jnp.where`, never out of a product with 0: 0 * inf is NaN.
-    """
+    """The plain transition: unscale, clip, update, then choose between new and old."""
     state, params, tail = call.state, call.params, call.tail
     per_loss = _split_by_loss(call.grads, settings.num_losses)
     grads = _unscale_and_sum(per_loss, state.loss_scale.reshape(settings.num_losses))
@@ -294,15 +295,26 @@ def _transit(settings: Settings, call: Call, judgement: Judgement) -> Transition
     with jax.named_scope("ampx.update"):
         updates, inner_state = settings.inner.update(grads, state.inner_state, params, **extra_args)
     updates = nonfinite.mark_overflowing(updates, params)
+    # The update of a skip is u = -0.0, the one number for which x + u has all bits of x:
+    #      x      x + 0.0    x + -0.0
+    #     -0.0      0.0        -0.0
+    #      0.0      0.0         0.0
+    #      1.5      1.5         1.5
     nothing = trees.null_updates(updates)
 
     is_bad = _is_bad_outcome(settings, judgement.axes, updates, inner_state, state.inner_state)
     if settings.nonfinite_updates == "skip":
         skip = judgement.overflow | is_bad
     else:
+        # Elements that are not finite are held one by one. That is elementwise and fuses into the
+        # update; to know of all of them before the first is written would cost a pass over memory.
         skip = judgement.overflow
         updates = trees.keep_finite(updates, nothing)
         inner_state = trees.keep_finite(inner_state, state.inner_state)
+    # A select and no `lax.cond`: it is made leaf by leaf, so that each parameter waits for the
+    # verdict and its own update alone. A `cond` would tie all of them together, and with a
+    # reduction inside the first bucket's update would wait for the last bucket. And a select, not
+    # a product with 0: 0 * inf is NaN.
     updates = trees.hold(skip, updates, nothing)
     inner_state = trees.hold(skip, inner_state, state.inner_state)
     if tail is not None and tail.new_params:
@@ -311,10 +323,7 @@ def _transit(settings: Settings, call: Call, judgement: Judgement) -> Transition
 
 
 def _transit_fused(settings: Settings, call: Call, judgement: Judgement) -> Transition:
-    """The fused transition: the optimizer below divides, clips, and holds its own state.
-
-    Optax's wrappers in between know nothing of a tail; what they changed is undone here.
-    """
+    """The fused transition: the optimizer below multiplies, clips, and holds its own state."""
     tail = dataclasses.replace(
         call.tail or Tail(),
         factor=1 / call.state.loss_scale,
@@ -326,6 +335,9 @@ def _transit_fused(settings: Settings, call: Call, judgement: Judgement) -> Tran
         results, inner_state = settings.inner.update(
             call.grads, call.state.inner_state, call.params, tail=tail, **call.extra_args
         )
+    # The optimizer has chosen between old and new where each number is made, before it is written.
+    # To choose here, behind the update, would need old and new moments in memory at once, and XLA
+    # would copy every one of them.
     updates, is_bad = unwrap_results(results)
     if tail.new_params:
         updates = Applied(updates, judgement.norm)
@@ -334,7 +346,11 @@ def _transit_fused(settings: Settings, call: Call, judgement: Judgement) -> Tran
 
 
 def _unscale_and_sum(per_loss: list[Any], scales: jax.Array) -> Any:
-    """Each loss's gradients over its own scale, then their sum: never the other way round."""
+    """Divides each loss's gradients by its own scale, then adds them.
+
+    g_1 / S_1 + g_2 / S_2, since a sum of g_1 and g_2 cannot be divided by two scales. It is
+    float32, though the gradients may be half: unscaled, most of them are too small for float16.
+    """
     unscaled = [
         nonfinite.unscale(grads, scales[i]) for i, grads in enumerate(per_loss) if grads is not None
     ]
@@ -346,7 +362,8 @@ def _is_bad_outcome(
 ) -> jax.Array:
     """Whether an update, or with `"skip"` a number of the new state, is not finite; bool scalar.
 
-    `"hold"` mends the state element by element, so there is no need to look through it.
+    `"hold"` mends the state element by element, so there is no need to look through it. Numbers
+    that were infinite in the old state do not count: some optimizers start from infinity.
     """
     skips = settings.nonfinite_updates == "skip"
     judged = trees.zero_where_old_is_not_finite(new_inner, old_inner) if skips else ()
@@ -362,12 +379,13 @@ def _move(
     """The state after the step: inner state, scale, counters.
 
     The scale moves last. Had it moved before the gradients were divided, a step on which it grows
-    would divide by twice what the loss was multiplied by. It moves by the verdict on gradients
-    alone: an update that is not finite though they were is no fault of the scale.
+    would divide by twice the factor that the loss was multiplied by, and halve the update.
     """
     found = judgement.counts > 0  # bool[*losses, 2]
+    # By the verdict on gradients, not by `transition.skip`: if gradients were finite and the update
+    # is not, a smaller scale would not help.
     moved = advance(state, jnp.any(found, axis=-1))
-    # A loss that was left out has told nothing: its scale and counters wait.
+    # Of a loss that was left out nothing is known, neither good nor bad: it moves another time.
     own = {
         name: jnp.where(judgement.seen, getattr(moved, name), getattr(state, name))
         for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits")

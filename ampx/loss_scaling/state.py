@@ -1,4 +1,9 @@
-"""The state of a loss scale, and what a training loop reads out of it."""
+"""The state of a loss scale, and what a training loop reads out of it.
+
+The state is a part of the optimizer's state, at whatever depth wrappers have put it. The functions
+here take the whole optimizer state and search it, so a training loop need not know where it is.
+All but `raise_if_exhausted` work under `jit`.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +18,23 @@ from ampx.trees import find_nodes
 
 
 class LossScaleState(NamedTuple):
-    """State of a loss-scaled transformation. With several losses the first six are vectors.
+    """State of a loss-scaled transformation.
+
+    With one loss all fields are scalars. With n losses those marked [losses] have shape (n,).
 
     Attributes:
-      loss_scale: float32, the factor for the next loss.
-      growth_tracker: int32, finite steps since the scale last moved or overflowed.
-      hysteresis_tracker: int32, overflows that are still tolerated before the scale falls.
-      inf_total: int32, updates whose gradients held an infinity.
-      nan_total: int32, updates whose gradients held a NaN.
-      floor_hits: int32, overflows that found the scale at `min_scale` already.
+      loss_scale: float32[losses], the factor for the next loss.
+      growth_tracker: int32[losses], finite steps in a row since the scale last moved or overflowed.
+      hysteresis_tracker: int32[losses], how many overflows it takes until the scale falls; at 0 and
+        1 the next one lowers it.
+      inf_total: int32[losses], updates so far whose gradients held an infinity.
+      nan_total: int32[losses], updates so far whose gradients held a NaN.
+      floor_hits: int32[losses], overflows that found the scale at `min_scale` already.
       overflow: bool, whether the last update was skipped.
       skipped_total: int32, updates skipped so far.
       bad_update_total: int32, updates that came out non-finite from finite gradients.
-      floor_flag: bool, whether `on_floor="raise-flag"` saw a floor hit.
+      floor_flag: bool, whether there has been a floor hit; stays False unless
+        `on_floor="raise-flag"`.
       inner_state: the wrapped transformation's state.
 
     Examples:
@@ -73,7 +82,11 @@ def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
 
 
 def find_outermost_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
-    """The loss-scale state around all of an optimizer's state, or None."""
+    """The loss-scale state that is outermost in an optimizer's state, or None.
+
+    Only such a scale sees the whole gradient and can undo the whole step. A wrapper around it
+    counts as none if its state says `wraps_loss_scale`, as that of a precision schedule does.
+    """
     state: Any = opt_state
     while getattr(state, "wraps_loss_scale", False):
         state = state.inner_state
@@ -81,7 +94,7 @@ def find_outermost_loss_scale(opt_state: optax.OptState) -> LossScaleState | Non
 
 
 def _as_arrays(state: LossScaleState) -> LossScaleState:
-    """The same state with plain arrays where flax nnx keeps variables."""
+    """Replaces the variables in which flax nnx keeps every array of a state by plain arrays."""
     own = {name: value for name, value in state._asdict().items() if name != "inner_state"}
     return state._replace(**{name: jax.tree.leaves(value)[0] for name, value in own.items()})
 
@@ -91,7 +104,7 @@ def current_loss_scale(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array
 
     Args:
       opt_state: an optimizer state, however nested.
-      loss_id: which loss, where there are several.
+      loss_id: which loss, from 0, where there are several.
 
     Returns:
       float32 scalar; 1.0 where the state has no loss scale.
@@ -135,8 +148,9 @@ def is_skipped(opt_state: optax.OptState) -> jax.Array:
 def select_if_finite(opt_state: optax.OptState, new_tree: Any, old_tree: Any) -> Any:
     """`new_tree`, or `old_tree` if the last update was skipped.
 
-    For whatever must stand still on a skip and lives outside the optimizer state: batch
-    statistics, an exponential moving average, a step counter. Not for random keys or data.
+    For whatever must not change on a skip and lives outside the optimizer state: batch statistics,
+    an exponential moving average, a step counter. Not for random keys or data: the same batch with
+    the same dropout mask would overflow again.
 
     Args:
       opt_state: the state after the update.
@@ -177,6 +191,8 @@ def raise_if_exhausted(opt_state: optax.OptState) -> None:
     state = find_loss_scale_state(opt_state)
     if state is None or not bool(state.floor_flag):
         return
+    # An infinity comes from a scale that is too high, or from gradients that are too large. A NaN
+    # needs inf - inf, 0 * inf or 0 / 0 in the model, which lowering the scale does not cure.
     nans, infs = int(jnp.sum(state.nan_total)), int(jnp.sum(state.inf_total))
     advice = (
         "NaN gradients do not come from the scale: the model itself produces them"

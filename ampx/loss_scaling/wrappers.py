@@ -1,9 +1,15 @@
 """The loss scales of ampx: optax wrappers that take scaled gradients and skip bad steps.
 
-The scale lives inside the optimizer state, in an optax wrapper around any transformation. One
-update does, in this order: judge the scaled gradients, agree on the verdict over every device,
-unscale with the scale held so far, run the inner transformation, undo its whole transition if the
-verdict was bad, and only then move the scale.
+float16 ends at 65504, and below 6e-8 it has nothing. Many gradients are smaller. If the loss is
+multiplied by S, the chain rule multiplies every gradient by S, so the backward pass runs in the
+range of float16; afterwards the gradients are divided by S in float32. If S is too large gradients
+overflow: the step is skipped, and a dynamic scale falls.
+
+The scale lives inside the optimizer's state, in an optax wrapper around any transformation. An
+update of the wrapper judges the scaled gradients, agrees on the verdict with all devices, unscales
+by the scale held so far, runs the inner transformation, undoes its whole transition if the verdict
+was bad, and only then moves the scale. `ampx.loss_scaling.scaled_update` is that path, and
+`ampx.loss_scaling.dynamics` the rule by which a dynamic scale moves.
 """
 
 from __future__ import annotations
@@ -39,47 +45,49 @@ def dynamic_loss_scale(
     r"""Wraps an optimizer so that it takes scaled gradients, skips bad steps and tunes the scale.
 
     Multiply the loss by `ampx.current_loss_scale(opt_state)`; `ampx.value_and_grad` does so when
-    it is given `loss_scale=`. The wrapper takes the scaled gradients, half or float32, and hands
-    float32 ones, divided by that same scale, to `inner`.
+    it is given `loss_scale=`. The wrapper takes the scaled gradients, half or float32, divides them
+    by that same scale, and gives `inner` the result in float32.
 
     A step whose gradients hold an infinity or a NaN is undone as a whole: updates are zero and the
-    inner state (moments, counts, schedules, master weights) stays bit for bit what it was. It is
-    the caller who keeps what lives elsewhere: see `ampx.select_if_finite`.
+    inner state (moments, counts, schedules, master weights) stays bit for bit what it was. What
+    lives outside the optimizer's state the caller has to keep: see `ampx.select_if_finite`.
 
     Args:
       inner: any optax transformation: clipping, optimizer, schedules.
       init_scale: first scale.
       growth_factor: factor after `growth_interval` finite steps in a row.
       backoff_factor: factor after an overflow.
-      growth_interval: N means N finite steps.
-      hysteresis: overflows needed before the scale falls; 1 falls at once. Every overflow is
-        skipped all the same.
-      refill: when the tolerance is full again: `"growth"` when the scale grows (Megatron-LM),
+      growth_interval: number of finite steps in a row after which the scale grows.
+      hysteresis: the number of overflows after which the scale falls; with 1 it falls at once.
+        Every overflow skips its step, whether the scale falls or not.
+      refill: when that count begins anew: `"growth"` when the scale grows (Megatron-LM),
         `"finite"` after any finite step (Apex), `"change"` when the scale moves either way, so
         that overflows are counted between moves (Ascend's `decr_every_n_nan_or_inf`).
-      min_scale: the scale never falls below; at least 2**-126.
-      max_scale: the scale never grows beyond; at most 2**126.
-      axis_names: every mapped axis (data, stage, shard) over which devices must agree, inside
-        `shard_map`. Under plain `jit` leave it empty: arrays are global there.
+      min_scale: the scale never falls below this; at least 2**-126.
+      max_scale: the scale never grows beyond this; at most 2**126.
+      axis_names: inside `shard_map`, every mapped axis (data, stage, shard) over which devices must
+        agree. Under plain `jit` leave it empty: arrays are global there.
       num_losses: with n > 1 every loss has its own scale. `update` then takes a tuple of n
         gradient trees, each still scaled by `current_loss_scale(opt_state, i)`, or None for a loss
-        that was left out; they are unscaled before they are summed. One bad tree skips the step
-        and lowers its own scale alone.
+        that was left out. They are unscaled before they are summed. One bad tree skips the step
+        for all, and lowers its own scale alone.
       on_floor: what an overflow at `min_scale` does besides being counted in `floor_hits`:
-        nothing, or raise a flag that `ampx.raise_if_exhausted` turns into an exception.
-      saturation_dtype: also count ``|gradient|`` >= the largest number of this dtype as an
-        overflow, for hardware that saturates. Compared with the gradients as they arrive.
+        `"hold"` nothing, `"raise-flag"` sets a flag that `ampx.raise_if_exhausted` turns into an
+        exception.
+      saturation_dtype: for hardware that saturates instead of overflowing: ``|gradient|`` >= the
+        largest number of this dtype counts as an overflow. The scaled gradients are compared, in
+        the dtype in which they arrive.
       nonfinite_updates: what to do when finite gradients give a non-finite update (a second
-        moment that overflows, 0/0 in a half Adam). `"hold"` keeps the old value of exactly the
-        elements concerned, in params and state; `"skip"` undoes the whole step, for which every
-        parameter must wait for every update. Non-finite updates are counted in `bad_update_total`
-        either way; around an optimizer of `ampx.fused`, which writes in the same pass, only those
-        from a coefficient that is not finite or from the range of float16.
+        moment that overflows, 0/0 in a half Adam). `"hold"` keeps the old value of exactly those
+        elements, in parameters and state. `"skip"` undoes the whole step, so that every parameter
+        has to wait for every update. Steps with such updates are counted in `bad_update_total`
+        either way. An optimizer of `ampx.fused` writes in the same pass, and counts only those that
+        come from a coefficient that is not finite or from the range of float16.
       powers_of_two: refuse factors and scales that are not powers of two, because unscaling is
         exact only for those. Turn it off to reproduce systems that use others (0.8, say).
 
     Returns:
-      A transformation whose state is a `LossScaleState`. Extra arguments reach `inner`.
+      A transformation whose state is a `LossScaleState`. Extra arguments are handed to `inner`.
 
     Raises:
       TypeError: if `inner` is not a gradient transformation, or a setting is not a number.
@@ -138,7 +146,7 @@ def static_loss_scale(
 
     Args:
       inner: any optax transformation.
-      scale: the factor. Powers of two unscale exactly; others round each gradient once.
+      scale: the factor. Powers of two unscale exactly; others round each gradient.
       axis_names: see `dynamic_loss_scale`.
       num_losses: see `dynamic_loss_scale`; every loss has this scale.
       saturation_dtype: see `dynamic_loss_scale`.
@@ -224,7 +232,10 @@ def loss_scale(
     number = parse_choice(choice)
     if number == -1:
         if options:
-            raise TypeError(f"no loss scale was chosen, so {sorted(options)} have no meaning")
+            raise TypeError(
+                f"loss scale {choice!r} is no scaling, so {sorted(options)} have no meaning: leave "
+                "them out, or choose 'dynamic' or a number >= 1"
+            )
         return no_loss_scale(inner)
     if number == 0:
         return dynamic_loss_scale(inner, **options)

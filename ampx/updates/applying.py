@@ -1,4 +1,8 @@
-"""Updates added to parameters, whatever their dtypes."""
+"""Updates added to parameters, whatever their dtypes.
+
+Loss scales hand float32 updates out, while parameters may be half. `optax.apply_updates` adds the
+two by JAX's implicit promotion, which `jax.numpy_dtype_promotion("strict")` forbids.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     def widest_sum(param: Any, update: Any) -> Any:
         if is_float0(update):  # the gradient of an integer parameter
             return param
+        # Added in the wider dtype and rounded once. Rounded to half before, it would round twice.
         return optax.apply_updates(widen(param, update), widen(update, param))
 
     return cast_like(jax.tree.map(widest_sum, params, updates), params)

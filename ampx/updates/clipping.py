@@ -1,4 +1,9 @@
-"""A clip by the global norm around an optimizer, done along with the update where that is fused."""
+"""A clip by the global norm around an optimizer, which also reports the norm.
+
+`optax.chain(optax.clip_by_global_norm(m), tx)` clips just as well, but a fused optimizer in a chain
+is hidden: the gradients would be clipped in a pass of their own. This wrapper hands its clip to a
+fused optimizer inside as a `Tail` instead, and does what the chain does around any other.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +22,11 @@ class ClippedState(NamedTuple):
     """The state of `clipped`.
 
     Attributes:
-      clip_state: optax's, empty.
+      clip_state: that of `optax.clip_by_global_norm`, empty.
       inner_state: the wrapped transformation's.
-      gradient_norm: float32, norm of the unscaled gradients before the clip, of the last update
-        that was not skipped; 0 before it. Along mapped axes over which a gradient varies, it is
-        taken as a shard.
+      gradient_norm: float32 scalar, global norm of the unscaled gradients before the clip, of the
+        last update that was not skipped; 0 before the first. Along mapped axes over which a
+        gradient varies, it is taken as a shard.
     """
 
     clip_state: Any
@@ -34,7 +39,15 @@ class ClippedState(NamedTuple):
 def clipped(
     inner: optax.GradientTransformation, max_norm: float
 ) -> optax.GradientTransformationExtraArgs:
-    """A clip by the global norm, then `inner`; in one pass if `inner` is fused."""
+    """A clip by the global norm, then `inner`; in one pass if `inner` is fused.
+
+    Args:
+      inner: any optax transformation.
+      max_norm: the largest global norm that `inner` sees.
+
+    Returns:
+      A transformation whose state is a `ClippedState`.
+    """
     clip = optax.clip_by_global_norm(max_norm)
     inner = optax.with_extra_args_support(inner)
 
@@ -53,7 +66,10 @@ def clipped(
             updates, inner_state = inner.update(
                 updates, state.inner_state, params, tail=clipping, **extra_args
             )
+            # Whoever handed a tail in waits for `TailResult`s; a plain caller for arrays.
             updates = updates if tail else unwrap_results(updates)[0]
+            # Around a plain optimizer the loss scale chooses between old and new state, with this
+            # norm in it. In the fused form each receiver of a tail holds its own state.
             if own_tail.skip is not None:
                 norm = jnp.where(own_tail.skip, state.gradient_norm, norm)
             return updates, ClippedState(state.clip_state, inner_state, norm)

@@ -1,4 +1,19 @@
-"""The global norm of gradients, and whether they are finite, from one pass over them."""
+"""The global norm of gradients, and whether they are finite, from one pass over them.
+
+A clip needs the norm, the square root of the sum of squares of all gradients. A loss scale needs a
+verdict: is every gradient finite? One sum S of squares answers both, nearly always:
+
+    S is finite      =>  all its terms are, so all gradients are finite, and the norm is sqrt(S)
+    S is not finite  =>  some gradient is not finite, or finite squares overflowed: look again
+
+The square of 1.8e19 overflows float32, and finite gradients that are large are no reason to skip a
+step. So the second look, under a `lax.cond`, sums the squares of g / 2**90. It tells the two cases
+apart, and costs a second pass over memory only in the rare step that needs it.
+
+Where a gradient is divided over mapped axes, each device sums the squares of its shard, and the
+sums are added over exactly those axes. A replicated gradient is the same on all devices and is
+counted once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +29,10 @@ from ampx.mesh_axes import mark_varying, sum_over_shards, varying_axes
 from ampx.trees import is_floating, wider_dtype
 from ampx.updates.tails import Tail
 
-# Squares of anything finite in float32 can be summed in this unit, 2**40 of them and more.
+# A float32 g is below 2**128, so (g / 2**90)**2 is below 2**76, and 2**51 of these add up to less
+# than 2**127: finite gradients of any model have a finite sum in this unit. A g below 2**27 may
+# vanish in it, its square being below 2**-126. That does not matter: 2**40 of them contribute 2**94
+# to a sum of squares that was found to be at least 2**128.
 _LARGE_UNIT = 2.0**90
 
 
@@ -22,8 +40,8 @@ class JudgedNorm(NamedTuple):
     """What one pass over gradients tells.
 
     Attributes:
-      norm: float32, global norm of the gradients times their factor, over all shards.
-      counts: int32 of shape (2,): this device's arrays with an infinity and those with a NaN; an
+      norm: float32 scalar, global norm of the gradients times their factor, over all shards.
+      counts: int32[2], how many arrays of this device hold an infinity, and how many a NaN. An
         array with both counts as one with a NaN.
     """
 
@@ -37,37 +55,44 @@ def measure_and_judge(
     factor: jax.Array | None = None,
     squares: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None,
 ) -> JudgedNorm:
-    """Norm and verdict together.
-
-    A sum of squares that is finite has finite terms. One that is not may have overflowed, which is
-    no fault of the gradients: only then they are read again, in a unit in which that cannot be.
+    """Measures the norm and takes the verdict in one pass; the module's docstring says how.
 
     Args:
       grads: any pytree of arrays; leaves that are not floating are left out. Along mapped axes over
         which a leaf varies, it is taken as a shard.
-      factor: scalar that multiplies every gradient.
+      factor: float32 scalar that multiplies the norm, as if every gradient had been multiplied.
       squares: see `Tail`.
+
+    Returns:
+      A `JudgedNorm`. Its counts are those of this device, not yet agreed on.
     """
     leaves = [leaf for leaf in jax.tree.leaves(grads) if is_floating(leaf)]
     if not leaves:
         return JudgedNorm(jnp.zeros((), jnp.float32), jnp.zeros(2, jnp.int32))
-    # Otherwise XLA would share the casts of half gradients with the update, through memory.
-    # One by one: in jax 0.10 a joint barrier makes all vary over what any of them does.
+    # XLA sees the same cast of a half gradient to float32 here and in the update. Without a
+    # barrier it casts once and keeps the result in memory, 4 bytes a parameter to write and to
+    # read again, though casting twice would cost nothing. One barrier for each leaf: in jax 0.10 a
+    # joint one makes all leaves vary over every mapped axis that any of them varies over.
     leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
     axes = sorted(varying_axes(leaves))
     multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
     total = _over_shards((squares or sum_squares)(leaves))
 
     def all_is_well() -> JudgedNorm:
+        # Branches of a cond must return the same types, and what a value varies over is in its
+        # type: the other branch's counts come from the leaves, so these zeros are marked alike.
         return JudgedNorm(jnp.sqrt(total) * multiplier, mark_varying(jnp.zeros(2, jnp.int32), axes))
 
     def second_look() -> JudgedNorm:
-        # A number for each: one that reductions share XLA writes out, as an array.
+        # Each reduction gets a scalar of its own, which only a barrier keeps apart. A scalar that
+        # several reductions share XLA's CPU backend broadcasts to an array in memory, and reserves
+        # that memory whether the branch is taken or not.
         inverses = lax.optimization_barrier([jnp.float32(1 / _LARGE_UNIT)] * len(leaves))
         large = list(map(_large_squares, leaves, inverses))
         widest = max((s.dtype for s in large), key=lambda dtype: dtype.itemsize)
         sums = jnp.stack([s.astype(widest) for s in large])
-        found = jnp.stack([jnp.isinf(sums), jnp.isnan(sums)], axis=1)
+        # NaN + inf is NaN: an array with both shows its NaN alone.
+        found = jnp.stack([jnp.isinf(sums), jnp.isnan(sums)], axis=1)  # bool[num_leaves, 2]
         norm = jnp.sqrt(_over_shards(large)) * multiplier * _LARGE_UNIT
         return JudgedNorm(norm, mark_varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
 
@@ -75,18 +100,26 @@ def measure_and_judge(
 
 
 def sum_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """The sum of squares of each array, in float32 or wider."""
+    """Computes the sum of squares of each array, a scalar in float32 or wider.
+
+    A sum and not a maximum of absolute values: XLA's maximum on CPUs loses a NaN (it returns the
+    other operand inside a reduction of some thousand elements), and a sum does not.
+    """
     return [jnp.sum(leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) ** 2) for leaf in leaves]
 
 
 def _large_squares(leaf: jax.Array, inverse_unit: jax.Array) -> jax.Array:
-    """The sum of squares in the large unit."""
+    """The sum of squares in the large unit, a scalar."""
     wide = leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
     return jnp.sum((wide * inverse_unit.astype(wide.dtype)) ** 2)
 
 
 def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:
-    """The sum of one number from each leaf over all shards: one reduction for equal axes."""
+    """The float32 sum of one number from each leaf, over all leaves and all shards.
+
+    Leaves that are divided over the same axes are added before they are reduced, so there are as
+    many reductions of one number as there are sets of axes, and not as there are leaves.
+    """
     sums: dict[frozenset[str], jax.Array] = {}
     for number in numbers:
         axes, own = varying_axes(number), number.astype(jnp.float32)
@@ -95,27 +128,36 @@ def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:
 
 
 def compute_norm(grads: Any) -> jax.Array:
-    """The norm of `measure_and_judge` without a verdict. XLA merges equal ones into one."""
+    """Computes the norm of `measure_and_judge` without a verdict; float32 scalar.
+
+    It has no barrier, so XLA can merge it with the norm that a clip computes nearby.
+    """
     leaves = [leaf for leaf in jax.tree.leaves(grads) if is_floating(leaf)]
     return jnp.sqrt(_over_shards(sum_squares(leaves)))
 
 
 def compute_clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
-    """What gradients of this norm are multiplied by, to have at most `max_norm`; float32."""
+    """Computes what gradients of this norm are multiplied by to have at most `max_norm`; float32.
+
+    A norm of NaN is not above `max_norm` and gives 1, one of infinity gives 0. Neither mends
+    gradients: to skip such a step is the task of a loss scale.
+    """
     return jnp.where(norm > max_norm, max_norm / norm, jnp.ones_like(norm))
 
 
 def measure_norm(tail: Tail, grads: Any) -> jax.Array:
-    """The norm of the gradients that a tail speaks of, measured here if nobody has yet."""
-    return (
-        measure_and_judge(grads, tail.factor, tail.squares).norm if tail.norm is None else tail.norm
-    )
+    """The norm of gradients times the tail's factor, measured here if nobody has done so."""
+    if tail.norm is not None:
+        return tail.norm
+    return measure_and_judge(grads, tail.factor, tail.squares).norm
 
 
 def fold_clip(tail: Tail, grads: Any) -> Tail:
-    """The same tail with its clip in the factor, the norm measured for it if nobody has yet.
+    """Folds the clip of a tail into its factor, so that both cost one multiplication.
 
-    The clip times 1/scale is zero below 2**-126: such gradients are clipped to nothing.
+    g * (1/scale) * clip = g * (1/scale * clip). The norm that the new tail carries is that of the
+    clipped gradients. Where 1/scale * clip is below 2**-126 the factor underflows to zero, and the
+    gradients are clipped to nothing.
     """
     if tail.max_norm is None:
         return tail

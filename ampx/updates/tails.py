@@ -1,8 +1,32 @@
-"""How the parts of a step's tail agree to do their work in one pass over memory.
+"""The tail of a step: how a loss scale, a clip and an optimizer work in one pass over memory.
 
-A loss scale, a clip and an optimizer would each read and write every gradient. Where the optimizer
-at the bottom is a fused one, they hand down what they know instead, as a `Tail` in the extra
-argument `tail`: a factor for the gradients, and whether the step is to be skipped.
+The tail of a step is all that happens between gradients and new parameters: judge, unscale, clip,
+update, and keep or skip. Each part is memory-bound, and as separate optax transformations each
+reads and writes every gradient. If the optimizer at the bottom is one of `ampx.fused`, the parts
+above compute only scalars, and hand them down as a `Tail` in the extra argument `tail`. The
+optimizer applies them to each number while it has it in registers:
+
+    fused.apply            Tail(max_norm, new_params=True, backend)
+        |                                 |
+    dynamic_loss_scale     measures the norm and takes the verdict in one pass, and fills in
+        |                  factor = 1/scale * clip and skip = overflow
+        |                                 |
+    inject_hyperparams,    optax's wrappers: they hand extra arguments on and know nothing of them
+    partition                             |
+        |                                 |
+    master_weights         asks for new_params in any case: its parameters are the masters
+        |                                 |
+    fused.adamw            g * factor, the update, `where(skip, old, new)`, in one pass
+
+    and back up:           a `TailResult` for each parameter: value, and whether a number was bad
+                           `hold_wrappers` undoes what optax's wrappers changed on a skip
+                           `Applied`: new parameters and the norm, in the place of updates
+
+Any part may be missing. A loss scale recognises by the state alone (`takes_tail`) whether there is
+a fused optimizer below, and uses the ordinary path if not.
+
+"Tail" means the tail of a step only. The bucket of gradients that is reduced last, which
+`ampx.all_reduce(tail_overlap=...)` is about, is called the last bucket.
 """
 
 from __future__ import annotations
@@ -25,13 +49,14 @@ class Tail:
     """What is still to be done with gradients, besides the optimizer's own update.
 
     Attributes:
-      factor: scalar by which gradients are multiplied; None is 1.
-      skip: bool scalar. Where it is true, parameters and state keep every bit. None: never.
-      max_norm: clip the gradients, `factor` applied, by this global norm. Whoever measures the norm
-        folds this into `factor`; optimizers never see it.
-      norm: global norm of the gradients, `factor` applied, if somebody has measured it.
-      new_params: return new parameters in the place of updates.
-      backend: what runs the update.
+      factor: float32 scalar by which every gradient is multiplied; None is 1.
+      skip: bool scalar. If it is true, parameters and state keep every bit. None is never.
+      max_norm: global norm to which the gradients, times `factor`, are clipped. `fold_clip` turns
+        it into a part of `factor` on the way down, so optimizers never see it. None is no clip.
+      norm: float32 scalar, global norm of the gradients times `factor`; None if nobody has
+        measured it yet.
+      new_params: whether to return new parameters in the place of updates.
+      backend: what runs the update: XLA or a kind of Pallas kernels.
       squares: a function from arrays to the sum of squares of each, if something faster than XLA
         measures the norm.
     """
@@ -51,12 +76,15 @@ class Tail:
 
 
 class TailResult:
-    """What stands for a parameter's update in answer to a `Tail`. To compute with it is an error.
+    """What a fused optimizer returns for each parameter in answer to a `Tail`.
+
+    It is not an array, so that a transformation which would compute with it fails while tracing.
+    Were it an array, `optax.scale(0.1)` around the optimizer would multiply new parameters by 0.1.
 
     Attributes:
-      value: the update, or the new parameter if the tail asks for that.
-      bad: bool scalar, whether a number that is not finite was refused on the way. Parameters may
-        share it.
+      value: the update, or the new parameter if the tail asks for that; of the parameter's shape.
+      bad: bool scalar, whether a number that is not finite was refused on the way. Several
+        parameters may share the same array.
     """
 
     def __init__(self, value: jax.Array, bad: jax.Array) -> None:
@@ -65,9 +93,10 @@ class TailResult:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
-            "a transformation around a fused optimizer computes with its updates, which are not "
-            "there while the whole tail runs in one pass: leave it out (to clip, give "
-            "fused.apply a max_norm), or chain it, so that the loss scale sees no fused optimizer"
+            "a transformation around a fused optimizer computes with its updates, which do not "
+            "exist when the loss scale, clip and update run in one pass: leave it out (to clip, "
+            "give fused.apply a max_norm), or put it beside the optimizer in optax.chain, which "
+            "turns the single pass off"
         )
 
     __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __neg__ = _refuse
@@ -79,8 +108,9 @@ class Applied(NamedTuple):
     """What a loss scale returns in the place of updates when a tail asks for new parameters.
 
     Attributes:
-      params: the new parameters.
-      norm: global norm of the unscaled gradients, before any clip.
+      params: the new parameters, in the dtypes of the old.
+      norm: float32 scalar, global norm of the unscaled gradients before any clip; None if nobody
+        measured it.
     """
 
     params: Any
@@ -88,7 +118,7 @@ class Applied(NamedTuple):
 
 
 def unwrap_results(results: Any) -> tuple[Any, jax.Array]:
-    """The values of a tree of `TailResult`, and whether any is bad.
+    """Splits a tree of `TailResult` into the tree of values and a bool scalar, whether any is bad.
 
     Raises:
       TypeError: if some transformation did not answer the tail.
@@ -97,41 +127,58 @@ def unwrap_results(results: Any) -> tuple[Any, jax.Array]:
     for leaf in leaves:
         if not isinstance(leaf, TailResult):
             raise TypeError(
-                f"a fused tail met an update of type {type(leaf).__name__}: every parameter needs "
-                "a fused optimizer; with optax.masked or optax.partition give the others, too, one "
-                "of ampx.fused, such as ampx.fused.sgd(0.0)"
+                "an update that runs in one pass needs a fused optimizer for every parameter, and "
+                f"got an update of type {type(leaf).__name__}: with optax.masked or "
+                "optax.partition give the other parameters an optimizer of ampx.fused too, such as "
+                "ampx.fused.sgd(0.0)"
             )
+    # Most parameters share one flag, that of the optimizer's coefficients. It is the same object,
+    # so it is taken once instead of being stacked a thousand times.
     flags = list({id(leaf.bad): leaf.bad for leaf in leaves}.values())
     bad = jnp.any(jnp.stack(flags)) if flags else jnp.zeros((), bool)
     return structure.unflatten([leaf.value for leaf in leaves]), bad
 
 
 class TakesTail:
-    """A mark on the state of an optimizer that answers the extra argument `tail`."""
+    """A mark on the state of an optimizer that answers the extra argument `tail`.
+
+    Fused optimizers have states of optax's own types, so that checkpoints go both ways; the mark is
+    a second base class: `class FusedAdamState(optax.ScaleByAdamState, TakesTail)`.
+    """
 
 
 def takes_tail(state: Any) -> bool:
     """Whether the transformation with this state does what a `Tail` asks for.
 
-    The state tells, since it shows through optax's wrappers, which the transformation does not. A
-    fused optimizer has optax's own state, a tuple of which one part is marked. A wrapper of ours
-    that hands a tail on says so by `hands_on_tail` in the class of its state.
+    An optax transformation is a pair of closures and tells nothing about itself. Its state does,
+    and can be looked into through wrappers:
+
+    - a fused optimizer has a tuple of states as optax's own has, one of them marked `TakesTail`;
+    - a wrapper of ampx sets `hands_on_tail` in the class of its state if it hands a tail on;
+    - of optax's wrappers, `inject_hyperparams` and `partition` hand on extra arguments, and do
+      nothing else with updates.
+
+    A chain is a tuple of tuples: its parts are not marked themselves, so it takes no tail. That is
+    right, since the parts before and after the optimizer would compute with gradients.
     """
     hands_on = getattr(type(state), "hands_on_tail", False)
     if hands_on or isinstance(state, optax.InjectStatefulHyperparamsState):
         return takes_tail(state.inner_state)
     if isinstance(state, optax.transforms.PartitionState):
-        groups: Any = state.inner_states.values()  # each of them masked
+        groups: Any = state.inner_states.values()  # each is an optax.MaskedState around its own
         return all(takes_tail(group.inner_state) for group in groups)
     return type(state) is tuple and any(isinstance(part, TakesTail) for part in state)
 
 
 def hold_wrappers(skip: jax.Array, new: Any, old: Any) -> Any:
-    """The state `new`, in which optax's own wrappers around fused optimizers stand still on a skip.
+    """Undoes on a skip what optax's own wrappers around fused optimizers changed in their states.
 
-    They know nothing of a tail. Fused optimizers and wrappers of ours have held their parts.
+    They know nothing of a tail, so they have counted the step and moved their schedules. Fused
+    optimizers and wrappers of ampx have already kept their own parts of the state; to choose again
+    between old and new moments here would cost a pass over all of them.
     """
     if isinstance(new, optax.InjectStatefulHyperparamsState):
+        # Counts and hyperparameters are scalars of the wrapper; all below it is left to itself.
         inner = hold_wrappers(skip, new.inner_state, old.inner_state)
         own, own_old = (state._replace(inner_state=()) for state in (new, old))
         return hold(skip, own, own_old)._replace(inner_state=inner)
