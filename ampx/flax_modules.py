@@ -1,6 +1,16 @@
-"""What ampx knows about flax: which layers normalise, and how to make them compute in float32.
+"""What ampx knows about flax: which layers normalise, and how to make models cast.
 
-Nothing here imports flax unless the caller already has: a program without flax never pays for it.
+A precision policy needs two things of a model that only its framework can give: that norm layers
+compute in float32 while the rest computes in half, and that the model casts what it takes and what
+it gives. The two frameworks of flax allow it in different ways:
+
+    linen   modules are immutable descriptions; `intercept_methods` wraps every call while a block
+            of code runs: `linen_casts`
+    nnx     modules are Python objects that hold their arrays; a copy of the model gets subclasses
+            of its layers, which cast in `__call__`: `nnx_with_casts`
+
+Nothing here imports flax: each function asks whether the program already has. One that has not
+cannot hold a flax model, and never pays for the import.
 """
 
 from __future__ import annotations
@@ -16,11 +26,11 @@ import jax.numpy as jnp
 
 _NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "InstanceNorm")
 _HALF = (jnp.float16, jnp.bfloat16)
-Cast = Callable[[Any], Any]
+Cast = Callable[[Any], Any]  # from a pytree to the same with other dtypes
 
 
 def find_imported(module: str) -> Any:
-    """A module if the program has imported it, else None."""
+    """Finds a module that the program has imported; None if it has not."""
     return sys.modules.get(module)
 
 
@@ -47,7 +57,12 @@ def is_nnx_module(value: Any) -> bool:
 
 
 def find_batch_statistics(params: Any) -> str | None:
-    """Path of a running mean or variance that lies among parameters, if there is any."""
+    """Finds the path of a running mean or variance that lies among parameters, if there is any.
+
+    Args:
+      params: nnx variables, or a dict of linen variables, whose statistics are in the collection
+        `"batch_stats"`.
+    """
     nnx = find_imported("flax.nnx")
     kind = nnx.BatchStat if nnx else ()
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, kind))
@@ -59,7 +74,19 @@ def find_batch_statistics(params: Any) -> str | None:
 
 
 def find_norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
-    """Paths of the norm layers of a flax model, found by module type."""
+    """Finds the paths of the norm layers of a flax model by the types of its modules.
+
+    Args:
+      model: a linen or an nnx module.
+      *args: of the model's call, for linen alone: its layers exist only once it is called.
+      **kwargs: of the model's call, for linen alone.
+
+    Returns:
+      Names joined by "/".
+
+    Raises:
+      TypeError: if `model` is no flax module.
+    """
     if is_nnx_module(model):
         nnx = find_imported("flax.nnx")
         found = nnx.iter_modules(model)
@@ -81,6 +108,8 @@ def _is_half(leaf: Any) -> bool:
 
 
 def _call_in_float32(call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer on float32 and gives its result the dtype of `x`, its first operand."""
+
     def widen(leaf: Any) -> Any:
         return leaf.astype(jnp.float32) if _is_half(leaf) else leaf
 
@@ -89,17 +118,20 @@ def _call_in_float32(call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any
 
 
 def _computes_in_float32(module: Any, norms: tuple[type, ...], params: Any) -> bool:
-    """Whether a layer is one that the rule keeps in float32, told by the parameters it got.
+    """Whether a layer is one that the policy keeps in float32, told by the parameters it got.
 
-    A norm layer without half parameters, or any other layer whose own parameters all stayed
-    float32: a norm that somebody wrote themselves. A layer with a `dtype` of its own is left alone,
-    because its owner has decided; so is one that holds other layers.
+    The policy has cast the parameters already, by a rule over their paths: what it kept in float32
+    is to compute in float32. That is a norm layer without half parameters, or any other layer whose
+    own parameters all stayed float32, such as a norm that somebody wrote themselves. A layer with a
+    `dtype` of its own is left alone, because its owner has decided; so is one that holds layers.
     """
     if getattr(module, "dtype", None) is not None:
         return False
     leaves = jax.tree.leaves(params)
     if isinstance(module, norms):
+        # One without scale and bias has no leaves: it computes in float32, too.
         return not any(_is_half(leaf) for leaf in leaves)
+    # Parameters of a layer inside stand in a mapping under its name.
     holds_layers = any(isinstance(value, Mapping) for value in dict(params or {}).values())
     return bool(leaves) and not holds_layers and all(leaf.dtype == jnp.float32 for leaf in leaves)
 
@@ -116,6 +148,8 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
         yield
         return
     norms = linen_norm_types()
+    # linen calls this for every method of every module, the outermost first. A flag tells the model
+    # from its layers; it is raised while the model runs.
     inside_model = False
 
     def interceptor(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -138,8 +172,11 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
         yield
 
 
+# Cached: layers of one class get one subclass, not one for each layer.
 @functools.cache
 def _norm_in_float32(norm: type) -> type:
+    """A subclass of a layer's class that computes in float32."""
+
     def __call__(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return _call_in_float32(functools.partial(norm.__call__, self), x, *args, **kwargs)
 
@@ -147,6 +184,8 @@ def _norm_in_float32(norm: type) -> type:
 
 
 def _with_casts(model: type, cast_input: Cast, cast_output: Cast) -> type:
+    """A subclass of a model's class that casts what it takes and gives."""
+
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return cast_output(model.__call__(self, *cast_input(args), **cast_input(kwargs)))
 
@@ -154,6 +193,7 @@ def _with_casts(model: type, cast_input: Cast, cast_output: Cast) -> type:
 
 
 def _set_class(module: Any, new_class: type) -> None:
+    # Past nnx's own __setattr__, which is for attributes that it keeps track of.
     object.__setattr__(module, "__class__", new_class)
 
 
@@ -168,6 +208,13 @@ def nnx_with_casts(
     """A copy of an nnx model that computes as a linen model does under `linen_casts`.
 
     nnx has no interceptors, so the copy's norm layers and the copy itself get a subclass.
+
+    Args:
+      model: an nnx module, which is not changed.
+      cast_params: from its parameters to those that the copy holds.
+      norms_in_float32: whether layers whose parameters stayed float32 compute in float32.
+      cast_input: for the arguments of the model.
+      cast_output: for its result.
     """
     nnx = find_imported("flax.nnx")
     graphdef, params, rest = split_nnx(model)
@@ -199,7 +246,11 @@ def merge_nnx(graphdef: Any, params: Any, rest: Any) -> Any:
 
 
 def select_nnx_rest(model: Any, wrt: Any = None) -> Any:
-    """What `wrt` does not pick: statistics, random counters, caches. Sown values are dropped."""
+    """Selects what `wrt` does not pick: statistics, random counters, caches.
+
+    Sown values are dropped from the model: they are results of a call, not state for the next, and
+    would make the state of one step differ in structure from that of the step before.
+    """
     nnx = find_imported("flax.nnx")
     nnx.pop(model, nnx.Intermediate)
     return nnx.state(model, nnx.Not(nnx.Param if wrt is None else wrt))
@@ -213,5 +264,5 @@ def write_back(model: Any, changed: Any) -> None:
 def is_nnx_object(leaf: Any) -> bool:
     """Whether something is a node of an nnx graph, such as a module."""
     nnx = find_imported("flax.nnx")
-    # To nnx a reference is a node too, but it is an argument as any array is.
+    # To nnx a `jax.Ref` is a node too, but it is an argument as any array is.
     return nnx is not None and nnx.graph.is_graph_node(leaf) and not isinstance(leaf, jax.Ref)

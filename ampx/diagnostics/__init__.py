@@ -1,1 +1,1 @@
-"""Looking at a step: where it overflows, what its numbers need, what waits for what."""
+"""Where overflows are born, which ranges numbers have, and what a step's reductions hide behind."""

@@ -1,4 +1,15 @@
-"""When buckets of gradients are known, reduced and used: a model of a step's end, in seconds."""
+"""When buckets of gradients are known, reduced and used: a model of a step's end, in seconds.
+
+A device computes and communicates at the same time, but each only one thing at a time. So a step's
+end has two lanes, here with four buckets and reductions that start as soon as a bucket is complete:
+
+    computing      b0 b1 b2 b3 |      u0 u1 u2 u3      b: backward, u: update
+    communicating     r0  r1  r2  r3                   r: reduction
+                               | verdict: are all gradients finite?
+
+Each job starts when its input is there and its lane is free; between b3 and u0 the device is idle.
+No measurement goes in but the caller's rates: the model shows what an order of work allows.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +20,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-Span = tuple[float, float]
+Span = tuple[float, float]  # start and end, in seconds
 
 
 class BucketTimeline(NamedTuple):
     """What happens to each bucket when, in the order in which buckets are reduced.
 
-    The three timings have shape (buckets, 2): start and end.
-
     Attributes:
-      bucket_bytes: shape (buckets,).
-      backward: when the backward pass computes the gradients of the bucket.
-      reduction: when the bucket is summed over devices.
-      update: when its parameters are updated.
+      bucket_bytes: float64[buckets], in bytes.
+      backward: float64[buckets, 2], start and end in seconds, when the backward pass computes the
+        gradients of the bucket.
+      reduction: the same, when the bucket is summed over devices.
+      update: the same, when its parameters are updated.
 
     Examples:
       >>> from ampx.diagnostics.bucket_timelines import BucketTimeline
@@ -48,6 +58,8 @@ class BucketTimeline(NamedTuple):
 
     def idle_spans(self) -> list[Span]:
         """When a device neither computes gradients nor updates parameters."""
+        # In the order of their starts; `busy_until` is infinite before the first, so that waiting
+        # for the first job is no gap.
         computing = np.concatenate([np.asarray(self.backward), np.asarray(self.update)])
         spans, busy_until = [], math.inf
         for start, end in sorted(map(tuple, computing.astype(float).tolist())):
@@ -126,17 +138,26 @@ def bucket_timeline(
         raise ValueError(f"overlap must be True, False or 'tail', got {overlap!r}")
 
     shares = sizes / sizes.sum()
-    backward = _in_turn(np.zeros(len(sizes)), shares * backward_seconds)
-    verdict = backward[-1, 1]
+    backward = _run_in_turn(np.zeros(len(sizes)), shares * backward_seconds)
+    verdict = backward[-1, 1]  # taken from the local gradients: it needs no reduction
     complete = backward[:, 1] if overlap is True else np.full(len(sizes), verdict)
-    reduction = _in_turn(complete, sizes / bandwidth + latency)
+    reduction = _run_in_turn(complete, sizes / bandwidth + latency)
     arrived = reduction[:, 1] if overlap else np.full(len(sizes), reduction[-1, 1])
-    update = _in_turn(np.maximum(arrived, verdict), shares * update_seconds)
+    # Updates run in the same lane as the backward pass, which has ended with the verdict.
+    update = _run_in_turn(np.maximum(arrived, verdict), shares * update_seconds)
     return BucketTimeline(sizes, backward, reduction, update)
 
 
-def _in_turn(ready: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Start and end of jobs that run one at a time, in their order, each when it is ready."""
+def _run_in_turn(ready: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Times jobs that run one at a time, in their order, each when it is ready.
+
+    Args:
+      ready: float64[jobs], when the input of each is there.
+      seconds: float64[jobs], how long each takes.
+
+    Returns:
+      float64[jobs, 2], start and end.
+    """
     spans: list[Span] = []
     free: Any = -math.inf
     for when, duration in zip(ready, seconds, strict=True):

@@ -1,4 +1,19 @@
-"""What the results of a jaxpr wait for: reductions over devices, followed through its equations."""
+r"""What the results of a jaxpr wait for: reductions over devices, followed through its equations.
+
+A fold over the step's jaxpr gives each variable a node of a graph, and each node the set of
+reductions that it waits for: those of its operands, and itself if it is one. For a step that
+reduces two gradients and clips them by their common norm:
+
+    g0 -- psum 0 --+--------- mul -- update of p0     waits for {0, 1}
+                    \       /   \
+                     norm --+     the culprit: it joins what waits for 0 with what waits for 1
+                    /       \
+    g1 -- psum 1 --+--------- mul -- update of p1     waits for {0, 1}
+
+Without the norm the update of p0 would wait for {0} alone and could run during psum 1. Sets of
+reductions are the bits of an int: a step of a large model has thousands of nodes, and a union is
+then one `|`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +32,9 @@ from ampx.jaxprs import folds, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.jaxprs.source_info import Frame
 
-OF_VERDICTS = 2  # elements: a count of infinities and one of NaN, or a loss and a weight
+# The most elements of a verdict: a count of infinities and one of NaN, or a loss and a weight. No
+# gradient that is worth a thought about overlap is as small.
+OF_VERDICTS = 2
 
 
 class ReductionRecord(NamedTuple):
@@ -27,9 +44,9 @@ class ReductionRecord(NamedTuple):
       place: in program order; outputs name reductions by it.
       primitive: name of the primitive.
       axes: the mapped axes.
-      dtype: of what is reduced.
-      elements: of it, on one device.
-      bytes: of it, on one device.
+      dtype: name of the dtype of what is reduced.
+      elements: of what is reduced, on one device.
+      bytes: of what is reduced, on one device.
       source: file, line and function it was written in.
       is_verdict: no gradient: of integers or bools, a maximum, or of at most two elements.
     """
@@ -64,16 +81,28 @@ class Culprit(NamedTuple):
 
 
 class Node(NamedTuple):
-    """An equation, with calls inlined; sets of reductions are the bits of an int."""
+    """An equation, with calls inlined.
+
+    Attributes:
+      inputs: numbers of the nodes that it reads, all smaller than its own.
+      own: the set of reductions that it is, or that run inside of it; bit i is reduction i.
+      waits: the set that it waits for, `own` included.
+      eqns: the equation and the calls around it, innermost first.
+    """
 
     inputs: tuple[int, ...]
     own: int
     waits: int
-    eqns: tuple[Equation, ...]  # innermost first
+    eqns: tuple[Equation, ...]
 
 
 class Flow:
-    """The equations of a jaxpr that wait for reductions; node 0 stands for all that do not."""
+    """The equations of a jaxpr that wait for reductions, as a graph.
+
+    Attributes:
+      reductions: in the order of the program.
+      nodes: in the order of the program, after node 0, which stands for all that waits for nothing.
+    """
 
     def __init__(self) -> None:
         self.reductions: list[ReductionRecord] = []
@@ -86,21 +115,33 @@ class Flow:
         sizes: dict[Any, int],
         around: tuple[Equation, ...] = (),
     ) -> list[int]:
-        """The nodes of the outputs of a jaxpr, from those of its inputs."""
+        """Adds the equations of a jaxpr.
+
+        Args:
+          jaxpr: the program, or the body of a call.
+          operands: the nodes of its inputs.
+          sizes: the devices along each mapped axis, as far as they are known.
+          around: the calls around the jaxpr, innermost first.
+
+        Returns:
+          The nodes of its outputs.
+        """
 
         def nodes_of(eqn: Equation, inputs: list[int]) -> list[int]:
             eqns, body = (eqn, *around), reading.called_body(eqn)
             if body is not None:
                 return self.follow(body, inputs, sizes | reading.mesh_sizes(eqn), eqns)
-            if places := self._numbered(eqn, sizes):
+            if places := self._record_reductions(eqn, sizes):
+                # One psum of a tuple is one reduction an operand: nothing ties its results.
                 pairs = zip(inputs, places, strict=True)
-                return [self._node((i,), 1 << place, eqns) for i, place in pairs]
-            own = sum(1 << place for place in self._inside(eqn, sizes))
-            return [self._node(inputs, own, eqns)] * len(eqn.outvars)
+                return [self._add_node((i,), 1 << place, eqns) for i, place in pairs]
+            own = sum(1 << place for place in self._record_reductions_inside(eqn, sizes))
+            return [self._add_node(inputs, own, eqns)] * len(eqn.outvars)
 
         return folds.fold(jaxpr, operands, nodes_of, constant=lambda _: 0)
 
-    def _node(self, inputs: Iterable[int], own: int, eqns: tuple[Equation, ...]) -> int:
+    def _add_node(self, inputs: Iterable[int], own: int, eqns: tuple[Equation, ...]) -> int:
+        """Adds a node and gives its number; 0, and no new node, for what waits for nothing."""
         inputs = tuple(dict.fromkeys(i for i in inputs if i))
         waits = own
         for i in inputs:
@@ -110,8 +151,11 @@ class Flow:
         self.nodes.append(Node(inputs, own, waits, eqns))
         return len(self.nodes) - 1
 
-    def _numbered(self, eqn: Equation, sizes: dict[Any, int]) -> list[int]:
-        """Places of the reductions that an equation is; none over axes of one device."""
+    def _record_reductions(self, eqn: Equation, sizes: dict[Any, int]) -> list[int]:
+        """Records the reductions that an equation is, an operand each, and gives their places.
+
+        Over axes of one device there is nothing to send, and nothing is recorded.
+        """
         axes = reading.reduced_axes(eqn)
         if axes is None or all(sizes.get(axis) == 1 for axis in axes):
             return []
@@ -134,43 +178,66 @@ class Flow:
             )
         return list(range(first, len(self.reductions)))
 
-    def _inside(self, eqn: Equation, sizes: dict[Any, int]) -> Iterator[int]:
+    def _record_reductions_inside(self, eqn: Equation, sizes: dict[Any, int]) -> Iterator[int]:
         # XLA runs a loop or a branch as one instruction: it starts when all of its operands are
         # there, and none of its results is ready before all are.
         for body in reading.inner_jaxprs(eqn):
             for inner, around in folds.equations_inside(body, (eqn,)):
                 bound = functools.reduce(operator.or_, map(reading.mesh_sizes, around), sizes)
-                yield from self._numbered(inner, bound)
+                yield from self._record_reductions(inner, bound)
 
     def waits(self, node: int, among: int) -> tuple[int, ...]:
-        """Places of the reductions in the set `among` that a node waits for."""
-        return _places(self.nodes[node].waits & among)
+        """Finds the places of the reductions in the set `among` that a node waits for."""
+        return _list_places(self.nodes[node].waits & among)
 
     def culprits(self, outputs: Iterable[int], gradients: int) -> tuple[Culprit, ...]:
-        """Where the last of the reductions in `gradients` first meets others, above `outputs`."""
+        """Finds where the last of some reductions first meets others, on the way to some outputs.
+
+        A culprit has an operand that waits for the last reduction and another that waits for an
+        earlier one, but not for the last. What comes after a culprit joins them, too, but is not to
+        blame.
+
+        Args:
+          outputs: nodes.
+          gradients: a set of reductions.
+
+        Returns:
+          One culprit for each function and file.
+        """
         last, wanted = 1 << gradients.bit_length() - 1, set(outputs)
+        # Nodes read smaller ones alone: one sweep downwards finds all that the outputs depend on.
         for i in reversed(range(len(self.nodes))):
             if i in wanted:
                 wanted.update(self.nodes[i].inputs)
-        below: set[int] = set()
+        below: set[int] = set()  # culprits, and all that depends on one
         found: dict[tuple[str, str], Culprit] = {}
         for i in sorted(wanted):
             node = self.nodes[i]
             if not below.isdisjoint(node.inputs):
                 below.add(i)
                 continue
+            # Of a loop or a branch the reductions inside count as operands: it joins all of them.
             parts = [self.nodes[j].waits & gradients for j in node.inputs]
             if node.eqns and reading.inner_jaxprs(node.eqns[0]):
-                parts += [1 << place for place in _places(node.own & gradients)]
+                parts += [1 << place for place in _list_places(node.own & gradients)]
             if any(part & last for part in parts) and any(p and not p & last for p in parts):
                 below.add(i)
-                culprit = _culprit(node.eqns)
+                culprit = _name_culprit(node.eqns)
                 found.setdefault((culprit.name, culprit.place.split(":")[0]), culprit)
         return tuple(found.values())
 
 
-def _places(bits: int) -> tuple[int, ...]:
+def _list_places(bits: int) -> tuple[int, ...]:
+    """The members of a set of reductions: 0b101 holds 0 and 2."""
     return tuple(place for place in range(bits.bit_length()) if bits >> place & 1)
+
+
+# Names of culprits. A user knows `clip_by_global_norm`, not the `mul` in a lambda inside of it: a
+# culprit is named after a function on the traceback of its equation:
+#   in a library   the optax convention is a factory with functions inside, as in
+#                  clip_by_global_norm.<locals>.update_fn: named after the factory; else after the
+#                  library function that the user's own code called
+#   in user code   the innermost function; of an `update` the class or factory around it, too
 
 
 def _package_of(frame: Frame) -> int:
@@ -187,7 +254,8 @@ def _functions_of(frame: Frame) -> list[str]:
     return [name for name in names if not name.startswith("<")] or [frame.function_name]
 
 
-def _culprit(eqns: Sequence[Equation]) -> Culprit:
+def _name_culprit(eqns: Sequence[Equation]) -> Culprit:
+    """Names an equation, which comes first, by the functions around it and around its calls."""
     # A body is traced once for all of its calls: only the equations around it tell who called it.
     frames = [frame for eqn in eqns for frame in source_info.user_frames_of(eqn)]
     primitive = eqns[0].primitive.name

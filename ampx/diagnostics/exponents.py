@@ -1,9 +1,21 @@
 """Exact counts of binary exponents, and what they tell of narrower formats.
 
-A cast rounds, so the exponent alone does not say what becomes of a number near the end of a range.
-Each exponent is therefore counted in a few cells, divided at the mantissas where some format rounds
-to zero, to its first normal number, or beyond its last. Powers of two move all of them alike: from
-one count follow the shares at every loss scale.
+A number is m * 2**e with 1 <= m < 2. For most numbers e alone tells what a cast to a narrower format
+does, but a cast rounds to nearest, so near the ends of a range m decides, too. In float16:
+
+    |x|  0         2**-25         2**-24        2**-14 - 2**-25      65504      65520
+         |  zero   |  rounds up to 2**-24 ...   |  normal ...                   |  infinite
+                   excluded                     included                        included
+
+So each exponent is counted in a few cells, divided at the mantissas where some format changes its
+mind. The mantissas of all thresholds of all formats are the cuts; a number lies below, at or between
+them:
+
+    m    1         1.5         1.75        1.999...    2
+    cell |0|   1   |2|    3    |4|    5    | ...             even cells hold a cut alone
+
+A loss scale of 2**s shifts e by s and leaves m as it is. So one count gives the exact shares at every
+loss scale and in every format.
 """
 
 from __future__ import annotations
@@ -16,22 +28,32 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-LOWEST, HIGHEST = -149, 128  # float32 ends at 127: the last counts what is larger, in float64
-EXPONENTS = np.arange(LOWEST, HIGHEST + 1)
-_BLOCK = 1 << 18  # numbers that are counted at once
+# float32 has exponents from -149 (subnormal) to 127: the last row counts what is larger, in float64.
+LOWEST, HIGHEST = -149, 128
+EXPONENTS = np.arange(LOWEST, HIGHEST + 1)  # int64[278], the rows of a histogram
+_BLOCK = (
+    1 << 18
+)  # numbers that are counted at once: in float64 they take 2 MiB, which stays in cache
 _MASK = -1e9  # of numbers that are added, smaller ones are masks, and so are the ends of a dtype
 _ENDS = frozenset(float(jnp.finfo(dtype).max) for dtype in (jnp.float32, jnp.bfloat16))
 
 
 class Threshold(NamedTuple):
-    """The least magnitude of which something holds; for `above`, the last of which it does not."""
+    """A magnitude, `mantissa * 2**exponent`, from which on something holds.
+
+    Attributes:
+      exponent: the binary exponent.
+      mantissa: at least 1 and less than 2.
+      above: whether it holds only above this magnitude; otherwise it holds at it, too.
+    """
 
     exponent: int
     mantissa: float
     above: bool
 
 
-def _threshold(magnitude: float, above: bool) -> Threshold:
+def _make_threshold(magnitude: float, above: bool) -> Threshold:
+    # frexp gives a mantissa from 0.5 to 1.
     mantissa, exponent = math.frexp(magnitude)
     return Threshold(exponent - 1, 2 * mantissa, above)
 
@@ -40,7 +62,7 @@ class Format(NamedTuple):
     """A floating format, by the thresholds of a cast to it that rounds to nearest even.
 
     Attributes:
-      name: of the dtype.
+      name: the name of the dtype.
       largest: the largest finite number.
       nonzero: from here on a number is not rounded to zero.
       normal: from here on it is not subnormal.
@@ -54,27 +76,30 @@ class Format(NamedTuple):
     overflow: Threshold
 
 
-def _format(dtype: Any) -> Format:
+def _make_format(dtype: Any) -> Format:
     info = jnp.finfo(dtype)
     largest, least, normal = (
         float(number) for number in (info.max, info.smallest_subnormal, info.smallest_normal)
     )
-    # Half way to what would be the next number. Whether that rounds up depends on the last digit.
+    # Half way from the largest number to what would be the next one, in a format with a larger
+    # exponent: 65504 + 32 / 2 = 65520 in float16. A tie rounds to the even mantissa. IEEE formats end
+    # with an odd one, so the tie goes to infinity; float8_e4m3fn ends with an even one, since its
+    # last pattern is NaN. So the cast itself is asked.
     beyond = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
     with np.errstate(over="ignore"):
         rounds_down = bool(np.isfinite(np.float32(beyond).astype(info.dtype)))
     return Format(
         np.dtype(dtype).name,
         largest,
-        nonzero=_threshold(least / 2, above=True),
-        normal=_threshold(normal - least / 2, above=False),
-        overflow=_threshold(beyond, above=rounds_down),
+        nonzero=_make_threshold(least / 2, above=True),  # the tie goes to zero, which is even
+        normal=_make_threshold(normal - least / 2, above=False),  # and here to the normal number
+        overflow=_make_threshold(beyond, above=rounds_down),
     )
 
 
 FORMATS = MappingProxyType(
     {
-        np.dtype(dtype).name: _format(dtype)
+        np.dtype(dtype).name: _make_format(dtype)
         for dtype in (jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)
     }
 )
@@ -82,14 +107,19 @@ _CUTS = sorted({t.mantissa for form in FORMATS.values() for t in form[2:]})
 _CELLS = 2 * len(_CUTS) + 1  # below, at and between the cuts
 
 
-def _cell_table() -> np.ndarray:
-    """The cell of a mantissa, by its first 12 bits and whether others follow."""
+def _make_cell_table() -> np.ndarray:
+    """The cell of each mantissa, int64[8192], by its first 12 bits and whether others follow.
+
+    A cut has at most 12 bits after the point, so these 13 bits tell on which side of it a mantissa
+    lies: code 2k stands for the mantissa 1 + k / 4096 itself, 2k + 1 for all up to the next.
+    """
     codes = np.arange(1 << 13)
     mantissas = 1 + codes / 2.0**13
+    # The number of cuts below, plus the number of cuts at or below: equal but at a cut, odd there.
     return np.searchsorted(_CUTS, mantissas, "left") + np.searchsorted(_CUTS, mantissas, "right")
 
 
-_CELL_OF = _cell_table()
+_CELL_OF = _make_cell_table()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +127,7 @@ class Histogram:
     """Counts of the binary exponents of many numbers.
 
     Attributes:
-      cells: of nonzero finite numbers, by exponent and by cell of the mantissa.
+      cells: int64[278, cells], nonzero finite numbers by exponent and by cell of the mantissa.
       zeros: how many numbers are zero.
       non_finite: how many are not finite.
       fills: how many are fills of masks, which count nowhere else.
@@ -143,10 +173,13 @@ class Histogram:
         return int(EXPONENTS[found[-1]]) if found.size else None
 
     def reaching(self, threshold: Threshold, shift: int = 0) -> int:
-        """How many numbers, times 2**shift, reach a threshold."""
+        """Counts the numbers that, times 2**shift, reach a threshold."""
+        # |x| * 2**shift >= m * 2**e if and only if |x| >= m * 2**(e - shift): another row, the same
+        # cell. All rows above count, and of this row the cells from the threshold on.
         row = threshold.exponent - shift - LOWEST
         if row < 0:
             return self.nonzero
+        # Cut i is alone in cell 2i + 1.
         cell = 2 * _CUTS.index(threshold.mantissa) + 1 + threshold.above
         return int(self.cells[row + 1 :].sum() + self.cells[row : row + 1, cell:].sum())
 
@@ -170,8 +203,12 @@ class Histogram:
 class Fills(NamedTuple):
     """Which numbers are written into a program to mask something; half has such a number, too.
 
+    `jnp.where(mask, scores, -1e30)` would be reported as an overflow in float16, although autocast
+    and hand-written half code use the end of float16 in its place.
+
     Attributes:
-      masks: from this magnitude on numbers are fills, and stay that when something is added.
+      masks: from this magnitude on numbers are fills, and stay that when something is added, as
+        scores are to a mask of 0 and -1e9.
       picked: magnitudes that are fills where they are picked, but numbers like others in sums.
     """
 
@@ -193,7 +230,11 @@ NO_FILLS = Fills()
 
 
 def find_fills(number: Any) -> Fills:
-    """What a real number that is written into a program may fill in."""
+    """Finds which numbers a real number that is written into a program may make fills.
+
+    What float16 can hold is no fill. Half of a mask's magnitude is the limit for `masks`: what is
+    added to it may bring it nearer to zero.
+    """
     number = float(np.float32(number))
     if not FORMATS["float16"].largest < abs(number) < math.inf:
         return NO_FILLS
@@ -203,24 +244,34 @@ def find_fills(number: Any) -> Fills:
 
 
 def count_exponents(array: Any, fills: Fills = NO_FILLS) -> Histogram:
-    """Counts the numbers of a floating or complex array, those that are fills apart."""
+    """Counts the numbers of an array by exponents, those that are fills apart.
+
+    Args:
+      array: of a floating dtype, or complex: then real and imaginary parts are numbers of their own.
+      fills: which of its numbers are fills.
+    """
     numbers = np.ravel(np.asarray(array))
     if np.iscomplexobj(numbers):
         numbers = np.concatenate([numbers.real, numbers.imag])
     is_fill = fills.among(numbers)
     total, numbers = Histogram(fills=int(np.count_nonzero(is_fill))), numbers[~is_fill]
     for start in range(0, numbers.size, _BLOCK):
-        total += _of_block(numbers[start : start + _BLOCK])
+        total += _count_block(numbers[start : start + _BLOCK])
     return total
 
 
-def _of_block(numbers: np.ndarray) -> Histogram:
-    # In float64 every subnormal number of a narrower dtype is normal.
+def _count_block(numbers: np.ndarray) -> Histogram:
+    # A float64 is, from the top: 1 bit of sign, 11 of exponent + 1023, 52 of mantissa. A conversion
+    # to it is exact, and every subnormal number of a narrower dtype is normal in it: the exponent can
+    # be read off. Without the sign, the bits of larger numbers are larger integers; those of infinity
+    # are 0x7FF << 52, and those of NaN above.
     bits = np.abs(numbers.astype(np.float64)).view(np.int64)
     zeros = bits == 0
     finite = bits < np.int64(0x7FF) << 52
     bits = bits[finite & ~zeros]
     rows = np.clip((bits >> 52) - 1023, LOWEST, HIGHEST) - LOWEST
+    # The first 12 bits of the mantissa, bits 51 to 40, shifted up by one; below them whether any of
+    # bits 39 to 0 is set.
     follows = (bits & ((1 << 40) - 1)) != 0
     places = rows * _CELLS + _CELL_OF[((bits >> 39) & 0x1FFE) | follows]
     cells = np.bincount(places, minlength=len(EXPONENTS) * _CELLS)

@@ -1,4 +1,20 @@
-"""What the results of a compiled program wait for, read from the text of its HLO."""
+"""What the results of a compiled program wait for, read from the text of its HLO.
+
+The compiler may merge reductions, split them or move them, so what a jaxpr allows need not be left
+in the program that runs. XLA prints that program as computations, one of which is the entry:
+
+    %add (a: f32[], b: f32[]) -> f32[] {                     a header
+      ...
+    }
+    ENTRY %main (p0: f32[8], p1: f32[8]) -> (f32[8], f32[8]) {
+      %all-reduce = (f32[8]{0}, f32[8]{0}) all-reduce(%p0, %p1), to_apply=%add
+      %get = f32[8]{0} get-tuple-element(%all-reduce), index=0
+      ROOT %tuple = (f32[8]{0}, f32[8]{0}) tuple(%get, ...)
+    }
+
+Here two gradients share one reduction. There is no public parser for this text; what is read of it
+are names, opcodes, operands, types and calls.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +25,17 @@ from typing import NamedTuple
 
 from ampx.diagnostics.dataflow import OF_VERDICTS
 
+# The start of a computation; the name of the entry has a mark before it.
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+# ROOT, name, type, opcode, and the rest: operands, the parenthesis that closes them, attributes. A
+# tuple's type holds spaces and parentheses, so the type ends where ` opcode(` follows first.
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\((.*)$")
 _NAME = re.compile(r"%([\w.\-]+)")
+# Which attributes name computations: of reductions, fusions, loops, branches and calls.
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
 _FLOATS = re.compile(r"\b(?:bf|f|c)\d+\w*\[([\d,]*)\]")
+# An asynchronous reduction is a pair, all-reduce-start and all-reduce-done: the first is counted,
+# and the second waits for it as its operand. What gathers waits for no other device's gradient sum.
 _COLLECTIVES = ("all-reduce", "all-reduce-start", "reduce-scatter", "all-to-all")
 
 
@@ -60,7 +82,7 @@ class Instruction(NamedTuple):
 def parse_computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """Parses HLO text: the instructions of each computation, in order, and the entry's name."""
     found: dict[str, list[Instruction]] = {}
-    entry, current, types = "", [], {}
+    entry, current, types = "", [], {}  # types by name, within one computation
     for line in text.splitlines():
         if header := _HEADER.match(line):
             current, types = found.setdefault(header[2], []), {}
@@ -87,6 +109,7 @@ def parse_computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _end_of_operands(rest: str) -> int:
+    """Where the parenthesis closes that was opened before `rest`."""
     depth = 1
     for place, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")
@@ -95,8 +118,8 @@ def _end_of_operands(rest: str) -> int:
     return len(rest)
 
 
-def _gradients_in(instruction: Instruction) -> int:
-    """How many arrays of floats, each too large for a verdict, an instruction reduces."""
+def _count_gradients(instruction: Instruction) -> int:
+    """Counts the arrays of floats, each too large for a verdict, that an instruction reduces."""
     dims = [shape.split(",") for shape in _FLOATS.findall(" ".join(instruction.operand_types))]
     sizes = [math.prod(int(dim) for dim in shape if dim) for shape in dims]
     large = sum(size > OF_VERDICTS for size in sizes)
@@ -107,12 +130,12 @@ def _gradients_in(instruction: Instruction) -> int:
 def find_waits_of_outputs(
     text: str, outputs: int
 ) -> tuple[tuple[CompiledReduction, ...], list[tuple[int, ...]]]:
-    """The reductions of a compiled program, and which of them each of its outputs waits for.
+    """Finds the reductions of a compiled program and which of them each of its outputs waits for.
 
     A loop or a branch waits for all of its operands, as it does when it runs.
 
     Args:
-      text: of the optimized HLO.
+      text: the optimized HLO, from `compiled.as_text()`.
       outputs: how many the program has.
 
     Returns:
@@ -120,11 +143,11 @@ def find_waits_of_outputs(
     """
     computations, entry = parse_computations(text)
     reductions: list[CompiledReduction] = []
-    inside: dict[str, frozenset[int]] = {}
+    inside: dict[str, frozenset[int]] = {}  # of a computation: a shared one is counted once
 
     def own(instruction: Instruction) -> Iterator[int]:
         if instruction.opcode in _COLLECTIVES:
-            place, gradients = len(reductions), _gradients_in(instruction)
+            place, gradients = len(reductions), _count_gradients(instruction)
             opcode = instruction.opcode.removesuffix("-start")
             reductions.append(CompiledReduction(place, instruction.name, opcode, gradients))
             yield place
@@ -135,12 +158,14 @@ def find_waits_of_outputs(
                 inside[called] = frozenset(place for each in body for place in own(each))
             yield from inside[called]
 
+    # Instructions are printed after their operands, so one sweep over the entry is enough.
     waits: dict[str, frozenset[int]] = {}
     results: list[frozenset[int]] = []
     for instruction in computations[entry]:
         above = [waits.get(name, frozenset()) for name in instruction.operands]
         waits[instruction.name] = frozenset(own(instruction)).union(*above)
         if instruction.is_root:
+            # The outputs are the operands of the last tuple, if the program does not end in a call.
             is_tuple = instruction.opcode == "tuple"
             results = above if is_tuple else [waits[instruction.name]] * outputs
     held = {reduction.place for reduction in reductions if reduction.gradients}

@@ -1,1 +1,1 @@
-"""JAX's traced programs: read, built, evaluated and traced back to the user's lines."""
+"""Jaxprs, the programs that JAX traces: how to read, build, fold and run them."""

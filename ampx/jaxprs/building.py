@@ -1,4 +1,15 @@
-"""New equations and new jaxprs, made of old ones."""
+"""Makes new equations and new jaxprs of old ones.
+
+A jaxpr is immutable here: a change makes new equations over new variables and puts them into a copy
+that keeps the constants, the effects and the names of arguments. Two ways lead to new equations:
+
+    make_*     one equation, built from its primitive and parameters
+    splice_*   a function is traced, or a jaxpr taken, and its equations are renamed so that they
+               read the operands of the place where they are to stand
+
+Every new equation takes over the source line, name scope and context (mesh, precision settings) of
+an old one nearby, so that profiles and error messages still point to the user's program.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +42,7 @@ from ampx.jaxprs.reading import (
 
 
 def wrap_in_shard_map(eqn: Equation, body: Callable[..., Any]) -> Callable[..., Any]:
-    """`body` under the mesh and the specs of a shard_map equation."""
+    """Wraps `body` in a shard_map with the mesh and the specs of an equation."""
     params = eqn.params
     return jax.shard_map(
         body,
@@ -45,6 +56,8 @@ def wrap_in_shard_map(eqn: Equation, body: Callable[..., Any]) -> Callable[..., 
 
 @functools.cache
 def _conversion_params(dtype: Any) -> dict[str, Any]:
+    # Traced once, since the names of the parameters are JAX's own affair. The traced operand has
+    # another dtype: a conversion to the same one leaves no equation.
     convert = functools.partial(lax.convert_element_type, new_dtype=dtype)
     other = jnp.float32 if dtype != jnp.float32 else jnp.float16
     traced, _ = trace(convert, jax.ShapeDtypeStruct((), other))
@@ -52,7 +65,7 @@ def _conversion_params(dtype: Any) -> dict[str, Any]:
 
 
 def make_conversion(atom: Atom, dtype: Any, near: Equation) -> Equation:
-    """An equation that converts `atom`, with the scope, line and context of the one nearby."""
+    """Makes an equation that converts `atom`, in the scope, line and context of the one nearby."""
     return core.new_jaxpr_eqn(
         [atom],
         [new_variable(with_dtype(atom.aval, dtype))],
@@ -65,10 +78,18 @@ def make_conversion(atom: Atom, dtype: Any, near: Equation) -> Equation:
 
 
 def make_broadcast(atom: Atom, like: Any, near: Equation) -> Equation:
-    """An equation that broadcasts `atom`, of as many axes as `like` or none, to its shape."""
+    """Makes an equation that broadcasts `atom` to the shape of `like`.
+
+    Args:
+      atom: a scalar, or of as many axes as `like`, each of the same size or of size 1.
+      like: the abstract value whose shape is wanted, and whose sharding if that is part of types.
+      near: an equation whose scope, line and context the new one gets.
+    """
+    # Explicit axes: the type of an operation's result must say how it is sharded, and its operands
+    # must agree in that.
     sharding = like.sharding if is_explicit(like) else None
     with near.ctx.manager:
-        params, aval = _spread_template(atom.aval, tuple(like.shape), sharding)
+        params, aval = _broadcast_template(atom.aval, tuple(like.shape), sharding)
     return core.new_jaxpr_eqn(
         [atom],
         [new_variable(aval)],
@@ -81,7 +102,7 @@ def make_broadcast(atom: Atom, like: Any, near: Equation) -> Equation:
 
 
 @functools.lru_cache(maxsize=1024)
-def _spread_template(aval: Any, shape: tuple[Any, ...], sharding: Any) -> tuple[Any, Any]:
+def _broadcast_template(aval: Any, shape: tuple[Any, ...], sharding: Any) -> tuple[Any, Any]:
     def broadcast(x: Any) -> Any:
         return lax.broadcast_in_dim(x, shape, range(x.ndim), out_sharding=sharding)
 
@@ -93,7 +114,11 @@ def _spread_template(aval: Any, shape: tuple[Any, ...], sharding: Any) -> tuple[
 def splice_function(
     fun: Callable[..., Any], operands: Sequence[Atom], near: Equation
 ) -> tuple[list[Equation], list[Atom]]:
-    """The equations of `fun(*operands)`, ready to stand in another jaxpr, and its outputs."""
+    """Traces `fun(*operands)` into equations for another jaxpr.
+
+    Returns:
+      The equations, over variables of their own beside the operands, and the atoms of the outputs.
+    """
     with near.ctx.manager:
         traced, _ = trace(fun, *(atom.aval for atom in operands))
     return splice_jaxpr(traced, operands, near)
@@ -102,7 +127,14 @@ def splice_function(
 def splice_jaxpr(
     jaxpr: Jaxpr, operands: Sequence[Atom], near: Equation
 ) -> tuple[list[Equation], list[Atom]]:
-    """The equations of a jaxpr for these operands, ready to stand in another, and its outputs."""
+    """Renames the equations of a jaxpr to read these operands, to stand in another jaxpr.
+
+    Returns:
+      The equations and the atoms of the outputs, as `splice_function`.
+
+    Raises:
+      NotImplementedError: if constants are attached to the jaxpr: an equation could not read them.
+    """
     body = open_jaxpr(jaxpr)
     if has_constants(jaxpr):
         raise NotImplementedError(
@@ -117,6 +149,8 @@ def splice_jaxpr(
         names[out] = out if is_dropped(out) else new_variable(out.aval)
         return names[out]
 
+    # The variables are new although the body's own would do once: the same body may be spliced
+    # several times, and JAX shares one traced jaxpr among all calls of a jitted function.
     eqns = [
         eqn.replace(
             invars=[renamed(atom) for atom in eqn.invars],
@@ -131,7 +165,10 @@ def splice_jaxpr(
 
 
 def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
-    """A jaxpr in which calls, also those that recompute, are replaced by what they call."""
+    """Replaces calls by the equations that they run, but for those with constants attached.
+
+    Those of remat are among them: what it says about recomputation is lost with the call.
+    """
     opened = open_jaxpr(jaxpr)
     names: dict[Any, Atom] = {}
 
@@ -154,7 +191,7 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
 def rebuild(
     jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Atom], eqns: Sequence[Equation]
 ) -> Jaxpr:
-    """`jaxpr` with other equations, its constants, effects and names kept."""
+    """Puts other equations into a copy of `jaxpr`, which keeps constants, effects and names."""
     opened = open_jaxpr(jaxpr)
     body = opened.replace(
         invars=list(invars), outvars=list(outvars), eqns=list(eqns), debug_info=opened.debug_info
@@ -163,10 +200,15 @@ def rebuild(
 
 
 def as_function(eqn: Equation, parent: Jaxpr) -> Callable[..., list[Any]]:
-    """One equation as a function of all its operands, differentiable by the equation's own rule."""
+    """One equation as a function of all its operands, differentiable by the equation's own rule.
+
+    The function evaluates a jaxpr of this single equation. That keeps its scope, line and context,
+    which a bare bind of its primitive would not.
+    """
     opened = open_jaxpr(parent)
     invars = [new_variable(atom.aval) for atom in eqn.invars]
     outvars = [new_variable(out.aval) for out in eqn.outvars]
+    # The names are those of the parent's arguments and results, of which there may be others.
     debug_info = opened.debug_info._replace(arg_names=None, result_paths=None)
     single = core.Jaxpr(
         [],
@@ -180,7 +222,7 @@ def as_function(eqn: Equation, parent: Jaxpr) -> Callable[..., list[Any]]:
 
 
 def infer_output_dtypes(eqn: Equation, dtypes: Sequence[Any]) -> list[Any]:
-    """The dtypes that an equation gives if its operands had these (None: as they are)."""
+    """Infers the dtypes that an equation gives if its operands had these (None: as they are)."""
     avals = [
         atom.aval if dtype is None else with_dtype(atom.aval, dtype)
         for atom, dtype in zip(eqn.invars, dtypes, strict=True)

@@ -1,7 +1,19 @@
 """Runs a jaxpr equation by equation, outside of jit, and carries a remark with every value.
 
-Calls and branches are entered. Of each equation that runs it is known where it stands: in which
-calls, in which iterations of the loops around it, and in which line of whose program.
+A diagnosis looks at numbers that a compiled program never shows. So the program is run here as an
+interpreter runs it: each equation on real arrays, one after the other. Calls and branches are
+entered, and loops iteration by iteration. With each array goes a remark, which a subclass of `Walk`
+makes: who is to blame for an infinity, or whether the value belongs to a gradient.
+
+Of each equation that runs, its `Place` is known: the calls around it, the iterations of the loops
+around it, its name scope, and the line of the user's program. A place is the path from the outside
+to the equation; for a product inside of a scanned and jitted layer, in the third iteration,
+
+    path        jit[name=step] > scan > jit[name=layer] > dot_general
+    iterations  (2,)
+
+A training step has to fit into memory this way, too. So an array is dropped after its last reader,
+and equations that no wanted result needs are not run.
 """
 
 from __future__ import annotations
@@ -29,12 +41,15 @@ _LIBRARIES = (
     os.path.join(sysconfig.get_path("stdlib"), ""),
     source_info.AMPX_FOLDER,
 )
+# The programs in ampx/examples are read as a user's own.
 _EXAMPLES = os.path.join(source_info.AMPX_FOLDER, "examples", "")
 # Name scopes that remat and the phases of ampx add.
 _NO_MODULE = re.compile(r"checkpoint|rematted_computation|ampx\..*")
-# They hold a jaxpr, too, but only to say how two numbers are combined.
+# Prefixes of primitives that hold a jaxpr, too, but only to say how two numbers are combined: the
+# sum in a scatter-add, the comparison in an argmax.
 _COMBINING = ("scatter", "reduce", "select_and", "arg")
-# What the rule of a derivative computes before there is a cotangent, and of what.
+# What the rule of a derivative computes before there is a cotangent, and of what. JAX computes
+# d sqrt(x) = 0.5 / sqrt(x) in the forward pass, by a `div` that reads the result of the `sqrt`.
 _DERIVATIVES = {"div": ("sqrt", "rsqrt", "cbrt"), "pow": ("pow",)}
 
 
@@ -43,7 +58,8 @@ class Place(NamedTuple):
 
     Attributes:
       path: the calls around it and itself, outermost first, each with the jaxpr that it is in.
-      iterations: of the loops around it, outermost first; of a scan, places in what it scans.
+      iterations: of the loops around it, outermost first. For a scan the index into what it scans,
+        so a reversed scan of 8 steps begins with 7.
     """
 
     path: tuple[tuple[Equation, Jaxpr], ...] = ()
@@ -66,6 +82,7 @@ class Place(NamedTuple):
     @property
     def is_backward(self) -> bool:
         """Whether the equation belongs to a backward pass; what remat runs again does not."""
+        # The innermost equation that tells decides: a whole call may be recomputed.
         told = [source_info.is_transposed(eqn) for eqn, _ in self.path]
         return next((answer for answer in reversed(told) if answer is not None), False)
 
@@ -124,13 +141,18 @@ def _function(frame: Frame) -> str:
 
 
 class Value(NamedTuple):
-    """An array and what is remarked of it."""
+    """An array and what is remarked of it.
+
+    Attributes:
+      array: a `jax.Array`, a NumPy array, a Python number for a literal, or a `jax.Ref`.
+      remark: what a subclass of `Walk` makes of it.
+    """
 
     array: Any
     remark: Any = None
 
 
-NOT_WANTED = Value(None)  # in the place of a result that nobody wants
+NOT_WANTED = Value(None)  # in the place of a result that nobody wants, and that was not computed
 
 
 def is_opaque(eqn: Equation) -> bool:
@@ -139,12 +161,27 @@ def is_opaque(eqn: Equation) -> bool:
 
 
 def compile_equation(eqn: Equation, parent: Jaxpr) -> Any:
-    """An equation as a compiled function of its operands, none of which it uses up."""
+    """Compiles an equation as a function of its operands, none of which it uses up.
+
+    A jitted call may donate operands. Inside of another jit that has no effect, and the caller may
+    still need them.
+    """
     return jax.jit(building.as_function(eqn, parent))
 
 
 class Walk:
-    """Runs jaxprs equation by equation; subclasses make the remarks."""
+    """Runs jaxprs equation by equation; subclasses make the remarks.
+
+    A subclass says what it remarks of constants, of the results of operations, and of arrays that
+    the walk puts together of others. How calls, branches and loops are run may be changed, too:
+
+        run                   a jaxpr: what a call, a branch or an iteration does
+          run_equation        one equation, by its kind
+            run_whole         an operation, or whatever is not entered
+            run_loop          a scan or a while loop
+              run_iterations  all of its iterations
+                run_iteration one of them, by `run`
+    """
 
     def remark_constant(self, array: Any, here: Place) -> Any:
         """The remark for a number or an array that is written into the program."""
@@ -166,12 +203,23 @@ class Walk:
         here: Place,
         wanted: Sequence[bool] | None = None,
     ) -> list[Value]:
-        """The results of a jaxpr that is called from a place; `NOT_WANTED` for those not wanted."""
+        """Runs a jaxpr that is called from a place.
+
+        Args:
+          jaxpr: the program.
+          operands: its inputs.
+          here: the place of the equation that calls it.
+          wanted: which of its results are wanted; None wants all.
+
+        Returns:
+          The results, with `NOT_WANTED` in the places of the others.
+        """
         opened = reading.open_jaxpr(jaxpr)
         known: dict[Any, Value] = dict(zip(opened.invars, operands, strict=True))
         for var, array in zip(opened.constvars, reading.constants_of(jaxpr), strict=True):
             known[var] = Value(array, self.remark_constant(array, here))
 
+        # A literal is remarked where it is read: a mask of infinities is blamed on that line.
         def read(atom: Any, place: Place) -> Value:
             if reading.is_literal(atom):
                 return Value(atom.val, self.remark_constant(atom.val, place))
@@ -200,7 +248,10 @@ class Walk:
         here: Place,
         wanted: Sequence[bool],
     ) -> Sequence[Value]:
-        """The results of one equation; calls, branches and loops are entered."""
+        """Runs one equation; calls, branches and loops are entered.
+
+        Inside of a shard_map an array is one shard on each device, so that is run as a whole.
+        """
         name = eqn.primitive.name
         if name == "cond":
             index, *others = operands
@@ -214,7 +265,7 @@ class Walk:
         return list(map(Value, arrays, self.remark_results(eqn, operands, arrays, here)))
 
     def run_whole(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Any]:
-        """The results of an equation without entering it, compiled if it holds functions."""
+        """Runs an equation without entering it, compiled if it holds functions."""
         arrays = [value.array for value in operands]
         with eqn.ctx.manager:
             if is_opaque(eqn):
@@ -222,7 +273,7 @@ class Walk:
             return reading.bind(eqn, arrays)
 
     def run_loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
-        """The results of a scan or a while loop, iteration by iteration."""
+        """Runs a scan or a while loop iteration by iteration."""
         carry, rows = self.run_iterations(eqn, operands, here)
         columns = zip(*rows, strict=True)
         return [*carry, *(_joined(column, jnp.stack, self.remark_joined) for column in columns)]
@@ -234,13 +285,18 @@ class Walk:
         operands: Sequence[Value],
         here: Place,
     ) -> Sequence[Value]:
-        """The results of the body of a loop, in the iteration that `here` tells."""
+        """Runs the body of a loop, in the iteration that `here` tells."""
         return self.run(body, operands, here)
 
     def run_iterations(
         self, eqn: Equation, operands: Sequence[Value], here: Place
     ) -> tuple[Sequence[Value], list[Sequence[Value]]]:
-        """The last carry of a loop and, for each place in what is scanned, what it gives there."""
+        """Runs all iterations of a loop.
+
+        Returns:
+          The last carry, and the rows that a scan stacks, by their place in the result. They are
+          not stacked yet: a subclass may want the remark of each.
+        """
         if eqn.primitive.name == "while":
             return self._while(eqn, operands, here), []
         consts, carry, scanned = reading.split_scan(eqn, operands)
@@ -248,6 +304,7 @@ class Walk:
         (body,) = reading.bodies_of(eqn)
         rows: list[Sequence[Value]] = [()] * length
         for place in reversed(range(length)) if is_reversed else range(length):
+            # The place is an array, not a Python number: one compilation serves all iterations.
             slices = _slices([value.array for value in scanned], np.int32(place))
             xs = [Value(part, value.remark) for part, value in zip(slices, scanned, strict=True)]
             results = self.run_iteration(eqn, body, [*consts, *carry, *xs], here.iteration(place))
@@ -264,13 +321,15 @@ class Walk:
             if not np.any(going):
                 break
             results = self.run_iteration(eqn, body, [*consts, *carry], here.iteration(number))
-            # Under vmap there is an answer for each row, and rows that are done stay as they are.
+            # vmap makes of a condition one answer for each row: bool[rows]. The loop goes on while
+            # any of them is true, and rows that are done stay as they are.
             carry = [self._where(going, *pair) for pair in zip(results, carry, strict=True)]
         return carry
 
     def _where(self, going: jax.Array, new: Value, old: Value) -> Value:
         if np.all(going):
             return new
+        # bool[rows] -> bool[rows, 1, ...], to broadcast against the axes of the value behind.
         mask = jnp.reshape(going, going.shape + (1,) * (jnp.ndim(new.array) - going.ndim))
         return _joined((new, old), lambda pair: jnp.where(mask, *pair), self.remark_joined)
 
@@ -285,13 +344,21 @@ def _slices(arrays: list[Any], place: Any) -> list[Any]:
 
 
 def _is_empty(eqn: Equation) -> bool:
+    # There are no rows of which shapes could be told: JAX knows them from the types.
     return eqn.primitive.name == "scan" and not reading.scan_steps(eqn)[0]
 
 
 def _lifetimes(
     eqns: Sequence[Equation], results: Sequence[Any]
 ) -> list[tuple[Equation, list[bool], list[Any]]]:
-    """Each equation with which of its results are read, and what nothing reads after it."""
+    """Each equation, with which of its results are read and which variables nothing reads after it.
+
+    For `c = add a b; d, e = f c a`, of which d is wanted:
+
+        add   [True]          finished: b
+        f     [True, False]   finished: e, c, a
+    """
+    # Backwards, `read` holds what later equations and the caller read.
     read = {atom for atom in results if not reading.is_literal(atom)}
     found = []
     for eqn in reversed(eqns):

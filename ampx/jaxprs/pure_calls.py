@@ -26,7 +26,11 @@ class PureCall(NamedTuple):
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """The arrays among the leaves of `tree`, and a function that puts others in their places."""
+    """Splits a tree into its arrays and a function that puts others in their places.
+
+    What is traced may then be a function of arrays alone: numbers, strings and functions among the
+    leaves stay in the closure of `merge`, so that Python can still branch on them.
+    """
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
@@ -42,7 +46,8 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array that JAX takes. Numbers of Python and NumPy stay themselves."""
     if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind not in "OSU"
+        return leaf.dtype.kind not in "OSU"  # of objects, bytes or text
+    # `np.float32` itself has the attributes `dtype` and `shape`, and so have NumPy's numbers.
     if isinstance(leaf, type | np.generic):
         return False
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
@@ -51,15 +56,23 @@ def is_array(leaf: Any) -> bool:
 def as_pure_call(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PureCall:
-    """`fun(*args, **kwargs)`, where `fun` may be an nnx module and arguments may hold nnx objects.
+    """Converts `fun(*args, **kwargs)` to a call of a pure function.
 
-    References that the objects share stay shared.
+    `fun` may be an nnx module or a method of one, and the arguments may hold nnx objects. What two
+    objects share, such as a tied embedding, stays shared: all are split together.
+
+    Raises:
+      ValueError: when the function runs, if it changed the structure of an object.
     """
     nnx = find_imported("flax.nnx")
     owner = getattr(fun, "__self__", fun)
     if is_nnx_object(owner):
         unbound = type(owner).__call__ if owner is fun else fun.__func__  # type: ignore[attr-defined]
         fun, args = unbound, (owner, *args)
+    # nnx objects are Python objects with references to each other. `nnx.split` takes them apart:
+    #   graphdef   static: classes, attributes, which variables are one and the same
+    #   before     a pytree of the arrays in their variables
+    # and `nnx.merge` makes new objects of both, inside the function that is traced.
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_nnx_object)
     places = [i for i, leaf in enumerate(leaves) if is_nnx_object(leaf)]
     if not places:
@@ -79,7 +92,7 @@ def as_pure_call(
         if after != graphdef:
             raise ValueError(
                 f"{getattr(fun, '__qualname__', fun)} changes the structure of an nnx module: its "
-                "submodules, or an attribute that is no array, such as a mode. Only arrays are "
+                "submodules, or an attribute that is not an array, such as a mode. Only arrays are "
                 "carried out of autocast: make the change outside, as in model.train()"
             )
         return result, state
@@ -89,7 +102,11 @@ def as_pure_call(
 
 
 def _write_changes(objects: tuple[Any, ...], before: Any, after: Any) -> None:
-    """Writes what differs; the rest may belong to an outer trace, where it can only be read."""
+    """Writes to the objects those variables that the call has changed, and no others.
+
+    A variable may belong to a trace around the call, such as that of `nnx.jit` or `jax.grad`, which
+    allows to read it but not to write it. An unchanged one is the very same array before and after.
+    """
     nnx = find_imported("flax.nnx")
     held = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
     changed = [

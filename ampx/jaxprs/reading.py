@@ -1,7 +1,18 @@
 """The only place that knows how JAX's equations and their parameters look in each version.
 
-JAX offers jaxprs for reading and building under `jax.extend.core`, but the parameters of an
-equation are nobody's public interface: they are read and written here and nowhere else.
+A jaxpr is a straight list of equations over typed variables. Calls, loops and branches are
+equations, too; they hold the jaxprs that they run, here called bodies, among their parameters:
+
+    { lambda a:f32[8] ; b:f32[4,8]. let    a is a constvar, b an invar
+        c:f32[] d:f32[4] = scan[           outvars: first the carry, then what is stacked
+          jaxpr={ lambda ; ... }           the body
+          num_carry=1 num_consts=1         how to read the operands: [*consts, *carry, *xs]
+        ] a 0.0 b                          0.0 is a literal, not a variable
+      in (c, d) }                          outvars of the jaxpr
+
+JAX offers jaxprs for reading and building under `jax.extend.core`, but no public interface covers
+the parameters of an equation, and they change between versions. They are read and written here and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -19,7 +30,9 @@ from ampx.jaxprs import primitives
 Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr: two classes in jax 0.10, one since 0.11
 Equation = core.JaxprEqn
 Atom = Any  # jax.extend.core.Var or Literal
-# Primitives whose bodies can be exchanged, and the parameters that hold them.
+# Primitives whose bodies can be exchanged, and the parameters that hold them. A cond is apart: its
+# `branches` are one parameter that holds several. A custom rule also holds functions that make its
+# derivatives; `call_jaxpr` is what it computes where nobody differentiates it.
 _BODIES = {
     **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint", "scan", "shard_map"), ("jaxpr",)),
     **dict.fromkeys(("closed_call", "call", "core_call", "eval_jaxpr"), ("call_jaxpr",)),
@@ -30,7 +43,7 @@ _AXES_OF_REDUCTIONS = {
     **dict.fromkeys(primitives.ALL_REDUCTIONS, "axes"),
     **dict.fromkeys(primitives.SCATTERING_COLLECTIVES, "axis_name"),
 }
-# These name mapped axes, too, but each device runs them alone.
+# These name mapped axes, too, but each device runs them alone: nobody waits for anybody.
 _LOCAL = primitives.AXIS_TYPE_CASTS | {"axis_index"}
 
 
@@ -40,7 +53,7 @@ def is_literal(atom: Atom) -> bool:
 
 
 def is_dropped(variable: Atom) -> bool:
-    """Whether nobody reads an output."""
+    """Whether nobody reads an output: `_` in a printed jaxpr."""
     return isinstance(variable, core.DropVar)
 
 
@@ -58,12 +71,17 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
 
 
 def evaluate(jaxpr: Jaxpr, *operands: Any) -> list[Any]:
-    """Runs a jaxpr with constants attached, keeping name scopes and source lines."""
+    """Runs a jaxpr with constants attached.
+
+    While it is traced, equations keep the name scopes and source lines that they had.
+    """
     return core.jaxpr_as_fun(jaxpr)(*operands)
 
 
 def bind(eqn: Equation, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation for other operands, which may have other shapes."""
+    """Applies an equation to other operands, which may have other shapes."""
+    # A custom rule stores traced functions in its parameters; get_bind_params turns these back into
+    # the callables that its bind takes.
     results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -88,7 +106,11 @@ def call_name(eqn: Equation) -> str | None:
 
 
 def constants_of(jaxpr: Jaxpr) -> Sequence[Any]:
-    """The arrays that are attached to a jaxpr, in the order of its `constvars`."""
+    """The arrays that are attached to a jaxpr, in the order of its `constvars`.
+
+    A function that closes over an array gets it so. There are none without that, nor if the jaxpr
+    is open: then the equation that holds it passes such arrays as operands.
+    """
     return as_closed(jaxpr).consts
 
 
@@ -99,6 +121,7 @@ def has_constants(jaxpr: Jaxpr) -> bool:
 
 def is_inlined(fun: Any) -> bool:
     """Whether JAX puts the equations of a jitted function among those of its callers."""
+    # A bool in one version of JAX, an enumeration in another.
     inline = getattr(getattr(fun, "_jit_info", None), "inline", None)
     return inline is True or getattr(inline, "name", None) == "JAX_EARLY"
 
@@ -141,6 +164,8 @@ def collective_axes(eqn: Equation) -> tuple[str, ...]:
     """The mapped axes along which devices must run an equation together."""
     if eqn.primitive.name in _LOCAL:
         return ()
+    # All others that name axes are collectives, also those that a later JAX adds. Under vmap a name
+    # becomes the number of an axis of the operand: what runs over that is no collective.
     names = (eqn.params.get(name, ()) for name in ("axes", "axis_name"))
     flat = [n if isinstance(n, tuple | list) else (n,) for n in names]
     return tuple(axis for group in flat for axis in group if isinstance(axis, str))
@@ -150,6 +175,7 @@ def scan_sizes(eqn: Equation) -> tuple[int, int]:
     """How many operands of a scan are constants and how many are its carry."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
+    # Later versions keep the tree of the operands, (consts, carry, xs), instead of two numbers.
     consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
     return len(list(consts)), len(list(carry))
 
@@ -179,12 +205,15 @@ def split_while(eqn: Equation, operands: Sequence[Any]) -> tuple[list[Any], list
 
 
 def is_differentiable(aval: Any) -> bool:
-    """Whether a value of this type has a cotangent of its own type."""
+    """Whether a value of this type has a cotangent of its own type; for integers it is float0."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def with_dtype(aval: Any, dtype: Any) -> Any:
-    """The same abstract value (shape, sharding, varying axes) in another, strong dtype."""
+    """The same abstract value (shape, sharding, varying axes) in another dtype.
+
+    It is strong: unlike the type of a Python number, it does not yield to that of other operands.
+    """
     return aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
@@ -204,7 +233,11 @@ def new_literal(value: Any, aval: Any) -> Any:
 
 
 def find_equations_for(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> list[int]:
-    """The equations, by number, that some of a jaxpr's values are computed by."""
+    """Finds the equations, by number and in order, that some of a jaxpr's values depend on.
+
+    Equations with effects, such as a print or a write to a reference, always belong to them.
+    """
+    # Backwards: a reader stands after what it reads, so `needed` is complete for each equation.
     needed = {atom for atom in outputs if not is_literal(atom)}
     chosen = []
     for number, eqn in reversed(list(enumerate(open_jaxpr(jaxpr).eqns))):
@@ -215,12 +248,12 @@ def find_equations_for(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> list[int]:
 
 
 def as_closed(jaxpr: Jaxpr) -> Jaxpr:
-    """A jaxpr that can be evaluated: without constants, where none were attached."""
+    """A jaxpr as one that can be evaluated: without constants, where none were attached."""
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 def is_explicit(aval: Any) -> bool:
-    """Whether the sharding of a value is part of its type."""
+    """Whether the sharding of a value is part of its type, as on a mesh with Explicit axes."""
     return any(
         kind == jax.sharding.AxisType.Explicit for kind in aval.sharding.mesh.axis_types or ()
     )

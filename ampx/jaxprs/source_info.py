@@ -1,4 +1,16 @@
-"""Where in the user's program an equation comes from."""
+"""Where in the user's program an equation comes from.
+
+JAX keeps two things with each equation. The traceback holds the Python frames at the time of
+tracing. The name stack holds the scopes of `jax.named_scope` (of flax modules, too), wrapped in the
+transformations that the equation went through:
+
+    jvp(encoder)/attention                    the forward pass of a differentiated function
+    transpose(jvp(encoder))/attention         its backward pass
+    rematted_computation/encoder/attention    what remat computes again during a backward pass
+
+Inside a body, stacks begin at the equation that holds the body; what is around it stands in the
+stack of that equation.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +23,7 @@ from jax.extend import source_info_util
 
 from ampx.jaxprs.reading import Equation, Jaxpr, open_jaxpr
 
-_RECOMPUTED = "rematted_computation"  # a scope that remat puts around what it runs again
+_RECOMPUTED = "rematted_computation"  # the scope that remat puts around what it runs again
 JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 AMPX_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
@@ -27,6 +39,7 @@ class Frame(NamedTuple):
 
 def function_of(jaxpr: Jaxpr) -> tuple[str, int] | None:
     """File and line of the function that a jaxpr was traced from, where JAX knows them."""
+    # It reads "loss at /home/me/model.py:12".
     info = open_jaxpr(jaxpr).debug_info
     match = re.fullmatch(r".* at (.*):(\d+)", getattr(info, "func_src_info", None) or "")
     return (match[1], int(match[2])) if match else None
@@ -42,6 +55,8 @@ def scope_of(eqn: Equation) -> tuple[str, ...]:
 
 def is_transposed(eqn: Equation) -> bool | None:
     """Whether an equation is of a backward pass; None where only the call around it can tell."""
+    # The innermost mark decides: what is recomputed is a forward pass inside a backward pass. The
+    # two can only be equal where neither is found, as inside a jitted function.
     stack = str(eqn.source_info.name_stack)
     recomputed, transposed = stack.rfind(_RECOMPUTED), stack.rfind("transpose(")
     return None if recomputed == transposed else transposed > recomputed
