@@ -1,21 +1,21 @@
 """Exact counts of binary exponents, and what they tell of narrower formats.
 
-A number is m * 2**e with 1 <= m < 2. For most numbers e alone tells what a cast to a narrower format
-does, but a cast rounds to nearest, so near the ends of a range m decides, too. In float16:
+A number is m * 2**e with 1 <= m < 2. Of most numbers e alone tells what a cast to a narrower format
+makes. But a cast rounds to nearest, so near the ends of a range m decides, too. In float16, from
+these magnitudes on:
 
-    |x|  0         2**-25         2**-24        2**-14 - 2**-25      65504      65520
-         |  zero   |  rounds up to 2**-24 ...   |  normal ...                   |  infinite
-                   excluded                     included                        included
+    above 2**-25              rounds to 2**-24 or more, no longer to zero
+    at 2**-14 - 2**-25        rounds to 2**-14, the smallest normal number
+    at 65520                  rounds to infinity, half way from 65504 to the next number, 65536
 
-So each exponent is counted in a few cells, divided at the mantissas where some format changes its
-mind. The mantissas of all thresholds of all formats are the cuts; a number lies below, at or between
-them:
+So each exponent is counted in a few cells. The cuts between them are the mantissas of all such
+thresholds of all formats, and a number lies at a cut or between two:
 
-    m    1         1.5         1.75        1.999...    2
-    cell |0|   1   |2|    3    |4|    5    | ...             even cells hold a cut alone
+    m       1    ...   1.75   ...   1.8125   ...   1.875   ...   1.9921875   ...
+    cell    1     2     3      4      5       6      7      8        9       10
 
-A loss scale of 2**s shifts e by s and leaves m as it is. So one count gives the exact shares at every
-loss scale and in every format.
+A loss scale of 2**s shifts e by s and leaves m as it is. So one count gives the exact shares at
+every loss scale and in every format.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-# float32 has exponents from -149 (subnormal) to 127: the last row counts what is larger, in float64.
+# float32 has exponents from -149 (subnormal) to 127: the last row counts larger ones, of float64.
 LOWEST, HIGHEST = -149, 128
 EXPONENTS = np.arange(LOWEST, HIGHEST + 1)  # int64[278], the rows of a histogram
-_BLOCK = (
-    1 << 18
-)  # numbers that are counted at once: in float64 they take 2 MiB, which stays in cache
+_BLOCK = 1 << 18  # numbers that are counted at once: 2 MiB in float64, which stays in cache
 _MASK = -1e9  # of numbers that are added, smaller ones are masks, and so are the ends of a dtype
 _ENDS = frozenset(float(jnp.finfo(dtype).max) for dtype in (jnp.float32, jnp.bfloat16))
 
@@ -81,10 +79,10 @@ def _make_format(dtype: Any) -> Format:
     largest, least, normal = (
         float(number) for number in (info.max, info.smallest_subnormal, info.smallest_normal)
     )
-    # Half way from the largest number to what would be the next one, in a format with a larger
-    # exponent: 65504 + 32 / 2 = 65520 in float16. A tie rounds to the even mantissa. IEEE formats end
-    # with an odd one, so the tie goes to infinity; float8_e4m3fn ends with an even one, since its
-    # last pattern is NaN. So the cast itself is asked.
+    # Half way from the largest number to the next, if there were one: 65504 + 32 / 2 in float16. A
+    # tie rounds to the even mantissa. IEEE formats end with an odd one, so the tie goes to
+    # infinity; float8_e4m3fn ends with an even one, since its last pattern is NaN. So the cast
+    # itself is asked.
     beyond = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
     with np.errstate(over="ignore"):
         rounds_down = bool(np.isfinite(np.float32(beyond).astype(info.dtype)))
@@ -247,7 +245,7 @@ def count_exponents(array: Any, fills: Fills = NO_FILLS) -> Histogram:
     """Counts the numbers of an array by exponents, those that are fills apart.
 
     Args:
-      array: of a floating dtype, or complex: then real and imaginary parts are numbers of their own.
+      array: of a floating dtype, or complex: real and imaginary parts are numbers of their own.
       fills: which of its numbers are fills.
     """
     numbers = np.ravel(np.asarray(array))
@@ -262,9 +260,9 @@ def count_exponents(array: Any, fills: Fills = NO_FILLS) -> Histogram:
 
 def _count_block(numbers: np.ndarray) -> Histogram:
     # A float64 is, from the top: 1 bit of sign, 11 of exponent + 1023, 52 of mantissa. A conversion
-    # to it is exact, and every subnormal number of a narrower dtype is normal in it: the exponent can
-    # be read off. Without the sign, the bits of larger numbers are larger integers; those of infinity
-    # are 0x7FF << 52, and those of NaN above.
+    # to it is exact, and every subnormal number of a narrower dtype is normal in it: the exponent
+    # can be read off. Without the sign, the bits of larger numbers are larger integers; those of
+    # infinity are 0x7FF << 52, and those of NaN above.
     bits = np.abs(numbers.astype(np.float64)).view(np.int64)
     zeros = bits == 0
     finite = bits < np.int64(0x7FF) << 52

@@ -4,6 +4,12 @@ The loss and its gradient are run in the precision that they are written in, equ
 and every number is counted by its binary exponent. What becomes of the numbers in float16, in
 bfloat16 or in eight bits, at any loss scale, follows from the counts: nothing is guessed from a
 run in half, whose overflows hide what comes after them.
+
+    loss and gradient --trace--> jaxpr --CountingWalk--> histograms --> NumericsReport
+
+The walk counts each result once, where it is made. With each value goes its `Origin`, since a count
+alone would mislead: gradients have to be told from values, since a loss scale moves only gradients;
+the large number of a mask is no overflow; and a large sum may never exist in half.
 """
 
 from __future__ import annotations
@@ -40,7 +46,8 @@ from ampx.jaxprs.reading import Equation
 from ampx.trees import path_name
 
 Counts = collections.defaultdict[Key, Histogram]
-_KERNELS = ("ffi_call", "pure_callback", "io_callback", "cudnn_fusion")  # without a jaxpr
+# Opaque, too, though they hold no jaxpr that would show it.
+_KERNELS = ("ffi_call", "pure_callback", "io_callback", "cudnn_fusion")
 
 
 class Origin(NamedTuple):
@@ -51,7 +58,7 @@ class Origin(NamedTuple):
         this is what a loss scale multiplies. What remat computes again does not depend on it.
       is_constant: whether it is made of numbers of the program alone.
       fills: which of its numbers mask something.
-      sums: numbers of the large sums that it is, moved at most; see `CountingWalk.sums`.
+      sums: keys, in `CountingWalk.sums`, of the large sums that it is, moved at most.
     """
 
     is_scaled: bool = False
@@ -63,8 +70,12 @@ class Origin(NamedTuple):
 class CountingWalk(Walk):
     """A walk that counts the numbers of every value; its remarks are origins.
 
-    `sums` are large ones of the forward pass that nothing has read but a product with a constant
-    number. The other attributes are those of a `NumericsReport`.
+    Attributes:
+      histograms: of all values, by scope and direction.
+      products: of operands and results of matrix products and convolutions.
+      sums: large sums of the forward pass, each with its key in `histograms`. One leaves when
+        something reads it that would get it in half, so that those stay that are spared.
+      opaque: names of primitives that could not be looked into.
     """
 
     def __init__(self) -> None:
@@ -87,15 +98,17 @@ class CountingWalk(Walk):
     ) -> list[Origin]:
         """The origins of the results of an equation, which are counted."""
         name, scope = eqn.primitive.name, here.scope
+        # A scan only comes here without iterations: there is nothing inside to count.
         if name in _KERNELS or (is_opaque(eqn) and name != "scan"):
             self.opaque.add(name)
-        made = self._made(name, operands)
+        made = self._find_origin(name, operands)
         if name in HALF_BY_DEFAULT:
             for value in (*operands, *(Value(array, made) for array in arrays)):
                 _count(self.products, scope, value)
         results = []
         for array in arrays:
             found = _count(self.histograms, scope, Value(array, made))
+            # A part without fills, as a slice of the unmasked places is, passes none on.
             own = made if found.fills else made._replace(fills=NO_FILLS)
             if name == "reduce_sum" and not made.is_scaled and found.overflows(FORMATS["float16"]):
                 number = next(self._numbers)
@@ -104,21 +117,25 @@ class CountingWalk(Walk):
             results.append(own)
         return results
 
-    def _made(self, name: str, operands: Sequence[Value]) -> Origin:
+    def _find_origin(self, name: str, operands: Sequence[Value]) -> Origin:
         made = self.remark_joined(operands)
+        # Fills stay fills where numbers are only picked or moved. In a sum masks do, too: -1e9 plus
+        # a score is still a mask. Anything else computes on them.
         if name in ("add", "sub"):
             made = made._replace(fills=made.fills._replace(picked=frozenset()))
         elif name not in PICKING | MOVING:
             made = made._replace(fills=NO_FILLS)
         if name in MOVING:
             return made
+        # mean = sum / n: jnp.mean divides its float32 sum before it rounds to half. Any other
+        # reader, such as a root of the sum, gets it in half, where it would be infinite.
         factors = operands[1:] if name == "div" else operands if name == "mul" else ()
         if not any(value.remark.is_constant for value in factors):
-            self.read(made)
+            self.count_sums_of(made)
         return made._replace(sums=frozenset())
 
-    def read(self, origin: Origin) -> None:
-        """What else reads a sum gets it in half."""
+    def count_sums_of(self, origin: Origin) -> None:
+        """Takes the sums of a value off those that are spared, since something reads it in half."""
         for number in origin.sums:
             self.sums.pop(number, None)
 
@@ -134,6 +151,7 @@ class CountingWalk(Walk):
 
 
 def _count(histograms: Counts, scope: str, value: Value) -> Histogram:
+    """Adds the numbers of a value to the histograms; gives its own."""
     if not _is_counted(value.array):
         return Histogram()
     _check_width(value.array)
@@ -143,7 +161,7 @@ def _count(histograms: Counts, scope: str, value: Value) -> Histogram:
 
 
 def _check_width(array: Any) -> None:
-    # A number of Python has no dtype of its own.
+    # A Python number has no dtype of its own, and is weak: it is float32 in a float32 program.
     dtype = jnp.result_type(array) if hasattr(array, "dtype") else None
     if dtype in (np.float64, np.complex128):
         raise TypeError(f"numerics_report counts float32, got {dtype}: give the float32 program")
@@ -211,7 +229,7 @@ def numerics_report(
     @functools.wraps(fun)
     def reported(params: Any, *args: Any) -> NumericsReport:
         with jax.debug_nans(False), jax.debug_infs(False):
-            walk, loss, params, gradients = _walked(fun, has_aux, params, args)
+            walk, loss, params, gradients = _run_loss_and_gradient(fun, has_aux, params, args)
         histograms, sums = walk.histograms, collections.defaultdict(Histogram)
         for key, found in walk.sums.values():
             sums[key] += found
@@ -235,8 +253,14 @@ def numerics_report(
     return reported
 
 
-def _walked(fun: Any, has_aux: bool, params: Any, args: Any) -> tuple[CountingWalk, Any, Any, Any]:
-    """A walk that ran a loss and its gradient, the loss, the parameters and their gradient."""
+def _run_loss_and_gradient(
+    fun: Any, has_aux: bool, params: Any, args: Any
+) -> tuple[CountingWalk, Any, Any, Any]:
+    """Runs a loss and its gradient by a counting walk.
+
+    Returns:
+      The walk, the loss, the parameters as a pytree of arrays, and their gradient.
+    """
     if flax_modules.is_nnx_module(params):
         graphdef, params, rest = flax_modules.split_nnx(params)
 
@@ -254,6 +278,8 @@ def _walked(fun: Any, has_aux: bool, params: Any, args: Any) -> tuple[CountingWa
                 f"{type(array).__name__}: call it outside of jit, with arrays"
             )
 
+    # The cotangent of the loss is an operand of the program, so that the walk can tell what depends
+    # on it. `jax.grad` would write it into the program as a 1.0 like any other.
     def both(cotangent: Any, *arrays: Any) -> Any:
         params, args = merge(arrays)
         loss, pull, *_ = jax.vjp(lambda params: loss_of(params, *args), params, has_aux=has_aux)
@@ -270,6 +296,6 @@ def _walked(fun: Any, has_aux: bool, params: Any, args: Any) -> tuple[CountingWa
     jaxpr, shapes = reading.trace(both, seed, *arrays)
     walk, operands = CountingWalk(), [Value(array, Origin()) for array in arrays]
     values = walk.run(jaxpr, [Value(seed, Origin(True)), *operands], Place())
-    walk.read(values[0].remark)
+    walk.count_sums_of(values[0].remark)  # a loss that is a sum itself comes out in half
     loss, gradients = jax.tree.unflatten(jax.tree.structure(shapes), [v.array for v in values])
     return walk, loss, params, gradients

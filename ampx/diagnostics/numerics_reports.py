@@ -75,11 +75,13 @@ class NumericsReport:
     """Binary exponents of the values of a loss and of its gradient; print it for a table.
 
     Attributes:
-      histograms: by (scope, direction), in the order of the program; see `NumericsRow`.
-      products: the same of the operands and results of matrix products and convolutions alone,
-        which is what O1 has in half.
-      sums: of the forward values, sums that are only scaled by a constant number, as in a mean.
-        `jnp.sum` and `jnp.mean` add up half in float32, so the advice leaves them out.
+      histograms: of all values, by (scope, direction), in the order of the program; see
+        `NumericsRow`.
+      products: of the operands and results of matrix products and convolutions alone: only these
+        are in half at O1.
+      sums: of those forward values that are sums which are only scaled by a constant number, as in
+        a mean. `jnp.mean` adds up half in float32 and divides before it rounds to half, so the
+        advice leaves them out.
       opaque: names of primitives, such as shard_map and kernels, inside of which nothing counts.
       is_finite: whether the loss and the gradients of the parameters are.
       loss_scale: what gradients are multiplied by, in `table`.
@@ -120,8 +122,9 @@ class NumericsReport:
 
     def table(self, half_dtype: str) -> tuple[NumericsRow, ...]:
         """What a format would make of the values of each scope, gradients times `loss_scale`."""
-        form, rows = FORMATS[_checked_format(half_dtype)], []
+        form, rows = FORMATS[_check_format(half_dtype)], []
         for (scope, direction), found in self.histograms.items():
+            # Gradients are linear in the cotangent, so the scale multiplies each of them.
             shift = 0 if direction == FORWARD else round(math.log2(self.loss_scale))
             shares = (found.underflows, found.subnormals, found.overflows)
             rows.append(
@@ -139,15 +142,13 @@ class NumericsReport:
         return tuple(rows)
 
     def loss_scales(self, half_dtype: str) -> tuple[float, float]:
-        """The least and the largest loss scale for gradients in a format, both powers of two.
+        """Finds the least and the largest loss scale for gradients in a format, as powers of two.
 
         At the largest no finite gradient overflows, without headroom; at the least, at most 0.1
         percentage points more of the nonzero ones become zero than at the largest.
         """
         evidence = collect_evidence(self.histograms, self.sums)
-        low, high = find_scale_range(
-            sum_histograms(evidence.gradients), _checked_format(half_dtype)
-        )
+        low, high = find_scale_range(sum_histograms(evidence.gradients), _check_format(half_dtype))
         return 2.0**low, 2.0**high
 
     @property
@@ -162,11 +163,12 @@ class NumericsReport:
     def __str__(self) -> str:
         tables = [self.table(form) for form in FORMATS]
         rows = [("scope", "direction", "values", "exponent", *FORMATS)]
+        # The tables have the same rows, one for each scope and direction; only shares differ.
         for same in zip(*tables, strict=True):
             row = same[0]
             exponent = "none" if row.largest_exponent is None else str(row.largest_exponent)
             shares = (
-                "/".join(_percent(share) for share in (r.underflow, r.subnormal, r.overflow))
+                "/".join(_format_percent(share) for share in (r.underflow, r.subnormal, r.overflow))
                 for r in same
             )
             count = f"{row.values}" + (f" +{row.non_finite} bad" if row.non_finite else "")
@@ -186,11 +188,13 @@ class NumericsReport:
     __repr__ = __str__
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
+    # A share that is not zero never prints as 0: a single overflow is enough to skip a step.
     return "0" if not share else "<.1" if share < 0.001 else f"{100 * share:.1f}"
 
 
-def _checked_format(name: str) -> str:
+def _check_format(name: str) -> str:
+    """Raises a ValueError for the name of an unknown format, and gives back any other."""
     if name not in FORMATS:
         raise ValueError(f"half_dtype must be one of {', '.join(FORMATS)}, got {name!r}")
     return name

@@ -1,10 +1,20 @@
 """Who is to blame for a value that is not finite: the equation where it, or its cause, was born.
 
-Blames go forward with the values. A NaN is blamed on an operand that is NaN, then on one that is
-infinite; an infinity on any operand that is not finite; and where no operand explains it, on the
-equation itself. Infinities that are written into the program, as masks are, explain infinities but
-no NaN. They may also be numbers that are too large for their dtype, which JAX turns into
-infinities: a product with one, or a sum, is blamed.
+Blames go forward with the values:
+
+    a NaN          is blamed on an operand that is NaN, else on one that is infinite
+    an infinity    is blamed on any operand that is not finite
+    otherwise      no operand explains it, and the equation itself is to blame
+
+    x = [300, 1]        finite
+    y = x * x           [inf, 1]     blame: this mul. No operand explains the infinity.
+    z = y - y           [nan, 0]     blame: the mul. Its infinity explains the NaN.
+    w = z / [1, 0]      [nan, nan]   blame: the mul. 0/0 is new, but an array has one blame, and
+                                     what came first is what to repair first.
+
+Infinities that are written into the program, as masks are, explain infinities but no NaN. They may
+also be numbers that are too large for their dtype, which JAX turns into infinities (1e5 in
+float16): then a product with one, or a sum, is blamed.
 """
 
 from __future__ import annotations
@@ -30,14 +40,20 @@ COMPILED_ONLY = (
 _OPAQUE = "what happens inside was not looked into"
 _WRITTEN_NAN = "a NaN that is written into the program"
 _OF_WRITTEN = "of infinities that are written into the program, as for a row masked as a whole"
-# They put infinities in the places of some numbers, or of none.
+# These apply a mask of infinities: they put them in the places of some numbers, or of none.
 _MASKS = primitives.CHOOSING | primitives.ADDING | {"reduce_max", "reduce_min"}
 _PRODUCTS = ("mul", "div")
 _CONTRACTIONS = ("dot_general", "conv_general_dilated", "pow")
 
 
 class Flags(NamedTuple):
-    """What an array holds that is not finite."""
+    """What an array holds that is not finite.
+
+    Attributes:
+      nan: whether it holds a NaN.
+      above: whether it holds a positive infinity.
+      below: whether it holds a negative infinity.
+    """
 
     nan: bool = False
     above: bool = False
@@ -50,10 +66,11 @@ def _is_finite(array: Any) -> Any:
 
 
 def find_flags(array: Any) -> Flags:
-    """What an array holds that is not finite: nothing, if it is not of floats."""
+    """Finds what an array holds that is not finite: nothing, if it is not of floats."""
     if not _is_inexact(array):
         return Flags()
     # On the CPU NumPy reads the array where it is, and needs no compilation for each shape.
+    # Elsewhere one bool comes back, and the array only if it is false.
     if not _is_near(array) and bool(_is_finite(array)):
         return Flags()
     numbers = np.asarray(array)
@@ -76,19 +93,29 @@ def _is_inexact(array: Any) -> bool:
 
 
 class Blame(NamedTuple):
-    """Who made a value not finite. The higher rank comes first, then the earlier number."""
+    """Who made a value not finite. The higher rank comes first, then the earlier number.
+
+    Attributes:
+      rank: how sure it is that nobody meant it; see below.
+      number: blames are numbered as they arise, in the order of the program.
+      record: what there is to tell.
+    """
 
     rank: int
     number: int
     record: OverflowRecord
 
 
-# An infinity may be meant: a constant, surely a mask made of one, perhaps one in an argument.
+# An infinity may be meant. The ranks:
+#   WRITTEN   it is a constant of the program: a mask, or a number too large for its dtype
+#   MASKING   the constant has been joined with other numbers, as only masks are
+#   GIVEN     it came in an argument, perhaps as a mask
+#   COMPUTED  an equation made it, or it is a NaN
 WRITTEN, MASKING, GIVEN, COMPUTED = range(4)
 
 
 def choose_blame(blames: Iterable[Blame | None]) -> Blame | None:
-    """The blame to report among several; None if there is none."""
+    """Chooses the blame to report among several; None if there is none."""
     found = [blame for blame in blames if blame is not None]
     return min(found, key=lambda blame: (-blame.rank, blame.number), default=None)
 
@@ -96,27 +123,33 @@ def choose_blame(blames: Iterable[Blame | None]) -> Blame | None:
 class BlamingWalk(Walk):
     """A walk whose remarks are blames; what is finite has none.
 
-    A loop is first run whole, then iteration by iteration, both compiled. Only the iterations in
-    which something turns bad are run equation by equation.
+    Equation by equation a loop is slow: a scan of 1,000 steps of 100 equations is 100,000 small
+    programs. So a loop is first run whole, and if its results are bad, iteration by iteration, both
+    compiled. Only the iterations in which something turns bad are run equation by equation.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
+        # Of a jaxpr by its id: the jaxpr itself, and the function that runs it compiled.
         self._bodies: dict[int, tuple[Any, Any]] = {}
+        # Of a loop, by the id of its equation: what the last iteration began and ended with, as far
+        # as it is not finite, and the blames of its results. See `run_iteration`.
         self._situations: dict[int, tuple[Any, list[Blame | None]]] = {}
-        self._held: dict[int, Value] = {}  # by references
+        # Of a reference, by its id: what it holds. It is written to in place, so that a blame can
+        # not go with a new value.
+        self._held: dict[int, Value] = {}
 
-    def argument(self, array: Any, name: str) -> Value:
-        """An argument of the program, under its name."""
+    def take_argument(self, array: Any, name: str) -> Value:
+        """Takes an array as the argument of the program that has this name."""
         flags = find_flags(array)
         if not any(flags):
             return Value(array)
         kind = "nan" if flags.nan else "inf"
         rank = COMPUTED if flags.nan else GIVEN
         note = f"argument {name} holds {kind}"
-        return Value(array, self.birth(Place(), [], array, note, rank, ARGUMENT))
+        return Value(array, self.blame_here(Place(), [], array, note, rank, ARGUMENT))
 
-    def birth(
+    def blame_here(
         self,
         here: Place,
         operands: Sequence[Value],
@@ -125,7 +158,16 @@ class BlamingWalk(Walk):
         rank: int = COMPUTED,
         outside: str = PROGRAM,
     ) -> Blame:
-        """A new blame for a result of what stands at a place, or is outside of equations."""
+        """Makes a new blame for a result of what stands at a place, or is outside of equations.
+
+        Args:
+          here: the place; one without a path is outside of equations.
+          operands: what the result was made of.
+          array: the result.
+          note: what else there is to say.
+          rank: how sure it is that nobody meant it.
+          outside: what to call it that is outside of equations.
+        """
         record = OverflowRecord(
             primitive=here.path[-1][0].primitive.name if here.path else outside,
             kind="nan" if find_flags(array).nan else "inf",
@@ -133,10 +175,10 @@ class BlamingWalk(Walk):
             scope=here.scope,
             source=here.source,
             iterations=here.iterations,
-            input_types=tuple(_type_of(value.array) for value in operands),
-            output_type=_type_of(array),
-            largest_inputs=tuple(_largest(value.array) for value in operands),
-            largest_output=_largest(array),
+            input_types=tuple(_describe_type(value.array) for value in operands),
+            output_type=_describe_type(array),
+            largest_inputs=tuple(_find_largest(value.array) for value in operands),
+            largest_output=_find_largest(array),
             note=note,
         )
         return Blame(rank, next(self._numbers), record)
@@ -145,9 +187,10 @@ class BlamingWalk(Walk):
         """The blame for what is written into the program: a NaN is never meant."""
         flags = find_flags(array)
         if flags.nan:
-            return self.birth(here, [], array, _WRITTEN_NAN)
+            return self.blame_here(here, [], array, _WRITTEN_NAN)
+        # An array with some infinities is a mask already; a single number becomes one.
         rank = MASKING if any(flags) and _finite(array).any() else WRITTEN
-        return self.birth(here, [], array, rank=rank) if any(flags) else None
+        return self.blame_here(here, [], array, rank=rank) if any(flags) else None
 
     def remark_joined(self, values: Sequence[Value]) -> Blame | None:
         """The blame to report among those of several values; a finite one has none any more."""
@@ -159,35 +202,36 @@ class BlamingWalk(Walk):
         """The blames of the results of an equation: inherited, or its own."""
         references = [value.array for value in operands if isinstance(value.array, jax.Ref)]
         operands = [self._held.get(id(value.array), value) for value in operands]
-        blames = [self._blame(eqn, operands, array, here) for array in arrays]
+        blames = [self._find_blame(eqn, operands, array, here) for array in arrays]
         for reference in references:
-            held = self._blame(eqn, operands, reference[...], here)
+            held = self._find_blame(eqn, operands, reference[...], here)
             self._held[id(reference)] = Value(reference, held)
         return blames
 
-    def _blame(
+    def _find_blame(
         self, eqn: Equation, operands: Sequence[Value], array: Any, here: Place
     ) -> Blame | None:
         flags = find_flags(array)
         if not any(flags):
             return None
-        explaining, is_explained = _explanations(eqn, operands, array)
-        inherited = _inherited(explaining, flags)
+        explaining, is_explained = _find_explanations(eqn, operands, array)
+        inherited = _inherit(explaining, flags)
         if is_explained and _is_too_large(eqn, explaining, flags):
             dtype = next(v.array.dtype for v in explaining if _is_inexact(v.array))
-            return self.birth(here, operands, array, f"{TOO_LARGE} {_end_of(dtype)}")
+            return self.blame_here(here, operands, array, f"{TOO_LARGE} {_describe_end(dtype)}")
         if inherited is not None and (is_explained or inherited.rank == COMPUTED):
-            return _masking(inherited, eqn, array)
+            return _as_mask(inherited, eqn, array)
         if flags.nan and is_explained:
             note = _OF_WRITTEN
         else:
-            note = _OPAQUE if is_opaque(eqn) else _about_conversion(eqn, operands, array)
-        return self.birth(here, operands, array, note)
+            note = _OPAQUE if is_opaque(eqn) else _describe_conversion(eqn, operands, array)
+        return self.blame_here(here, operands, array, note)
 
     def run_loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
         """The results of a loop; it is entered if they are bad."""
         arrays = self.run_whole(eqn, operands, here)
-        if any(isinstance(value.array, jax.Ref) for value in operands):  # changed by every run
+        # A second run would begin with what the first has written to the references.
+        if any(isinstance(value.array, jax.Ref) for value in operands):
             return list(map(Value, arrays, self.remark_results(eqn, operands, arrays, here)))
 
         def look_inside() -> list[Blame | None]:
@@ -196,7 +240,7 @@ class BlamingWalk(Walk):
             stacked = [choose_blame(value.remark for value in column) for column in columns]
             return [*(value.remark for value in carry), *stacked]
 
-        return self._blamed(arrays, operands, here, look_inside)
+        return self._with_blames(arrays, operands, here, look_inside)
 
     def run_iteration(
         self,
@@ -213,11 +257,14 @@ class BlamingWalk(Walk):
             for value, flags in zip(operands, given, strict=True)
         ]
         arrays = self._compiled(body)(*(value.array for value in operands))
+        # Once a carry is bad, it is often bad in the same way in all later iterations. What an
+        # iteration makes of the same flags and blames need not be looked into again.
         now = given, [value.remark for value in operands], list(map(find_flags, arrays))
         before, remarks = self._situations.get(id(eqn), (None, []))
         carried = len(arrays) if eqn.primitive.name == "while" else reading.scan_sizes(eqn)[1]
 
         def look_inside() -> list[Blame | None]:
+            # One blame that nobody meant explains all that is bad here.
             blames = {value.remark for value in operands if value.remark is not None}
             if len(blames) == 1 and min(blames).rank == COMPUTED:
                 return [*blames] * len(arrays)
@@ -227,7 +274,7 @@ class BlamingWalk(Walk):
                 return remarks
             return [value.remark for value in self.run(body, operands, here)]
 
-        values = self._blamed(arrays, operands, here, look_inside)
+        values = self._with_blames(arrays, operands, here, look_inside)
         self._situations[id(eqn)] = now, [value.remark for value in values]
         return values
 
@@ -237,17 +284,21 @@ class BlamingWalk(Walk):
             self._bodies[id(body)] = body, run  # held, so that its id stays its own
         return self._bodies[id(body)][1]
 
-    def _blamed(
+    def _with_blames(
         self, arrays: Sequence[Any], operands: Sequence[Value], here: Place, look_inside: Any
     ) -> list[Value]:
-        """Results of what was run compiled, with blames that are asked for only if need be."""
+        """Joins results of what was run compiled with blames, which are asked for only if need be.
+
+        Where the equations one by one give no blame for a bad result, only the compiled program is
+        bad: XLA has joined operations or changed their order.
+        """
         bad = [any(find_flags(array)) for array in arrays]
         if not any(bad):
             return list(map(Value, arrays))
         values = []
         for array, is_bad, remark in zip(arrays, bad, look_inside(), strict=True):
             if is_bad and remark is None:
-                remark = self.birth(here, operands, array, COMPILED_ONLY)
+                remark = self.blame_here(here, operands, array, COMPILED_ONLY)
             values.append(Value(array, remark if is_bad else None))
         return values
 
@@ -262,12 +313,12 @@ class CompiledWalk(BlamingWalk):
         here: Place,
         wanted: Sequence[bool],
     ) -> Sequence[Value]:
-        """The results of one equation; a call is entered if its results are bad."""
+        """Runs one equation; a call is entered if its results are bad."""
         body = reading.called_body(eqn)
         if body is None or reading.mesh_sizes(eqn):
             return super().run_equation(eqn, operands, here, wanted)
         arrays = compile_equation(eqn, here.path[-1][1])(*(value.array for value in operands))
-        return self._blamed(
+        return self._with_blames(
             arrays,
             operands,
             here,
@@ -275,10 +326,12 @@ class CompiledWalk(BlamingWalk):
         )
 
 
-def _inherited(explaining: Sequence[Value], flags: Flags) -> Blame | None:
+def _inherit(explaining: Sequence[Value], flags: Flags) -> Blame | None:
+    """Chooses among the blames of the operands that explain a result; None if none can."""
     if not flags.nan:
         return choose_blame(value.remark for value in explaining)
     broken = choose_blame(value.remark for value in explaining if find_flags(value.array).nan)
+    # inf - inf: infinities explain a NaN, but for those of masks, which are not to meet.
     return broken or choose_blame(v.remark for v in explaining if v.remark.rank > MASKING)
 
 
@@ -294,14 +347,20 @@ def _is_too_large(eqn: Equation, explaining: Sequence[Value], flags: Flags) -> b
     return name in _CONTRACTIONS
 
 
-def _masking(blame: Blame, eqn: Equation, array: Any) -> Blame:
-    """An inherited blame: a constant becomes a mask where it is joined with other numbers."""
+def _as_mask(blame: Blame, eqn: Equation, array: Any) -> Blame:
+    """Passes a blame on: a constant becomes a mask where it is joined with other numbers."""
     is_mask = eqn.primitive.name in _MASKS or _finite(array).any()
     return blame._replace(rank=MASKING) if blame.rank == WRITTEN and is_mask else blame
 
 
-def _explanations(eqn: Equation, operands: Sequence[Value], array: Any) -> tuple[list[Value], bool]:
-    """The operands that what is not finite may come from, and whether all of it may."""
+def _find_explanations(
+    eqn: Equation, operands: Sequence[Value], array: Any
+) -> tuple[list[Value], bool]:
+    """Finds the operands that what is not finite may come from, and whether all of it may.
+
+    Elementwise, a number can only come from those in the same place of the operands; and of
+    `select_n` only from the operand that was chosen there. Of other equations it may come from any.
+    """
     suspects = [value for value in operands if value.remark is not None]
     if not suspects or eqn.primitive.name not in primitives.ELEMENTWISE:
         return suspects, bool(suspects)
@@ -312,6 +371,7 @@ def _explanations(eqn: Equation, operands: Sequence[Value], array: Any) -> tuple
             continue
         meets = bad & ~_finite(value.array)
         if eqn.primitive.name == "select_n":
+            # select_n(which, case 0, case 1, ...): operand k + 1 is case k.
             meets = meets & (np.asarray(operands[0].array).astype(np.int32) == number - 1)
         if meets.any():
             explaining.append(value)
@@ -320,26 +380,27 @@ def _explanations(eqn: Equation, operands: Sequence[Value], array: Any) -> tuple
 
 
 def _finite(array: Any) -> np.ndarray:
+    """Which numbers of an array are finite, as bools of its shape."""
     return np.isfinite(np.asarray(array))
 
 
-def _about_conversion(eqn: Equation, operands: Sequence[Value], array: Any) -> str:
+def _describe_conversion(eqn: Equation, operands: Sequence[Value], array: Any) -> str:
     if eqn.primitive.name != "convert_element_type" or not _is_inexact(operands[0].array):
         return ""
-    return _end_of(array.dtype, " ")
+    return _describe_end(array.dtype, " ")
 
 
-def _end_of(dtype: Any, joint: str = ", which ") -> str:
+def _describe_end(dtype: Any, joint: str = ", which ") -> str:
     return f"{dtype}{joint}ends at {float(jnp.finfo(dtype).max):.6g}"
 
 
-def _type_of(array: Any) -> str:
+def _describe_type(array: Any) -> str:
     dtype = getattr(array, "dtype", type(array).__name__)
     return f"{dtype}[{','.join(map(str, np.shape(array)))}]"
 
 
-def _largest(array: Any) -> float | None:
-    """The largest finite absolute value."""
+def _find_largest(array: Any) -> float | None:
+    """Finds the largest finite absolute value; None if there is none."""
     if isinstance(array, jax.Ref) or not (np.isscalar(array) or _is_numeric(array.dtype)):
         return None
     numbers = np.asarray(array)

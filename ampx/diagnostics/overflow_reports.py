@@ -1,4 +1,9 @@
-"""What is told of an infinity or a NaN: the equation that made it, and what it led to."""
+"""What is told of an infinity or a NaN: the equation that made it, and what it led to.
+
+A record holds what was seen; its hint says what usually helps. Hints depend on what the operation
+can do wrong (a division by zero, a logarithm of zero), on the dtype (in float16 too large a number
+is likely, in float32 a mistake is) and on the pass: gradients overflow with too high a loss scale.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,10 @@ import dataclasses
 from pathlib import PurePath
 from typing import Literal
 
+# Stand where else the name of a primitive does: for what comes from outside of all equations.
 ARGUMENT, PROGRAM = "argument", "program"
-TOO_LARGE = "a constant is inf in"
+TOO_LARGE = "a constant is inf in"  # how the note of such a record begins
+# How each operation makes a NaN of numbers.
 _WITHOUT_ANSWER = {
     **dict.fromkeys(("add", "add_any", "sub", "reduce_sum"), "inf - inf"),
     **dict.fromkeys(("log", "log1p", "log2"), "the logarithm of a negative number"),
@@ -17,6 +24,7 @@ _WITHOUT_ANSWER = {
     "mul": "0 * inf",
     "pow": "a broken power of a negative number",
 }
+# How each operation makes an infinity of numbers that are not large.
 _WITHOUT_BOUND = {
     **dict.fromkeys(("div", "reciprocal", "rsqrt"), "a division by zero"),
     **dict.fromkeys(("log", "log1p", "log2"), "the logarithm of zero"),
@@ -36,9 +44,9 @@ class OverflowRecord:
       source: file, line and function, innermost, that are not a library's.
       iterations: of the loops around it, outermost first; of a scan, the place in what it scans.
       input_types: dtype and shape of each operand, as `"float16[4,8]"`.
-      output_type: of the result.
+      output_type: dtype and shape of the result.
       largest_inputs: the largest finite absolute value of each operand; None where there is none.
-      largest_output: of the result.
+      largest_output: the same of the result.
       note: what else there is to say, or nothing.
 
     Examples:
@@ -79,6 +87,7 @@ class OverflowRecord:
                 "passes a NaN of the branch not taken on."
             )
         dtype, cause = self.output_type.split("[")[0], _WITHOUT_BOUND.get(self.primitive)
+        # d sqrt(x) = 0.5 / sqrt(x): the division stands in no line of the user's.
         is_derived = self.direction == "backward" and (cause or self.primitive == "pow")
         if is_derived and not is_too_large:
             return (
@@ -87,6 +96,7 @@ class OverflowRecord:
             )
         if cause is not None and not is_too_large:
             return f"Usually {cause}: bound the operand, as by adding a small number."
+        # From here on the number was too large, which a wider dtype or a smaller scale cures.
         if dtype not in ("float16", "bfloat16") and not dtype.startswith("float8"):
             return f"Too large for {dtype}: bound the operands."
         if self.direction == "backward":
@@ -102,14 +112,14 @@ class OverflowRecord:
             f"  written in  {self.source and PurePath(self.source).name or 'unknown file'}",
             self.scope and f"  scope       {self.scope}",
             f"  iteration   {', '.join(map(str, self.iterations))}" if self.iterations else "",
-            *(f"  operand     {kind}, up to {_number(size)}" for kind, size in sizes),
-            f"  result      {self.output_type}, finite up to {_number(self.largest_output)}",
+            *(f"  operand     {kind}, up to {_format_number(size)}" for kind, size in sizes),
+            f"  result      {self.output_type}, finite up to {_format_number(self.largest_output)}",
             self.note and f"  note        {self.note}",
         ]
         return "\n".join(line for line in lines if line)
 
 
-def _number(size: float | None) -> str:
+def _format_number(size: float | None) -> str:
     return "nothing" if size is None else f"{size:.6g}"
 
 

@@ -1,7 +1,14 @@
 """trace_overflow: finds the equation where an infinity or a NaN in a result was born.
 
-A loss scaler tells that a step overflowed, not where. Here the step is run again, one equation at a
-time, and what is not finite carries a blame.
+A loss scaler tells that a step overflowed, not where. Here the step is run up to three times:
+
+    compiled               all results finite? Then there is nothing to report.
+    equation by equation   what is not finite carries a blame (`overflow_blame`)
+    the same, but calls compiled
+                           for what is finite equation by equation, since the compiler joins
+                           operations: what it does inside of a call shows at the end of that call
+
+Results that are finite are left out of the second and third run, with all that only they need.
 """
 
 from __future__ import annotations
@@ -104,13 +111,26 @@ def trace_overflow(
 
 
 class _Program(NamedTuple):
+    """A call that was traced.
+
+    Attributes:
+      jaxpr: a function of the arrays among the arguments alone.
+      arguments: name and array of each of its inputs.
+      results: paths of its outputs: of the call's result, then of the nnx variables after it.
+    """
+
     jaxpr: Jaxpr
     arguments: list[tuple[str, Any]]
     results: list[str]
 
 
 def _traced_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output) -> _Program:
-    """A call as a program, of which numbers that are not finite are arguments if they can be."""
+    """Traces a call as a program.
+
+    A Python number stays a number, which is written into the program: `f(x, inf)` would have a
+    constant to blame. One that is not finite is made an array first, so that it is an argument with
+    a name; unless the function needs a number.
+    """
     owner = getattr(fun, "__self__", fun)
     if flax_modules.is_nnx_object(owner):
         fun, args = (type(owner).__call__ if owner is fun else fun.__func__), (owner, *args)
@@ -118,37 +138,39 @@ def _traced_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output
     operands = jax.tree.map(
         lambda leaf: jnp.asarray(leaf) if _is_bad(leaf) else leaf, call.operands
     )
-    names = _names(fun, args, kwargs, call)
+    names = _name_operands(fun, args, kwargs, call)
     if any(map(_is_bad, jax.tree.leaves(call.operands))):
         # A number may have to stay one: an order of a norm, what an `if` asks for, a static one.
         with contextlib.suppress(TypeError, ValueError):
-            return _program(call._replace(operands=operands), names, settings, output)
-    return _program(call, names, settings, output)
+            return _trace_program(call._replace(operands=operands), names, settings, output)
+    return _trace_program(call, names, settings, output)
 
 
 def _is_bad(leaf: Any) -> bool:
     return isinstance(leaf, float | complex | np.inexact) and not np.isfinite(leaf)
 
 
-def _names(fun: Any, args: Any, kwargs: Any, call: PureCall) -> list[str]:
-    """The names of the leaves of the operands of a call: the paths of its arguments."""
+def _name_operands(fun: Any, args: Any, kwargs: Any, call: PureCall) -> list[str]:
+    """Names the leaves of the operands of a call by the paths of its arguments."""
     leaves = jax.tree_util.tree_leaves_with_path(call.operands)
     if call.operands[0] is args:
-        return [_argument_name(fun, path) for path, _ in leaves]
+        return [_name_argument(fun, path) for path, _ in leaves]
     # Before the arguments comes the state of the nnx objects among them.
     given, _ = jax.tree_util.tree_flatten_with_path(
         (args, kwargs), is_leaf=flax_modules.is_nnx_object
     )
     return [
-        _argument_name(fun, given[operand.idx - 1][0])
+        _name_argument(fun, given[operand.idx - 1][0])
         if operand.idx
         else path_name(tuple(inside[1:]))
         for (operand, *inside), _ in leaves
     ]
 
 
-def _program(call: PureCall, leaf_names: Sequence[str], settings: Any, output: Output) -> _Program:
-    """A call as a jaxpr, with arrays and names of its arguments, and names of its results."""
+def _trace_program(
+    call: PureCall, leaf_names: Sequence[str], settings: Any, output: Output
+) -> _Program:
+    """Traces a call, under autocast if there are settings for it, and names its outputs."""
     leaves = jax.tree.leaves(call.operands)
     names = [name for name, leaf in zip(leaf_names, leaves, strict=True) if is_array(leaf)]
     arrays, merge = split_arrays(call.operands)
@@ -171,8 +193,12 @@ def _program(call: PureCall, leaf_names: Sequence[str], settings: Any, output: O
     return _Program(jaxpr, list(zip(names, arrays, strict=True)), results)
 
 
-def _argument_name(fun: Any, path: Any) -> str:
-    """The name of a leaf of (positional arguments, keyword arguments): `"params/w"`."""
+def _name_argument(fun: Any, path: Any) -> str:
+    """Names a leaf of (positional arguments, keyword arguments): `"params/w"`.
+
+    `path` begins with 0 and the place of a positional argument, or with 1 and a keyword. A builtin
+    without a signature, and an argument of `*args`, has its place for a name.
+    """
     kind, argument, *inside = path
     name = path_name((argument,))
     if not kind.idx:
@@ -188,25 +214,29 @@ def _argument_name(fun: Any, path: Any) -> str:
 
 
 def _report(program: _Program) -> OverflowReport:
+    """Runs a program, as often as need be, and reports on its results."""
     compiled = jax.jit(functools.partial(reading.evaluate, program.jaxpr))
-    results = compiled(*(array for _, array in _copied(program.arguments)))
+    results = compiled(*(array for _, array in _copy_references(program.arguments)))
     is_bad = [any(find_flags(result)) for result in results]
     if not any(is_bad):
         return OverflowReport(None)
     reached = tuple(itertools.compress(program.results, is_bad))
     for walk in (BlamingWalk(), CompiledWalk()):
-        operands = [walk.argument(array, name) for name, array in _copied(program.arguments)]
+        operands = [
+            walk.take_argument(array, name) for name, array in _copy_references(program.arguments)
+        ]
         values = walk.run(program.jaxpr, operands, Place(), is_bad)
         blame = choose_blame(value.remark for value in values)
         if blame is not None:
             break
     else:
-        blame = walk.birth(Place(), [], results[is_bad.index(True)], COMPILED_ONLY)
+        blame = walk.blame_here(Place(), [], results[is_bad.index(True)], COMPILED_ONLY)
+    # The worst blame of all results is that of a mask: nothing has overflowed.
     if blame.rank <= MASKING:
         return OverflowReport(None, reached, blame.record)
     return OverflowReport(blame.record, reached)
 
 
-def _copied(arguments: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Arguments that a run may change, without a trace in the caller's."""
+def _copy_references(arguments: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Copies references among arguments, since a run writes to them and the caller has them too."""
     return [(name, jax.new_ref(a[...]) if isinstance(a, jax.Ref) else a) for name, a in arguments]

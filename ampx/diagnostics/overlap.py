@@ -1,8 +1,14 @@
 """Which parameters can be updated while the last gradients are still on their way.
 
-A reduction hides behind updates only where the program lets them run first. Nothing enforces that:
-one norm over all gradients, and every update waits for every reduction. What a step does is read
-here from its jaxpr and, if asked, from what the compiler made of it.
+A reduction hides behind updates only where the program lets them run first:
+
+    reductions   r0  r1  r2  r3                 r0  r1  r2  r3
+    updates          u0  u1  u2  u3                             u0  u1  u2  u3
+                 overlap                        none: each update waits for r3
+
+Nothing enforces that: one norm over all gradients, and every update waits for every reduction. What
+a step does is read here from its jaxpr (`dataflow`) and, if asked, from what the compiler made of
+it (`hlo`).
 """
 
 from __future__ import annotations
@@ -23,6 +29,8 @@ from ampx.text_tables import format_table
 from ampx.trees import path_name
 
 _LOOP = "A loop gives all of its results at once: reduce and update after it."
+# By a word that stands in the culprit's name, in the functions around it or in its primitive; the
+# first that does counts, and the empty one always does.
 _ADVICE = {
     "finite": "Take the verdict from the local gradients before they are reduced, as "
     "ampx.dynamic_loss_scale with axis_names does.",
@@ -39,9 +47,9 @@ class OutputRecord(NamedTuple):
     """An array that the step gives.
 
     Attributes:
-      path: names joined by "/".
-      shape: of the whole array.
-      bytes: of the whole array.
+      path: its names in the step's result, joined by "/".
+      shape: the shape of the whole array.
+      bytes: the size of the whole array.
       waits_for: places of the reductions that it waits for, verdicts left out.
       compiled_waits_for: the same among the compiled reductions; None if not asked for.
     """
@@ -93,7 +101,7 @@ class OverlapReport:
     @property
     def overlaps(self) -> bool:
         """Whether the program lets some arrays be updated before the last gradient reduction."""
-        return bool(self._early())
+        return bool(self._find_early())
 
     @property
     def merged(self) -> tuple[CompiledReduction, ...]:
@@ -109,17 +117,19 @@ class OverlapReport:
         wanted = {place for each in waits for place in each}
         return len(wanted) > 1 and any(each and max(wanted) not in each for each in waits)
 
-    def _early(self) -> list[OutputRecord]:
+    def _find_early(self) -> list[OutputRecord]:
+        """The arrays that wait for gradient reductions, but not for the last of them."""
         last = self.gradient_reductions[-1].place
         return [out for out in self.outputs if out.waits_for and last not in out.waits_for]
 
-    def _advice(self) -> str:
+    def _advise(self) -> str:
+        """What helps against the culprits, each advice once."""
         about = [" ".join((c.name, *c.functions, c.primitive)) for c in self.culprits]
         return " ".join(
             dict.fromkeys(next(_ADVICE[key] for key in _ADVICE if key in words) for words in about)
         )
 
-    def _verdict(self) -> str:
+    def _summarize(self) -> str:
         count, waiting = len(self.gradient_reductions), [o for o in self.outputs if o.waits_for]
         named = " and ".join(map(str, self.culprits))
         if count == 1:
@@ -128,19 +138,19 @@ class OverlapReport:
                 "several buckets."
             )
         if not self.overlaps:
-            joined = f": {named} joins them. {self._advice()}" if named else "."
+            joined = f": {named} joins them. {self._advise()}" if named else "."
             return (
                 f"No overlap: all {len(waiting)} arrays wait for the last of {count} gradient "
                 f"reductions{joined}"
             )
-        early = self._early()
+        early = self._find_early()
         share = sum(out.bytes for out in early) / max(1, sum(out.bytes for out in waiting))
         told = (
             f"Overlap: {len(early)} of {len(waiting)} arrays ({share:.0%} of the bytes) do not "
             f"wait for the last of {count} gradient reductions."
         )
         if named:
-            told += f" Others do, since {named} joins them. {self._advice()}"
+            told += f" Others do, since {named} joins them. {self._advise()}"
         if self.compiled_overlaps is False:
             merged = ", ".join(f"{r.gradients} into {r.name}" for r in self.merged)
             told += (
@@ -165,26 +175,27 @@ class OverlapReport:
                     + [(str(r.place), r.name, r.opcode, str(r.gradients)) for r in self.compiled]
                 )
             )
+        # Outputs that wait for the same share a row: a model has thousands of parameters.
         groups: dict[tuple[str, ...], list[str]] = {}
         for output in (*self.outputs, *self.scalars):
-            waits = (_places(output.waits_for),)
+            waits = (_list_places(output.waits_for),)
             if self.compiled is not None:
-                waits += (_places(output.compiled_waits_for or ()),)
+                waits += (_list_places(output.compiled_waits_for or ()),)
             kind = "array" if output.shape else "scalar"
             groups.setdefault((kind, *waits), []).append(output.path)
         head = ("output", "waits for") + ("compiled",) * (self.compiled is not None)
-        rows = [(*key, _some(paths)) for key, paths in groups.items()]
+        rows = [(*key, _list_some(paths)) for key, paths in groups.items()]
         tables.append(format_table([(*head, "paths"), *rows]))
-        return "\n\n".join((*tables, self._verdict()))
+        return "\n\n".join((*tables, self._summarize()))
 
     __repr__ = __str__
 
 
-def _places(places: Iterable[int]) -> str:
+def _list_places(places: Iterable[int]) -> str:
     return ", ".join(map(str, places)) or "nothing"
 
 
-def _some(paths: Sequence[str]) -> str:
+def _list_some(paths: Sequence[str]) -> str:
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return ", ".join(path or "(root)" for path in paths[:3]) + more
 
@@ -238,15 +249,18 @@ def check_overlap(
         result, state = call.fun(*merge(arrays))
         return (result, state) if jax.tree.leaves(state) else result
 
-    # The step's own jit has options of its own.
+    # A jitted step is traced by its own jit: that has static arguments and options of its own.
     trace = getattr(step, "trace", None) if call.operands[0] is args else None
     traced = trace(*args, **kwargs) if trace else jax.jit(of_arrays).trace(*arrays)
+    # Inputs wait for nothing: node 0.
     flow = Flow()
     nodes = flow.follow(traced.jaxpr, [0] * len(traced.jaxpr.in_avals), {})
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
     gradients = sum(1 << r.place for r in flow.reductions if not r.is_verdict)
     outputs = [
-        OutputRecord(path_name(path), tuple(leaf.shape), _bytes(leaf), flow.waits(node, gradients))
+        OutputRecord(
+            path_name(path), tuple(leaf.shape), _size_in_bytes(leaf), flow.waits(node, gradients)
+        )
         for (path, leaf), node in zip(leaves, nodes, strict=True)
     ]
     waiting = [o for o in outputs if o.shape and o.waits_for]
@@ -266,9 +280,10 @@ def check_overlap(
     )
     report = OverlapReport(tuple(flow.reductions), arrays_of, scalars, (), left)
     wanted = sum(1 << r.place for r in report.gradient_reductions)
+    # Scalars, such as a reported norm, may join all reductions: what leads to them is no culprit.
     above = [node for node, output in zip(nodes, outputs, strict=True) if output.shape]
     return dataclasses.replace(report, culprits=flow.culprits(above, wanted))
 
 
-def _bytes(leaf: Any) -> int:
+def _size_in_bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -1,7 +1,17 @@
 """Which opt level, half dtype and loss scale to try first, by what a float32 run shows.
 
-The order is the advice of Ascend's Apex: O2 with a loss scale of 128, then O1 with it, then O1 with
-a dynamic one; and after these bfloat16, and float32.
+The choices stand on a ladder, whose order is the advice of Ascend's Apex: the fastest first, each
+next one with more room for large or small numbers.
+
+    O2 float16, scale 128        all values in float16, gradients times 128
+    O1 float16, scale 128        matrix products and convolutions alone
+    O1 float16, dynamic scale    the same at some scale from 1 to 2**24
+    O2 bfloat16                  all values, with the range of float32
+    O0                           float32
+
+A rung is refused by an objection: forward values that overflow, gradients that overflow or vanish
+at the scales that it allows. The first rung without an objection is recommended, and the objections
+to those before it are the reason.
 """
 
 from __future__ import annotations
@@ -15,10 +25,14 @@ from ampx.diagnostics.exponents import FORMATS, Histogram
 
 FORWARD, BACKWARD, PARAMETER = "forward", "backward", "parameter"
 Key = tuple[str, str]  # scope and direction
-SHIFTS = range(-126, 127)  # powers of two that are loss scales: their reciprocals are normal
-TOLERANCE = 0.001  # of nonzero gradients that more underflow at the low end of a range of scales
-LARGEST_LOSS = 0.05  # of nonzero gradients that underflow even at the best scale
-_DYNAMIC = (0, 24)  # powers of two that ampx.dynamic_loss_scale stays between
+# Exponents of loss scales. Within them the reciprocal, by which gradients are unscaled, is a normal
+# number of float32, too.
+SHIFTS = range(-126, 127)
+# Shares of the nonzero gradients. A range of scales ends where more than TOLERANCE are lost that
+# the best scale keeps; a rung is refused where even that loses more than LARGEST_LOSS.
+TOLERANCE = 0.001
+LARGEST_LOSS = 0.05
+_DYNAMIC = (0, 24)  # exponents of the scales that ampx.dynamic_loss_scale stays between
 
 
 class Evidence(NamedTuple):
@@ -36,11 +50,12 @@ class Evidence(NamedTuple):
 def collect_evidence(
     histograms: Mapping[Key, Histogram], spared: Mapping[Key, Histogram]
 ) -> Evidence:
-    """The evidence of all values of a run but the spared ones."""
+    """Collects histograms by scope, without the spared values."""
     forward: dict[str, Histogram] = {}
     gradients: dict[str, Histogram] = {}
     for key, found in histograms.items():
         scope, direction = key
+        # Gradients of parameters have a direction of their own, but are gradients like others.
         side = forward if direction == FORWARD else gradients
         known = found - spared[key] if key in spared else found
         side[scope] = side.get(scope, Histogram()) + known
@@ -48,7 +63,7 @@ def collect_evidence(
 
 
 class Findings(NamedTuple):
-    """The evidence that a rung asks for.
+    """What a run has shown, as far as rungs ask for it.
 
     Attributes:
       everything: all values, as O2 has them in half.
@@ -89,25 +104,26 @@ class Rung(NamedTuple):
     objection: Callable[[Findings], str]
 
     def __str__(self) -> str:
-        return _name(self.level, self.half_dtype, self.loss_scale)
+        return _format_choice(self.level, self.half_dtype, self.loss_scale)
 
 
-def _name(level: str, half_dtype: str | None, loss_scale: float | str | None) -> str:
+def _format_choice(level: str, half_dtype: str | None, loss_scale: float | str | None) -> str:
     half = f" in {half_dtype}" if half_dtype else ""
     return level + half + (f" with loss_scale={loss_scale!r}" if loss_scale else "")
 
 
 def sum_histograms(histograms: Mapping[str, Histogram]) -> Histogram:
-    """The sum over scopes."""
+    """Adds up the histograms of all scopes."""
     return sum(histograms.values(), Histogram())
 
 
 def find_scale_range(gradients: Histogram, half_dtype: str) -> tuple[int, int]:
-    """The least and the largest power of two to scale gradients by.
+    """Finds the least and the largest exponent of a power of two to scale gradients by.
 
     At the largest nothing overflows, but would at twice as much; from the least on, no more than
     `TOLERANCE` of the nonzero gradients become zero that do not at the largest.
     """
+    # Overflows only grow with the scale, underflows only shrink: both ends are found by scanning.
     form = FORMATS[half_dtype]
     high = max((s for s in SHIFTS if not gradients.overflows(form, s)), default=SHIFTS[0])
     most = gradients.underflows(form, high) + TOLERANCE * gradients.nonzero
@@ -115,7 +131,10 @@ def find_scale_range(gradients: Histogram, half_dtype: str) -> tuple[int, int]:
     return low, high
 
 
-def _forward_overflow(evidence: Evidence, half_dtype: str) -> str:
+# The objections below are functions from evidence to a reason in words, or "" where there is none.
+
+
+def _object_to_forward_overflow(evidence: Evidence, half_dtype: str) -> str:
     form = FORMATS[half_dtype]
     found = {scope: h.overflows(form) for scope, h in evidence.forward.items()}
     worst = max(found, key=found.__getitem__, default="")
@@ -126,7 +145,7 @@ def _forward_overflow(evidence: Evidence, half_dtype: str) -> str:
     return f"{count} forward values exceed {form.largest:.6g}{where}"
 
 
-def _lost_gradients(evidence: Evidence, half_dtype: str) -> str:
+def _object_to_lost_gradients(evidence: Evidence, half_dtype: str) -> str:
     gradients = sum_histograms(evidence.gradients)
     _, high = find_scale_range(gradients, half_dtype)
     lost = gradients.share(gradients.underflows(FORMATS[half_dtype], high))
@@ -135,7 +154,7 @@ def _lost_gradients(evidence: Evidence, half_dtype: str) -> str:
     return f"{lost:.1%} of the gradients underflow even at the largest loss scale, 2**{high}"
 
 
-def _at_128(evidence: Evidence) -> str:
+def _object_to_128(evidence: Evidence) -> str:
     low, high = find_scale_range(sum_histograms(evidence.gradients), "float16")
     if high < math.log2(128):
         return f"gradients overflow at a loss scale of 128: 2**{high} is the largest"
@@ -144,7 +163,7 @@ def _at_128(evidence: Evidence) -> str:
     return ""
 
 
-def _at_some_scale(evidence: Evidence) -> str:
+def _object_to_dynamic(evidence: Evidence) -> str:
     low, high = find_scale_range(sum_histograms(evidence.gradients), "float16")
     least, most = _DYNAMIC
     if high < least:
@@ -154,37 +173,58 @@ def _at_some_scale(evidence: Evidence) -> str:
     return ""
 
 
-def _unscaled(evidence: Evidence) -> str:
+def _object_to_no_scale(evidence: Evidence) -> str:
     count = sum_histograms(evidence.gradients).overflows(FORMATS["bfloat16"])
     return f"{count} gradients overflow in bfloat16" if count else ""
 
 
-def _any_overflow(found: Findings, half_dtype: str) -> str:
+def _object_to_overflow(found: Findings, half_dtype: str) -> str:
     # An argument is no result of an equation: where it overflows, only a product shows it.
     everything, products = found.everything, found.products
-    return _forward_overflow(everything, half_dtype) or _forward_overflow(products, half_dtype)
+    return _object_to_forward_overflow(everything, half_dtype) or _object_to_forward_overflow(
+        products, half_dtype
+    )
 
 
-def _of_o2(found: Findings) -> str:
+def _object_to_o2(found: Findings) -> str:
     of = found.everything
-    return _any_overflow(found, "float16") or _lost_gradients(of, "float16") or _at_128(of)
+    return (
+        _object_to_overflow(found, "float16")
+        or _object_to_lost_gradients(of, "float16")
+        or _object_to_128(of)
+    )
 
 
-def _of_o1(found: Findings, scale_objection: Callable[[Evidence], str] = _at_128) -> str:
+def _object_to_o1(
+    found: Findings, scale_objection: Callable[[Evidence], str] = _object_to_128
+) -> str:
     of = found.products
-    return _forward_overflow(of, "float16") or _lost_gradients(of, "float16") or scale_objection(of)
+    return (
+        _object_to_forward_overflow(of, "float16")
+        or _object_to_lost_gradients(of, "float16")
+        or scale_objection(of)
+    )
 
 
-def _of_bfloat16(found: Findings) -> str:
+def _object_to_bfloat16(found: Findings) -> str:
     of = found.everything
-    return _any_overflow(found, "bfloat16") or _lost_gradients(of, "bfloat16") or _unscaled(of)
+    return (
+        _object_to_overflow(found, "bfloat16")
+        or _object_to_lost_gradients(of, "bfloat16")
+        or _object_to_no_scale(of)
+    )
 
 
 LADDER = (
-    Rung("O2", "float16", 128.0, _of_o2),
-    Rung("O1", "float16", 128.0, _of_o1),
-    Rung("O1", "float16", "dynamic", functools.partial(_of_o1, scale_objection=_at_some_scale)),
-    Rung("O2", "bfloat16", None, _of_bfloat16),
+    Rung("O2", "float16", 128.0, _object_to_o2),
+    Rung("O1", "float16", 128.0, _object_to_o1),
+    Rung(
+        "O1",
+        "float16",
+        "dynamic",
+        functools.partial(_object_to_o1, scale_objection=_object_to_dynamic),
+    ),
+    Rung("O2", "bfloat16", None, _object_to_bfloat16),
     Rung("O0", None, None, lambda found: ""),
 )
 
@@ -214,16 +254,19 @@ class Recommendation(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{_name(self.level, self.half_dtype, self.loss_scale)}: {self.reason}"
+        return f"{_format_choice(self.level, self.half_dtype, self.loss_scale)}: {self.reason}"
 
 
 def recommend(found: Findings) -> Recommendation:
-    """Climbs down the ladder to the first rung that holds; to the last without finite numbers."""
+    """Climbs down the ladder to the first rung that holds.
+
+    A loss that is not finite in float32 shows nothing of other formats: then it is the last rung.
+    """
     if not found.is_finite:
         last, reason = LADDER[-1], "not finite in float32 already: ampx.trace_overflow tells where"
         return Recommendation(last.level, last.half_dtype, last.loss_scale, reason)
     refused = []
-    for rung in LADDER:
+    for rung in LADDER:  # the last has no objection
         objection = rung.objection(found)
         if not objection:
             break
