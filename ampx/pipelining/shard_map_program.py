@@ -124,7 +124,7 @@ class PipelineGradients:
         model_state: Any = None,
         wrt: Any = None,
     ) -> GradResult:
-        """Loss and gradients.
+        """Computes loss and gradients.
 
         Args:
           params: see `ampx.pipelining.value_and_grad`.
@@ -153,7 +153,7 @@ class PipelineGradients:
         return self._run(self.model, params, batch, as_scale(loss_scale), key)
 
     def value(self, params: Any, batch: Any, *, key: jax.Array | None = None) -> GradResult:
-        """The loss alone, by the forward actions of the schedule.
+        """Computes the loss alone, by the forward actions of the schedule.
 
         Args:
           params: as above.
@@ -189,7 +189,7 @@ class PipelineGradients:
         return self._run(self.model, params, batch, scale, key, observe)
 
     def shardings(self, params: Any, mesh: Mesh | None = None) -> Any:
-        """Where parameters, and an optimizer's state of the same shapes, should lie.
+        """Says where parameters, and an optimizer's state of the same shapes, should lie.
 
         Args:
           params: the parameters, or their shapes.
@@ -288,7 +288,7 @@ class PipelineGradients:
         return result._replace(grads=grads)
 
     def _reduce_over_devices(self, totals: Totals, layout: Layout) -> GradResult:
-        """Sums over devices: of the loss and the weight, then the verdict, then the gradients."""
+        """Sums over devices: loss and weight, then the verdict, then gradients."""
         # Each micro-batch has its loss and weight on the device of the last stage, and zeros
         # elsewhere (losses of layers where these are): the sum over stages collects them.
         losses, weights, aux = lax.psum(totals.results, self.axis_name)
@@ -383,7 +383,7 @@ class PipelineGradients:
 
 
 def _sum_over_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
-    """Gradients summed over those of the axes along which their parameters are not divided."""
+    """Sums gradients over those of the axes along which their parameters are not divided."""
     if grads is None or not axes:
         return grads
 

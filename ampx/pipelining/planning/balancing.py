@@ -118,7 +118,7 @@ def _count_stages(costs: Sequence[int], bound: int) -> int:
 
 
 def _find_most_even(costs: Sequence[int], num_stages: int, bound: int) -> tuple[int, ...]:
-    """Of the divisions in which no stage costs more than `bound` the most even one.
+    """Finds the most even of the divisions in which no stage costs more than `bound`.
 
     Goes from the last stage to the first. After k stages `best[start]` is about the layers from
     `start` on, divided over those k: the sum of squared costs, the sum of squared numbers of
@@ -161,7 +161,7 @@ def layer_costs(
     key: jax.Array | None = None,
     repeats: int = 10,
 ) -> np.ndarray:
-    """What the forward and the backward of each layer cost, for `ampx.pipelining.balance`.
+    """Measures what forward and backward of each layer cost, for `ampx.pipelining.balance`.
 
     Layers that compute the same with arrays of the same shapes are compiled and measured once.
 
@@ -279,7 +279,7 @@ def _measure_cost(
 
 
 def _run_layer(call: Callable[..., Any], params: Any, x: Any, key: Any, is_real: bool) -> Any:
-    """What a layer gives to the next one."""
+    """Finds what a layer gives to the next one."""
     if is_real:
         return jax.jit(lambda params, x: call(params, x, key))(params, x)
     return jax.eval_shape(lambda params, x: call(params, x, key), params, x)

@@ -38,7 +38,7 @@ def make_device_program(
     made: Collection[int],
     used: Mapping[int, Any],
 ) -> Callable[..., Any]:
-    """The body of a `shard_map`, to be compiled for one device and not to be run.
+    """Makes a function of the body of a `shard_map`, to be compiled for one device, not run.
 
     Args:
       body: the body.
@@ -134,7 +134,7 @@ def _run_while(
 
 
 def _make_stand_ins(operands: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:
-    """Arrays that the compiler can neither foresee nor put where others are, as what arrives."""
+    """Makes arrays that the compiler can neither foresee nor put where the operands are."""
 
     def never(*_: Any) -> Any:
         raise AssertionError("the program of one device is for the compiler alone")
@@ -162,7 +162,7 @@ class Traffic(NamedTuple):
 def find_traffic(
     jaxpr: Jaxpr, sizes: Mapping[str, int], *, loops: bool = True
 ) -> Iterator[Traffic]:
-    """What a program sends, each time that it runs.
+    """Finds what a program sends, each time that it runs.
 
     Args:
       jaxpr: inside `shard_map`.
@@ -184,7 +184,7 @@ def find_traffic(
 
 
 def _count_rounds(name: str, number: int, is_exchange: bool) -> float:
-    """How often a device sends as much as it holds, with the best algorithms that use a ring.
+    """Counts how often a device sends as much as it holds, with the best algorithms on a ring.
 
     Of n devices, each with an array of s bytes: in a reduce-scatter a device passes on n - 1 parts
     of s / n bytes each. An all-reduce is that and an all-gather of the parts, 2 (n - 1) s / n bytes
@@ -199,5 +199,5 @@ def _count_rounds(name: str, number: int, is_exchange: bool) -> float:
 
 
 def size_in_bytes(leaf: Any) -> int:
-    """Of an array or a type."""
+    """Counts the bytes of an array or a type."""
     return math.prod(leaf.shape) * leaf.dtype.itemsize

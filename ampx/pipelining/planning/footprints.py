@@ -130,7 +130,7 @@ class Footprint:
 
     @property
     def num_ticks(self) -> int:
-        """Of the loop over the schedule."""
+        """How many ticks the loop over the schedule has."""
         return self.stored.tables.num_ticks
 
     @property
@@ -145,7 +145,7 @@ class Footprint:
     # --- memory ----------------------------------------------------------------------------------
 
     def memory(self, tx: Any) -> dict[str, int]:
-        """Bytes by purpose, the same on every device."""
+        """Counts bytes by purpose, the same on every device."""
         stored, tables = self.stored, self.stored.tables
         local = self._find_shards(self.params)
         known = {
@@ -169,7 +169,7 @@ class Footprint:
         return known | temporary | {"one stage's work": work}
 
     def _compile_temporary(self) -> int:
-        """Bytes of all that is neither an argument nor a result of the step."""
+        """Counts the bytes of all that is neither an argument nor a result, by compiling."""
         made = self._find_made()
         program = make_device_program(self.body, self.constants, made, self._find_used())
         types = [
@@ -191,7 +191,7 @@ class Footprint:
         return found.temp_size_in_bytes
 
     def _find_shards(self, tree: Any) -> Any:
-        """What one device has of parameters, or of gradients."""
+        """Finds the shapes of what one device has of parameters, or of gradients."""
         shardings = self.grads_of.shardings(self.params)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -202,12 +202,12 @@ class Footprint:
         )
 
     def _count_local_batch(self) -> int:
-        """Bytes of the rows of one data shard; all stages have the same ones."""
+        """Counts the bytes of the rows of one data shard; all stages have the same ones."""
         parts = int(np.prod([self.sizes[axis] for axis in self.grads_of.data_axes], dtype=int))
         return _count_bytes(self.batch) // parts
 
     def _find_made(self) -> list[int]:
-        """What the mapped program takes that is no argument of the step, such as casts."""
+        """Finds what the mapped program takes that is no argument of the step, such as casts."""
         given = set(self.outer.invars)
         return [
             i
@@ -216,7 +216,7 @@ class Footprint:
         ]
 
     def _find_used(self) -> dict[int, Any]:
-        """What the mapped program gives that is no result of the step, and what it becomes.
+        """Finds what the mapped program gives that is no result of the step, and what it becomes.
 
         Of stages that differ, the compiler gathers all before it takes out those of each.
         """
@@ -230,7 +230,7 @@ class Footprint:
     # --- devices ---------------------------------------------------------------------------------
 
     def devices(self) -> list[DevicePlan]:
-        """All devices along the stage axis, without their idle time."""
+        """Describes all devices along the stage axis, without their idle time."""
         layers = self.layers_of_stages
         found = []
         for device in range(self.schedule.num_devices):
@@ -260,14 +260,14 @@ class Footprint:
         return found
 
     def _count_stage_bytes(self, stage: int) -> int:
-        """Bytes of the parameters of one stage."""
+        """Counts the bytes of the parameters of one stage."""
         stages, layers = self.params["stages"], self.layers_of_stages
         if self.grads_of.model.is_separate:
             return _count_bytes(stages[stage])
         return _count_bytes(stages) * layers[stage] // sum(layers)
 
     def _count_stash(self, device: int) -> int:
-        """Bytes of the slots that a device uses, of those that it has as all others do."""
+        """Counts the bytes of the slots that a device uses, of those that it has."""
         stored, tables = self.stored, self.stored.tables
         return (
             sum(
@@ -283,7 +283,7 @@ class Footprint:
         )
 
     def _count_sent(self, device: int) -> dict[str, float]:
-        """Bytes that a device sends in a step."""
+        """Counts the bytes that a device sends in a step."""
         sent: dict[str, float] = dict.fromkeys(WIRES, 0.0)
         tables = self.stored.tables
 
@@ -310,7 +310,7 @@ class Footprint:
         return {name: size for name, size in sent.items() if size or name in WIRES}
 
     def _count_sent_by(self, stage: int, kind: str) -> float:
-        """Bytes that a device sends inside of one action, as for tensor parallelism."""
+        """Counts the bytes that a device sends inside of one action, as for tensor parallelism."""
         program = self.stored.programs[self.stored.program_of[stage]]
         halves = program.halves
         jaxpr = {
@@ -342,7 +342,7 @@ def _count_bytes(tree: Any) -> int:
 
 
 def _count_buffer_bytes(routes: Sequence[Route], sizes: Sequence[int]) -> int:
-    """Bytes of the buffers of some wires, with the slot that is nobody's."""
+    """Counts the bytes of the buffers of some wires, with the slot that nobody reads."""
     # One program for all devices: buffers have as many slots as the fullest device needs.
     pairs = zip(routes, sizes, strict=True)
     return sum((route.storage.num_slots + 1) * size for route, size in pairs)

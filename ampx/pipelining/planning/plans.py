@@ -28,7 +28,7 @@ from ampx.text_tables import format_table
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `ampx.pipelining.plan` found; print it for tables.
+    """Memory, bubbles and traffic that `ampx.pipelining.plan` found; print it for tables.
 
     Attributes:
       schedule: of the pipeline.
@@ -132,7 +132,7 @@ def plan(
     backward: Cost | None = None,
     bandwidth: float | None = None,
 ) -> Plan:
-    """Memory, bubbles and bytes on the wire of a step, without the machine that it is for.
+    """Predicts memory, bubbles and traffic of a step, without the machine that it is for.
 
     Nothing is run, and no array is made. Memory is what the compiler of this machine's default
     backend counts: arguments, results and temporary arrays of one device, with parameters and
@@ -227,7 +227,7 @@ def plan(
 def _find_costs(
     layers: Sequence[int], forward: Cost | None, backward: Cost | None
 ) -> dict[str, Any]:
-    """Times of each stage, as long as it has layers where nothing else is known."""
+    """Finds times of each stage; where they are not given, by how many layers it has."""
     # In units of an average stage: 8 layers on 4 stages as 3, 2, 2, 1 cost 1.5, 1, 1 and 0.5. A
     # backward of a matrix product is two of the same size.
     if forward is None:

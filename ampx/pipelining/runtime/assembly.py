@@ -153,7 +153,7 @@ def _type_on_wire(leaf: Any, base: frozenset[str]) -> ArrayType:
 
 
 def _group_by_wire(trees: Iterable[Sequence[Any]]) -> list[list[tuple[int, Any]]]:
-    """What programs have on each wire, with the numbers of those that have something."""
+    """Groups what programs have by wire, with the numbers of those that have something."""
     return [
         [(number, tree) for number, tree in enumerate(wire) if tree is not None]
         for wire in zip(*trees, strict=True)
@@ -167,7 +167,7 @@ def _trace_programs(
     wires: Sequence[Sequence[Edge]],
     base: frozenset[str],
 ) -> list[StageProgram]:
-    """All programs, each for what the stages before it send.
+    """Traces all programs, each for what the stages before it send.
 
     A fixed point: each round sends what programs give to those that take it, and traces again those
     that are given more than before. More means a wire that had nothing, or an axis over which a
@@ -199,7 +199,7 @@ def _trace_programs(
 
 
 def _join_types(before: Any, sent: Any, source: int, target: int) -> Any:
-    """A type for both; the same but for the axes over which it may differ."""
+    """Joins two types, which must be the same but for the axes over which values may differ."""
     if before is None:
         return sent
 

@@ -49,11 +49,11 @@ class ArrayType:
     # Axes are marked in the order of their names. A set of strings has another order in every
     # process, and all processes of a mesh must trace the same program.
     def zeros(self, *leading: int) -> jax.Array:
-        """Zeros of this type, with more axes in front."""
+        """Makes zeros of this type, with more axes in front."""
         return mark_varying(jnp.zeros((*leading, *self.shape), self.dtype), sorted(self.axes))
 
     def of(self, value: jax.Array) -> jax.Array:
-        """The value, marked as possibly different wherever this type may be."""
+        """Marks a value as possibly different wherever this type may be."""
         return mark_varying(value, sorted(self.axes))
 
     @property
@@ -63,7 +63,7 @@ class ArrayType:
 
 
 def type_of(leaf: Any) -> ArrayType:
-    """The type of an array, or of an abstract value; of a random key that of its numbers."""
+    """Finds the type of an array, or of an abstract value; of a random key that of its numbers."""
     aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
     axes = aval.manual_axis_type.varying
     if _is_key(aval):
@@ -72,17 +72,17 @@ def type_of(leaf: Any) -> ArrayType:
 
 
 def as_varying_as(value: jax.Array, aval: Any) -> jax.Array:
-    """The value, marked as possibly different wherever an abstract value may be."""
+    """Marks a value as possibly different wherever an abstract value may be."""
     return mark_varying(value, sorted(aval.manual_axis_type.varying))
 
 
 def as_key_numbers(leaf: Any) -> Any:
-    """A random key as numbers; anything else as it is."""
+    """Converts a random key to numbers; anything else stays as it is."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def as_key_again(numbers: Any, aval: Any) -> Any:
-    """What `as_numbers` made numbers of."""
+    """Converts what `as_key_numbers` returned to a random key again, if it was one."""
     if not _is_key(aval):
         return numbers
     # The implementation of a key's dtype is asked of a key, and there is none: only types. So it is
@@ -128,7 +128,7 @@ class Carrier:
     is_packed: bool
 
     def pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """What a sender puts on the wire."""
+        """Makes what a sender puts on the wire."""
         if not self.is_packed:
             return [t.of(leaf) for t, leaf in zip(self.types, leaves, strict=True)]
         return [self._flatten(t, [x for x in leaves if x.dtype == t.dtype]) for t in self.types]
@@ -139,11 +139,11 @@ class Carrier:
         return wire.of(jnp.concatenate([*parts, jnp.zeros(padding, wire.dtype)]))
 
     def nothing(self) -> list[jax.Array]:
-        """What a sender without anything to send puts on the wire: zeros of the same types."""
+        """Makes what a sender without anything to send puts on the wire: zeros of these types."""
         return [t.zeros() for t in self.types]
 
     def unpack(self, receiver: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """What a receiver finds on it."""
+        """Makes what a receiver takes from the wire."""
         if not self.is_packed:
             return list(arrays)
         # Leaves of one dtype lie one after the other in their order; padding comes last.
@@ -158,7 +158,7 @@ class Carrier:
 
 
 def make_carrier(own: Mapping[int, Sequence[ArrayType]]) -> Carrier:
-    """A carrier for what each receiver gets."""
+    """Makes a carrier for what each receiver gets."""
     # Alike but for the axes over which they vary: nothing is packed, and those axes are joined.
     kinds = {tuple((t.shape, t.dtype) for t in types) for types in own.values()}
     if len(kinds) <= 1:
@@ -179,7 +179,7 @@ def make_carrier(own: Mapping[int, Sequence[ArrayType]]) -> Carrier:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Buffers that several owners use, not all of them all.
+    """Buffers that several owners share. An owner need not use all of them.
 
     Attributes:
       types: of the buffers.
@@ -190,17 +190,17 @@ class Pool:
     places: tuple[tuple[int, ...], ...]
 
     def fill(self, owner: int, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """A value for every buffer: the owner's, and zeros."""
+        """Finds a value for every buffer: the owner's, or zeros."""
         placed = dict(zip(self.places[owner], values, strict=True))
         return [t.of(placed[i]) if i in placed else t.zeros() for i, t in enumerate(self.types)]
 
     def pick(self, owner: int, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """The owner's values, of those of all buffers."""
+        """Picks the owner's values out of those of all buffers."""
         return [values[place] for place in self.places[owner]]
 
 
 def make_pool(owned: Sequence[Sequence[ArrayType]]) -> Pool:
-    """Buffers for the values of each owner."""
+    """Makes buffers for the values of each owner."""
     # A buffer's name is its type and a number: an owner's second value of a type goes to the second
     # buffer of that type, whoever asked for that first. So there are as many of a type as the owner
     # with the most needs.

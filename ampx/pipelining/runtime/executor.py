@@ -155,7 +155,7 @@ class Executor:
         return Totals(carry.grads, carry.results)
 
     def _make_carry(self) -> _Carry:
-        """Empty buffers and sums of zero."""
+        """Makes empty buffers and sums of zero."""
 
         def on(carriers: Sequence[Carrier], routes: Sequence[Route]) -> Wires:
             return tuple(
@@ -175,7 +175,7 @@ class Executor:
         )
 
     def _run_tick(self, carry: _Carry, row: Tables) -> tuple[_Carry, None]:
-        """One tick; `row` are the tables' entries for this device and this tick, as scalars."""
+        """Runs one tick; `row` has the tables' entries for this device and tick, as scalars."""
         # The order is that of the moments of `intervals`, by which slots were given out.
         carry, sent = self._run_forward(carry, row)
         carry, returned = self._run_backward(carry, row)
@@ -292,7 +292,7 @@ class Executor:
         return carry._replace(grads=lax.switch(index, [*idle, *branches], carry.grads))
 
     def _make_branches(self, *kinds: Any) -> tuple[jax.Array, list[Callable[..., Any]]]:
-        """One branch for each program that occurs, and the number of the one due, 0 for none.
+        """Makes a branch for each program that occurs; finds the number of the one due, 0 for none.
 
         Stages that compute alike share a program and thus a branch: with 32 equal stages there are
         the first, the last and one for all others, so the size of the compiled program does not
@@ -315,7 +315,7 @@ class Executor:
     def _gather_inputs(
         self, number: int, carry: _Carry, now: Work, slots: Sequence[jax.Array]
     ) -> StageInputs:
-        """What a stage takes; the same in its forward and in its backward, which recomputes."""
+        """Gathers what a stage takes; the same in its forward and in its backward."""
         stage, microbatch = now
         received = tuple(
             None
@@ -359,7 +359,7 @@ class Executor:
         return [as_key_again(value, aval) for value, aval in zip(values, types, strict=True)]
 
     def _read_cotangents(self, number: int, carry: _Carry, row: Tables) -> list[jax.Array]:
-        """The cotangents of all that the stage has sent, and of its loss."""
+        """Reads the cotangents of all that the stage has sent; adds that of its loss."""
         outputs = self.programs[number].outputs
         found: list[jax.Array] = []
         for tree, c, buffers, route in zip(
@@ -374,7 +374,7 @@ class Executor:
         return found
 
     def _pack_returned(self, program: StageProgram, gradients: Sequence[jax.Array]) -> Wires:
-        """The gradients of what was received, on their wires."""
+        """Puts the gradients of what was received on their wires."""
         # Only floating leaves have cotangents. Integers travel forward, and nothing comes back.
         left = list(gradients)
         returned = []
@@ -390,7 +390,7 @@ class Executor:
         return self.parameters.add(grads, number, self._find_chunk(stage), ours)
 
     def _as_results(self, outputs: StageOutputs) -> Any:
-        """What a stage adds to loss, weight and auxiliary output: zeros, where it has none."""
+        """Makes what a stage adds to loss, weight and auxiliary output: zeros if it has none."""
         found = outputs.loss, outputs.weight, outputs.aux
         return tuple(
             jax.tree.map(lambda t: t.zeros(), types)

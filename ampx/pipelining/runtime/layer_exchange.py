@@ -32,7 +32,7 @@ Place = tuple[int, int]  # a device, and which of its blocks
 
 
 class Round(NamedTuple):
-    """One block a device, at most.
+    """An exchange in which each device sends and receives one block, at most.
 
     Attributes:
       pairs: (sender, receiver).
@@ -45,7 +45,7 @@ class Round(NamedTuple):
     put: tuple[int, ...]
 
     def reversed(self) -> Round:
-        """The way back."""
+        """Makes the round that brings all blocks back."""
         return Round(tuple((t, s) for s, t in self.pairs), self.put, self.taken)
 
 

@@ -44,36 +44,36 @@ class Layout(Protocol):
         ...
 
     def as_view(self, stored: Any, axis_name: str) -> Any:
-        """What the stages of a device read, with a leading axis of chunks."""
+        """Makes what the stages of a device read, with a leading axis of chunks."""
         ...
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
-        """The parameters of one stage, which is one of those that compute as `stage` does."""
+        """Takes the parameters of one stage, one of those that compute as `stage` does."""
         ...
 
     def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
-        """`total`, in the shape of the view, with the gradients of one stage added."""
+        """Adds the gradients of one stage to `total`, which has the shape of the view."""
         ...
 
     def as_stored(self, total: Any, axis_name: str) -> Any:
-        """What `as_view` did undone, for gradients."""
+        """Undoes `as_view`, for gradients."""
         ...
 
 
 def number_chunks(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, which of its device's chunks it is, counted from 0 along the model."""
+    """Finds for each stage which of its device's chunks it is, counted from 0 along the model."""
     return tuple(
         schedule.stages_on(device).index(stage) for stage, device in enumerate(schedule.device_of)
     )
 
 
 def _count_chunks(schedule: Schedule) -> int:
-    """How many stages a device has at most."""
+    """Counts the stages of the device that has most."""
     return max(number_chunks(schedule)) + 1
 
 
 def _gather_from_devices(leaf: jax.Array, axis_name: str) -> jax.Array:
-    """The chunks of all devices in turn, the same everywhere."""
+    """Gathers the chunks of all devices, one device after the other, on every device."""
     # To a value that `shard_map` knows to be the same on all devices, as its result must be.
     return lax.all_gather(leaf, axis_name, tiled=True, to="invarying")
 
@@ -81,7 +81,7 @@ def _gather_from_devices(leaf: jax.Array, axis_name: str) -> jax.Array:
 def make_stacked_layout(
     schedule: Schedule, stages: Any, layers_per_stage: tuple[int, ...] | None
 ) -> StackedLayers:
-    """The layout of layers that are stacked.
+    """Makes the layout of layers that are stacked.
 
     Raises:
       ValueError: if leaves have different numbers of layers, or the stages cannot share them so.
@@ -129,7 +129,7 @@ def make_stacked_layout(
 
 
 def make_separate_layout(schedule: Schedule, stages: Any) -> SeparateStages:
-    """The layout of stages that differ.
+    """Makes the layout of stages that differ.
 
     Raises:
       TypeError: if there is not one tree for each stage.
@@ -171,7 +171,7 @@ class StackedLayers:
         return np.cumsum([0, *self.counts[:-1]]).astype(np.int32)
 
     def as_view(self, stored: Any, axis_name: str) -> Any:
-        """Layers with a leading axis of chunks, from wherever they are stored."""
+        """Brings layers from where they are stored to their stages, as (chunks, longest, ...)."""
         shape = _count_chunks(self.schedule), max(self.counts)
         if self.is_divided:
             # (layers / D, ...) -> (blocks, size, ...) -> (chunks, longest, ...)
@@ -188,7 +188,7 @@ class StackedLayers:
         return jax.tree.map(lambda leaf: leaf[own], stored)
 
     def as_stored(self, total: Any, axis_name: str) -> Any:
-        """Sent back to where they are stored."""
+        """Sends gradients of layers to where the layers are stored."""
         if self.is_divided:
             size, rounds = self._plan_exchange()
             blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[2:]), total)
@@ -206,7 +206,7 @@ class StackedLayers:
         return jax.tree.map(gather, total)
 
     def _plan_exchange(self) -> tuple[int, list[Round]]:
-        """How many layers stay together, and how they get to their devices; no rounds in place."""
+        """Finds how many layers stay together, and the rounds in which they reach their devices."""
         # The largest blocks that cross no border between devices or stages: fewer, larger messages.
         stored = sum(self.counts) // self.schedule.num_devices
         size = math.gcd(stored, *self.counts)
@@ -219,7 +219,7 @@ class StackedLayers:
         return size, plan_exchange(sources, targets, self.schedule.num_devices)
 
     def _find_places(self, size: int = 1) -> list[Place]:
-        """Where blocks of so many layers are run when all stages are padded to the longest."""
+        """Finds where blocks of `size` layers are run, with all stages padded to the longest."""
         chunks = number_chunks(self.schedule)
         return [
             (self.schedule.device_of[stage], chunks[stage] * max(self.counts) // size + block)
@@ -228,7 +228,7 @@ class StackedLayers:
         ]
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
-        """The layers of a stage, stacked or as a list."""
+        """Takes the layers of a stage, stacked or as a list."""
         count = self.counts[stage]
 
         # The chunk is known only when the program runs, since stages of a kind share it. How many
@@ -276,7 +276,7 @@ class SeparateStages:
         return False
 
     def as_view(self, stored: Any, axis_name: str) -> Any:
-        """Packed arrays with a row for each stage of the device."""
+        """Packs the parameters of the device's stages, with a row for each."""
 
         def pack(device: int) -> list[jax.Array]:
             stages = self.schedule.stages_on(device)
@@ -290,7 +290,7 @@ class SeparateStages:
         return lax.switch(lax.axis_index(axis_name), packs)
 
     def as_stored(self, total: Any, axis_name: str) -> Any:
-        """One tree for each stage, on all devices."""
+        """Unpacks one tree of gradients for each stage, on all devices."""
         # (chunks, longest) -> (devices * chunks, longest): a row for each stage, and padding.
         everywhere = [_gather_from_devices(sums, axis_name) for sums in total]
         chunks = number_chunks(self.schedule)
@@ -306,14 +306,14 @@ class SeparateStages:
         ]
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
-        """The tree of a stage, from its row."""
+        """Takes the tree of a stage from its row."""
         return self._as_tree(stage, read_slot(view, chunk))
 
     def _as_tree(self, stage: int, arrays: Sequence[jax.Array]) -> Any:
         return jax.tree.unflatten(self.structures[stage], self.carrier.unpack(stage, arrays))
 
     def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
-        """Adds to a row."""
+        """Adds to the row of one chunk."""
         packed = self.carrier.pack(jax.tree.leaves(gradients))
         return [
             sums.at[chunk].add(gradient.astype(sums.dtype))

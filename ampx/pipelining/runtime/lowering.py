@@ -173,7 +173,7 @@ class _TableWriter:
         return Storage(slots.used, table("F"), table("BI"), table("W"))
 
     def route(self, edges: Sequence[Edge], intervals: Intervals) -> Route:
-        """Sends along one wire; what is sent belongs to the stage that receives it."""
+        """Plans the sends along one wire; what is sent belongs to the stage that receives it."""
         slots = assign_slots(intervals, self.device_of)
         device_of_source = {target: self.device_of[source] for source, target in edges}
         links = _group_links({(self.device_of[s], self.device_of[t]) for s, t in edges})
@@ -188,7 +188,7 @@ class _TableWriter:
 
 
 def _group_links(pairs: set[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Pairs of devices in groups that can be exchanged at once; a device sends itself nothing.
+    """Groups pairs of devices that can exchange at once; a device sends itself nothing.
 
     Each group is one `ppermute`, which takes at most one value from a device and gives it at most
     one. Stages in a row, d to d + 1, are one group; with chunks so are those in a ring. Zero-bubble

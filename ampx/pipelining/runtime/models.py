@@ -117,14 +117,14 @@ class Model:
         ]
 
     def _describe_kind(self, stage: int, layout: Any) -> Any:
-        """What two stages have in common if they compute alike."""
+        """Describes what two stages have in common if they compute alike."""
         if self.is_separate:
             return stage
         # What can differ between stages of equal layers: both ends, and how many layers they have.
         return stage == 0, stage == self.schedule.num_stages - 1, layout.counts[stage]
 
     def _find_parts(self, stage: int) -> tuple[str, ...]:
-        """The parts of the parameters that a stage reads."""
+        """Lists the parts of the parameters that a stage reads."""
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
         used = {"first": is_first, "stages": True, "last": is_last, "shared": is_first or is_last}
         return tuple(part for part, is_used in used.items() if is_used)
@@ -254,7 +254,7 @@ def _check_signature(name: str, function: Any) -> None:
 
 
 def _mark_like_result(body: Callable[..., Any], x: Any, params: Any, start: jax.Array) -> Any:
-    """What the first layer takes, marked as different between devices wherever its result is."""
+    """Marks what the first layer takes as different between devices wherever its result is."""
     # The carry of a scan needs one type. A layer may make a value vary over an axis of its own,
     # such as a tensor-parallel one over which its weights are divided. Where the number of the
     # layer varies over all mapped axes already, there is no such axis.

@@ -101,7 +101,7 @@ class StageProgram:
     deferred: tuple[Any, ...] = ()
 
     def run(self, inputs: StageInputs) -> tuple[StageOutputs, list[Any]]:
-        """The outputs, and what is to be kept."""
+        """Runs the forward: the outputs, and what is to be kept."""
         structure = jax.tree.structure(self.outputs)
         values = reading.evaluate(reading.as_closed(self.forward), *jax.tree.leaves(inputs))
         outputs = values[: structure.num_leaves]
@@ -110,7 +110,7 @@ class StageProgram:
     def pull(
         self, inputs: StageInputs, kept: Sequence[Any], cotangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Gradients of the parameters, and of what was received: of all floating leaves."""
+        """Runs the backward: gradients of the parameters, and of what was received."""
         operands = [*self._gather_residuals(inputs, kept), *cotangents]
         gradients = reading.evaluate(reading.as_closed(self.backward), *operands)
         return gradients[: self.num_params], gradients[self.num_params :]
@@ -118,7 +118,7 @@ class StageProgram:
     def pull_inputs(
         self, inputs: StageInputs, kept: Sequence[Any], cotangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Gradients of what was received, and what is to be kept for those of the parameters."""
+        """Runs the first half: gradients of what was received, and what the second half needs."""
         assert self.halves is not None
         # Residuals need not be deferred: at the weight gradient they are still at hand, or kept.
         residuals = self._gather_residuals(inputs, kept)
@@ -130,7 +130,7 @@ class StageProgram:
     def pull_weights(
         self, inputs: StageInputs, kept: Sequence[Any], deferred: Sequence[Any]
     ) -> list[Any]:
-        """Gradients of the parameters."""
+        """Runs the second half: gradients of the parameters."""
         assert self.halves is not None
         residuals = self._gather_residuals(inputs, kept)
         early = [residuals[i] for i in self.halves.reads if i < len(residuals)]
@@ -291,7 +291,7 @@ def _find_cotangent_types(outputs: StageOutputs, types: Sequence[Any]) -> tuple[
 
 
 def select_floating_leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree that have gradients."""
+    """Selects the leaves of a tree that have gradients."""
     return [leaf for leaf in jax.tree.leaves(tree) if reading.is_differentiable(leaf)]
 
 

@@ -71,12 +71,12 @@ def parse_action(text: str) -> Action:
 
 
 def result_of(action: Action) -> Action:
-    """The action under which others wait for its result: a whole backward counts as its `I`."""
+    """Names an action as those do that wait for its result: a whole backward counts as its `I`."""
     return action._replace(kind="I") if action.kind == "B" else action
 
 
 def needs_of(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """The results, in the words of `result_of`, that must be there before an action can start."""
+    """Lists the results, named as by `result_of`, that an action needs before it can start."""
     stage, kind, microbatch = action
     # The first stage reads the batch, which is there; the last one begins the backward by itself.
     if kind == "F":

@@ -36,17 +36,17 @@ class Grid:
 
     @property
     def num_devices(self) -> int:
-        """Devices along the stage axis."""
+        """How many devices there are along the stage axis."""
         return len(self.rows)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model; with chunks, several on each device."""
+        """How many stages the model has; with chunks, several on each device."""
         return len(self.device_of)
 
     @property
     def num_ticks(self) -> int:
-        """Columns of the grid."""
+        """How many columns the grid has."""
         return max(map(len, self.rows), default=0)
 
     @property

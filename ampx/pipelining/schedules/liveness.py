@@ -124,7 +124,7 @@ def _check_released(schedule: Grid, placement: Placement) -> None:
 
 
 def _count_live(intervals: Iterable[Interval], num_ticks: int) -> np.ndarray:
-    """How many values live in each tick: int of shape (ticks,)."""
+    """Counts the values that live in each tick: int of shape (ticks,)."""
     # A running sum of changes: +1 at the first tick of a life, -1 after its last one.
     changes = np.zeros(num_ticks + 1, int)
     for interval in intervals:

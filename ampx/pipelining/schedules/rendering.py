@@ -11,7 +11,7 @@ _IDLE = "."
 
 
 def render_grid(schedule: Grid, start: int = 0, stop: int | None = None) -> str:
-    """The grid of a schedule; see `Schedule.render`.
+    """Draws the grid of a schedule as text; see `Schedule.render`.
 
     A schedule with faults is drawn too, as far as that goes: it is part of the message about them.
     """
@@ -51,7 +51,7 @@ def _write_label(schedule: Grid, device: int, chunked: bool) -> str:
 
 
 def _write_cell(row: Sequence[Any], tick: int, chunked: bool) -> str:
-    """Without chunks the row says which stage it is, so the cell need not."""
+    """Writes one action. Without chunks the row says which stage it is, so the cell need not."""
     # Of a schedule with faults a row may be too short, and a cell may hold anything.
     action = row[tick] if tick < len(row) else None
     if action is None:

@@ -60,7 +60,7 @@ class Schedule(Grid):
         return self.render()
 
     def aligned(self) -> Schedule:
-        r"""The same order of actions for each device, each at the first tick that it can have.
+        r"""Moves each action to the first tick that it can have; the order on each device stays.
 
         Returns:
           A schedule without avoidable idle ticks, whose ticks keep what each action needs.
@@ -169,7 +169,7 @@ class Schedule(Grid):
         communication: float = 0.0,
         mode: Literal["async", "lockstep"] = "async",
     ) -> Simulation:
-        """How long a step takes when actions are not equally long, and who waits.
+        """Finds how long a step takes when actions are not equally long, and who waits.
 
         Args:
           forward: time of a forward, in any unit: one number, or one for each stage of the model.
@@ -211,7 +211,7 @@ class Schedule(Grid):
     def liveness(
         self, *, merge_chunks: bool = False, mode: Literal["async", "lockstep"] = "async"
     ) -> Liveness:
-        """Which activations each device holds, tick by tick, and how many places they need.
+        """Finds which activations each device holds, tick by tick, and how many places they need.
 
         A stage holds the activations of a micro-batch from its forward to its backward, or to its
         weight gradient where the backward is done in halves.
@@ -245,7 +245,7 @@ class Schedule(Grid):
         return find_liveness(self, merge_chunks=merge_chunks, mode=mode)
 
     def render(self, start: int = 0, stop: int | None = None) -> str:
-        """The grid as text; `print(schedule)` shows all of it.
+        """Draws the grid as text; `print(schedule)` shows all of it.
 
         Where a device has several stages, every action says its stage: `2F0` is the forward of
         stage 2 with micro-batch 0. Else `F0` is enough.
@@ -268,7 +268,7 @@ class Schedule(Grid):
         return render_grid(self, start, stop)
 
     def plot(self, axes: Axes | None = None, **simulation: Any) -> Axes:
-        """Draws who does what when; see `ampx.plotting.plot_schedule`.
+        """Draws which device does what when; see `ampx.plotting.plot_schedule`.
 
         Args:
           axes: where to draw; a new figure by default.
@@ -332,7 +332,7 @@ class Schedule(Grid):
         )
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The rows in torch's format, which `from_csv` reads.
+        """Writes the rows in torch's format, which `from_csv` reads.
 
         Args:
           path: a file to write, too.

@@ -115,7 +115,7 @@ def _draw_actions(axes: Axes, schedule: Grid, result: Simulation) -> None:
 
 
 def _find_place(schedule: Grid, action: Action) -> tuple[int, float]:
-    """The device of an action, and how dark its stage is: from 0, the first, to 1, the last."""
+    """Finds the device of an action, and how dark its stage is: 0 for the first, 1 for the last."""
     device = schedule.device_of[action.stage]
     stages = schedule.stages_on(device)
     return device, stages.index(action.stage) / (len(stages) - 1) if len(stages) > 1 else _MIDDLE

@@ -33,7 +33,7 @@ _Costs = dict[str, list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What `Schedule.simulate` found. Times are in the unit of the costs.
+    """The times that `Schedule.simulate` found, in the unit of the costs.
 
     Attributes:
       mode: `"async"` or `"lockstep"`.
@@ -63,7 +63,7 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """For each device, how long it waits between the begin and the end of the step."""
+        """For each device, how long it waits between the beginning and the end of the step."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
@@ -114,7 +114,7 @@ def _find_costs(
     input_grad: Cost | None = None,
     weight_grad: Cost | None = None,
 ) -> _Costs:
-    """The time of each kind of action, for each stage.
+    """Finds the time of each kind of action, for each stage.
 
     There are three numbers, and one equation: backward = input_grad + weight_grad. Two of them say
     the third; one leaves a choice (halves, or what it leaves of a backward of 2); all are checked.
@@ -163,7 +163,7 @@ def _as_cost_per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
 
 
 def _subtract(whole: list[float], part: list[float], name: str) -> list[float]:
-    """What a part of each stage's backward leaves of it."""
+    """Subtracts a part of each stage's backward from the whole."""
     rest = [w - p for w, p in zip(whole, part, strict=True)]
     for stage, left in enumerate(rest):
         if left < 0:
@@ -177,7 +177,7 @@ def _subtract(whole: list[float], part: list[float], name: str) -> list[float]:
 def _play_async(
     schedule: Grid, costs: _Costs, communication: float
 ) -> dict[Action, tuple[float, float]]:
-    """Each device runs its row in order, an action as soon as its inputs are there.
+    """Runs the row of each device in order, an action as soon as its inputs are there.
 
     It begins at the latest of: the end of the device's last action, and the end of each action that
     it needs, plus the time of a message where that is on another device. The devices are visited in
@@ -220,7 +220,7 @@ def _play_async(
 def _play_lockstep(
     schedule: Grid, costs: _Costs, communication: float
 ) -> dict[Action, tuple[float, float]]:
-    """All devices begin a tick together; in it, a forward goes before a backward before a `W`."""
+    """Runs tick by tick. All devices begin one together; in it, `F` comes before `B` before `W`."""
     placement = place_in_lockstep(schedule.rows, schedule.num_stages)
     # By tick and device; the same order within a tick as in the program.
     slots: list[list[list[Action]]] = [

@@ -45,7 +45,7 @@ class Placement(NamedTuple):
 
 
 def placement_on_grid(rows: Rows) -> Placement:
-    """The ticks that the columns of a grid say.
+    """Reads off the ticks that the columns of a grid say.
 
     Args:
       rows: for each device its actions; column t is tick t.

@@ -36,7 +36,7 @@ def check_schedule(schedule: Grid) -> None:
 
 
 def _find_fault_of_shape(schedule: Grid) -> str | None:
-    """What keeps the rows from being a grid."""
+    """Finds what keeps the rows from being a grid."""
     devices, microbatches = schedule.num_devices, schedule.num_microbatches
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         return f"num_microbatches must be a positive int, got {microbatches!r}"
@@ -63,7 +63,7 @@ def _find_fault_of_shape(schedule: Grid) -> str | None:
 
 
 def _find_fault_of_order(schedule: Grid) -> tuple[int, str] | None:
-    """The first fault of something that is there, tick by tick and device by device."""
+    """Finds the first fault of an action that is there, tick by tick and device by device."""
     tick_of = _find_first_ticks(schedule)
     seen: set[Action] = set()
     # By (stage, kind of result), where a whole backward counts as its `I`: the micro-batch that
@@ -94,7 +94,7 @@ def _find_fault_of_order(schedule: Grid) -> tuple[int, str] | None:
 
 
 def _find_first_ticks(schedule: Grid) -> dict[Action, int]:
-    """The first tick of every result."""
+    """Finds the first tick of every result."""
     # Of all rows before any is judged: what comes too late is then told from what is missing.
     ticks: dict[Action, int] = {}
     for row in schedule.rows:
@@ -136,7 +136,7 @@ def _is_index(value: Any, size: int) -> bool:
 
 
 def _find_double_backward(action: Action, seen: set[Action]) -> str | None:
-    """A backward is done whole or in two halves, not both."""
+    """Finds a backward that is there whole and in halves; it must be one or the other."""
     for kind in _EXCLUDES[action.kind]:
         other = action._replace(kind=kind)
         if other in seen:
@@ -160,7 +160,7 @@ def _find_missing_input(
 
 
 def _find_missing(schedule: Grid) -> tuple[int, str] | None:
-    """The first action that is nowhere; what is there is known to be right."""
+    """Finds the first action that is nowhere; what is there is known to be right."""
     # What is there is known, and nothing is there twice, so counting would tell whether something
     # is missing. Looking for the first one that is costs little more, and says what to add.
     there = {action for row in schedule.rows for action in row if action is not None}
