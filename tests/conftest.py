@@ -65,6 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     `slow_but("a", "b")`: of a parametrized test only the cases with these ids are quick.
     """
     for item in items:
+        assert " at 0x" not in item.name, f"{item.name} has another name in each worker: give ids"
         mark = item.get_closest_marker("slow_but")
         if mark and item.callspec.id not in mark.args:
             item.add_marker("slow")

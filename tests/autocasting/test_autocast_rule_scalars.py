@@ -224,7 +224,11 @@ def loss_of(rule):
     return lambda w: jnp.sum(jnp.square(rule(X @ w)))
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint], ids=str)
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, jax.jit, jax.checkpoint],
+    ids=["as it is", "jit", "checkpoint"],
+)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_gradients_through_rules_with_python_numbers(rule, transform):
     expected = jax.grad(loss_of(rule))(W)
