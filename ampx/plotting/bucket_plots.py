@@ -1,4 +1,12 @@
-"""A picture of which reductions of gradients hide behind computation."""
+"""A picture of which reductions of gradients hide behind computation.
+
+Time runs to the right. Each bucket is a box in every lane; what stands above or below another box
+happens at the same time. Stripes fill the time in which a device only waits:
+
+    backward    |  0  |  1  |  2  |
+    all-reduce                      |  0   |  1   |  2   |
+    update                          ////////| 0 |//| 1 |//| 2 |
+"""
 
 from __future__ import annotations
 
@@ -56,15 +64,15 @@ def plot_buckets(
       >>> axes.get_title(loc="left"), axes.get_title(loc="right")
       ('4 buckets, 32 MB', '19 ms, 36.8% idle')
     """
-    bucket_bytes, *spans = _checked(timeline)
+    bucket_bytes, *spans = _check_timeline(timeline)
     timeline = BucketTimeline(bucket_bytes, *spans)
     axes = make_axes(9, 2.4) if axes is None else axes
     start = min(lane.min() for lane in spans)
     axes.set_xlim(start, start + timeline.total_time)
-    axes.set_ylim(len(_LANES) - 0.5, -0.5)
+    axes.set_ylim(len(_LANES) - 0.5, -0.5)  # upside down: the first lane is at the top
     for low, high in timeline.idle_spans():
         axes.axvspan(low, high, facecolor="none", edgecolor="0.8", hatch="///", linewidth=0)
-    points = width_in_points(axes) / timeline.total_time
+    points = width_in_points(axes) / timeline.total_time  # of the page, for a unit of time
     for row, ((_, light, dark), lane) in enumerate(zip(_LANES, spans, strict=True)):
         for number, (low, high) in enumerate(lane):
             shade = number / max(1, len(lane) - 1)
@@ -73,8 +81,10 @@ def plot_buckets(
                 (row - 0.4, 0.8),
                 facecolor=mix_colors(light, dark, shade),
                 edgecolor="white",
+                # With hundreds of buckets edges of a fixed width would cover the boxes.
                 linewidth=min(0.6, (high - low) * points / 8),
             )
+            # A digit is about 0.65 of the font's size wide; 0.8 of a digit is left as a margin.
             if (high - low) * points > 0.65 * _FONT_SIZE * (len(str(number)) + 0.8):
                 axes.text(
                     (low + high) / 2,
@@ -101,13 +111,15 @@ def _describe(axes: Axes, timeline: BucketTimeline, unit: str) -> None:
     axes.set_title(f"{count} bucket{'s' if count > 1 else ''}, {size}", loc="left")
     times = EngFormatter(unit) if unit == "s" else lambda time, _=None: f"{time:g} {unit}".strip()
     axes.xaxis.set_major_formatter(times)
+    # EngFormatter writes all digits of a number, so it is given three of them.
     total = timeline.total_time
     idle = timeline.idle_time / total if total else 0.0
     axes.set_title(f"{times(float(f'{total:.3g}'))}, {idle:.1%} idle", loc="right")
     axes.set_xlabel("time")
 
 
-def _checked(timeline: BucketTimeline | Sequence[ArrayLike]) -> list[np.ndarray]:
+def _check_timeline(timeline: BucketTimeline | Sequence[ArrayLike]) -> list[np.ndarray]:
+    """Checks a timeline and converts its parts: float64[buckets], then three [buckets, 2]."""
     arrays = [np.asarray(part, float) for part in timeline]
     count = arrays[0].size
     shapes = [array.shape for array in arrays]

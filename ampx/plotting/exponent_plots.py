@@ -1,4 +1,15 @@
-"""A picture of how large values are, beside what number formats can hold."""
+"""A picture of how large values are, beside what number formats can hold.
+
+The horizontal axis is the binary logarithm of magnitudes. A format with m bits of mantissa whose
+smallest normal number is 2**e divides it in four; for float16, m = 10 and e = -14:
+
+    too small  |   subnormal    |             normal              |  too large
+             2**(e - m)        2**e                         the largest number
+               -24             -14                             16
+
+In the subnormal part precision is lost bit by bit; what is too small becomes zero, and what is too
+large becomes infinite. A loss scale moves all values to the right by its binary logarithm.
+"""
 
 from __future__ import annotations
 
@@ -94,11 +105,13 @@ def plot_exponents(
             axes.axvspan(low, high, color=color, alpha=0.35, linewidth=0, zorder=0)
     for index, (name, own) in enumerate(shares.items()):
         color = COLORS[index % len(COLORS)]
+        # Each edge twice, from the height of the bin before it to that of the bin after it.
         outline = np.repeat(edges, 2), np.concatenate([[0], np.repeat(own, 2), [0]])
         axes.plot(*outline, color=color, linewidth=1.6, label=_label(name, own, edges, ranges[0]))
         axes.fill_between(*outline, color=color, alpha=0.08, linewidth=0)
     axes.set_ylabel("share of values")
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    # matplotlib sets what stands between dollar signs as mathematics: 2$^{16}$.
     base, _, power = format_scale(float(loss_scale)).partition("^")
     times = "" if loss_scale == 1 else f" × {base}$^{{{power}}}$"
     axes.set_xlabel(f"log$_2$ |value{times}|")
@@ -112,6 +125,7 @@ def plot_exponents(
 
 
 def _edges(exponents: ArrayLike) -> np.ndarray:
+    """The E + 1 edges of E bins: exponent e stands for magnitudes from 2**e up to 2**(e + 1)."""
     found = np.asarray(exponents)
     is_integer = np.issubdtype(found.dtype, np.integer)
     if found.ndim != 1 or not found.size or not is_integer or np.any(np.diff(found) != 1):
@@ -123,6 +137,7 @@ def _edges(exponents: ArrayLike) -> np.ndarray:
 
 
 def _shares(name: str, counts: ArrayLike, size: int) -> np.ndarray:
+    """Counts of a line as shares of their sum; zeros where nothing was counted."""
     found = np.asarray(counts, float)
     if found.shape != (size,):
         raise ValueError(
@@ -135,6 +150,7 @@ def _shares(name: str, counts: ArrayLike, size: int) -> np.ndarray:
 def _range_of(dtype: DTypeLike) -> _Range:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"formats must be floating dtypes, got {jnp.dtype(dtype).name}")
+    # jnp.finfo knows bfloat16 and float8, too. A float is large enough for their largest numbers.
     info: Any = jnp.finfo(dtype)
     largest = math.log2(float(info.max))
     return _Range(jnp.dtype(dtype).name, info.minexp - info.nmant, info.minexp, largest)
@@ -148,6 +164,7 @@ def _set_limits(
     ends = [edges[seen[0]], edges[seen[-1] + 1]] if seen.size else []
     low, high = min([*ends, first.subnormal]), max([*ends, first.largest])
     axes.set_xlim(low - _MARGIN, high + _MARGIN)
+    # Some room above the highest line; up to 1 if there is nothing to see.
     axes.set_ylim(0, 1.08 * max([share.max() for share in shares.values()]) or 1.0)
 
 
@@ -163,6 +180,7 @@ def _bands(axes: Axes, own: _Range) -> Iterator[tuple[float, float, str, str]]:
 
 
 def _draw_lane(axes: Axes, own: _Range, lane: int) -> None:
+    """Draws the strip of a format above the axes; the first format's is the lowest."""
     low, high = axes.get_xlim()
     bottom = 1.02 + _LANE * lane
     points = width_in_points(axes) / (high - low)
@@ -170,12 +188,13 @@ def _draw_lane(axes: Axes, own: _Range, lane: int) -> None:
         axes.broken_barh(
             [(start, end - start)],
             (bottom, 0.85 * _LANE),
-            transform=axes.get_xaxis_transform(),
+            transform=axes.get_xaxis_transform(),  # x in exponents, y in heights of the axes
             facecolor=color,
             edgecolor="white",
             linewidth=0.8,
             clip_on=False,
         )
+        # The longest text that fits, at 4.6 points for a letter of size 8.
         texts = (f"{own.name}: normal", own.name) if kind == "normal" else (kind,)
         fitting = [text for text in texts if 4.6 * len(text) < (end - start) * points]
         if fitting:
@@ -191,6 +210,7 @@ def _draw_lane(axes: Axes, own: _Range, lane: int) -> None:
 
 
 def _label(name: str, shares: np.ndarray, edges: np.ndarray, own: _Range) -> str:
+    # A bin counts by its lower edge: 65504, the largest float16, lies inside the bin of 2**15.
     lower = edges[:-1]
     parts = {
         "too small": lower < own.subnormal,

@@ -1,4 +1,8 @@
-"""Pictures of training: losses, loss scales and phases of precision."""
+"""Pictures of training: losses above, loss scales and skipped steps below.
+
+The two panels share the axis of steps. A jump of the loss, a fall of the scale and a change of the
+precision can so be seen to belong together.
+"""
 
 from __future__ import annotations
 
@@ -65,17 +69,19 @@ def plot_training(
     loss_axes, scale_axes = _new_axes() if axes is None else axes
 
     for index, (name, run) in enumerate(runs.items()):
+        # The first run is the widest line and lies at the bottom.
         style = dict(
             color=COLORS[index % len(COLORS)],
             linewidth=1.0 + 3.2 * (1 - (index + 1) / len(runs)),
             zorder=2 + index,
         )
         _draw_loss(loss_axes, name, run.loss, width, style)
-        if np.any(run.scale != 1) or np.any(run.skipped):
+        if np.any(run.scale != 1) or np.any(run.skipped):  # else there is no loss scale to show
             _draw_scale(scale_axes, name, run.scale, run.skipped, style)
         _mark_switches((loss_axes, scale_axes), run.phase, style["color"])
     _name_switches(loss_axes, [run.phase for run in runs.values()])
 
+    # Ends are marked once the limits are known: a loss that has left the picture ends at its top.
     bottom, top = _limits([run.loss for run in runs.values()])
     loss_axes.set_ylim(bottom, top)
     for index, run in enumerate(runs.values()):
@@ -102,7 +108,14 @@ def _new_axes() -> tuple[Axes, Axes]:
 
 
 class _Run(NamedTuple):
-    """What happened in each step; without a loss scale it is 1 and nothing is skipped."""
+    """What happened in each step; without a loss scale it is 1 and nothing is skipped.
+
+    Attributes:
+      loss: float64 of shape (steps,).
+      scale: float64 of shape (steps,), the loss scale that each step used.
+      skipped: bool of shape (steps,).
+      phase: integers of shape (steps,), of a precision schedule; all 0 without one.
+    """
 
     loss: np.ndarray
     scale: np.ndarray
@@ -132,6 +145,7 @@ def _as_arrays(name: str, history: Any) -> _Run:
 
 
 def _field(history: Any, field: str) -> np.ndarray | None:
+    """One field of a history of any kind, as an array of shape (steps,); None if it has none."""
     if isinstance(history, Mapping):
         values = history.get(field)
     elif isinstance(history, list):
@@ -158,6 +172,7 @@ def _limits(losses: list[np.ndarray]) -> tuple[float, float]:
     first = [loss[0] for loss in losses if np.isfinite(loss[0])]
     if not values.size:
         return 0.0, 1.0
+    # The 2% of the largest losses may lie above the picture, but not where a run begins.
     bottom, top = values.min(), max([np.quantile(values, 0.98), *first])
     margin = 0.05 * (top - bottom) or 0.05
     return float(bottom - margin), float(top + margin)
@@ -178,6 +193,7 @@ def _last_finite(loss: np.ndarray) -> int:
 def _draw_scale(
     axes: Axes, name: str, scale: np.ndarray, skipped: np.ndarray, style: dict[str, Any]
 ) -> None:
+    # A step's scale holds until the next step, so the line moves at the next one.
     steps = np.arange(1, len(scale) + 1)
     axes.plot(steps, scale, drawstyle="steps-post", color=style["color"], linewidth=1.5)
     if np.any(skipped):
@@ -223,6 +239,8 @@ def _name_switches(axes: Axes, phases: Sequence[np.ndarray]) -> None:
 
 def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
     """The mean of the finite values within `width` steps; NaN where the value itself is none."""
+    # Sums and counts of finite values by the same convolution: their quotient is a mean that leaves
+    # out the others, also at the ends, where the window sticks out.
     finite = np.isfinite(values)
     kernel = np.ones(min(width, len(values)))
     sums = np.convolve(np.where(finite, values, 0.0), kernel, "same")
