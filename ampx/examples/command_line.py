@@ -51,6 +51,7 @@ def read(flags: argparse.Namespace) -> Command:
       >>> config.label, config.num_microbatches
       ('O2 bfloat16', 4)
     """
+    # A flag that is not given is None, and its default stands in one place: `Config`.
     given = {name: value for name, value in vars(flags).items() if value is not None}
     output, progress = given.pop("output"), not given.pop("no_progress")
     processes = {name: given.pop(name) for name in meshes.PROCESS_FLAGS if name in given}
@@ -71,6 +72,7 @@ def _configs(given: dict[str, Any]) -> list[Config]:
                 f"--init-scale needs a dynamic loss scale, not {config.policy.loss_scale}"
             )
         return [config]
+    # Flags that have a meaning for one precision only.
     alone = ("half", "loss_scale", "init_scale", "final_loss")
     alone = [name for name in alone if name in given]
     if alone:

@@ -16,6 +16,7 @@ from ampx.examples import meshes, pipelined
 OPTIMIZERS: dict[str, Any] = {
     "adamw": optax.adamw,
     "fused-adamw": ampx.fused.adamw,
+    # Both moments as int8, with a scale for each block: 2 bytes a parameter in the place of 8.
     "fused-adamw-int8": functools.partial(ampx.fused.adamw, mu_dtype="int8", nu_dtype="int8"),
 }
 
@@ -30,8 +31,8 @@ class Config:
       half: float16 or bfloat16, for O1, O2 and O3.
       loss_scale: `"dynamic"`, `"none"`, a number, or `"policy"` for the precision's own.
       init_scale: first dynamic scale.
-      growth_interval: finite steps before a dynamic scale grows. The library's default is 2000,
-        longer than this whole run.
+      growth_interval: finite steps before a dynamic scale grows. The default of ampx is 2000, more
+        than this whole run has.
       microbatches: slices of what one device has of a batch, one after the other; None is 1, and 2
         for each stage in a pipeline.
       steps: number of batches.
@@ -77,6 +78,7 @@ class Config:
     schedule: str | None = None
     final_loss: float | None = None
 
+    # Everything that can be wrong is refused here, before a device has been touched.
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "layers", "learning_rate", "max_grad_norm")
         for name in (*positive, "microbatches"):
@@ -114,6 +116,8 @@ class Config:
         """How many slices a device makes of its part of a batch."""
         if self.microbatches is not None:
             return self.microbatches
+        # A pipeline of p stages with m micro-batches idles for (p - 1)/(m + p - 1) of its time: at
+        # most a third with m = 2 p.
         return 2 * meshes.axis_sizes(self.mesh).get(meshes.STAGE, 0) or 1
 
     @property
@@ -182,13 +186,14 @@ def compared_configs(config: Config) -> list[Config]:
        'O2 bfloat16', 'O2 float16, dynamic scale', 'O3 float16']
     """
     bfloat16 = dict(half="bfloat16", loss_scale="none")  # it has float32's range
-    float16 = dict(half="float16", loss_scale="dynamic")
+    float16 = dict(half="float16", loss_scale="dynamic")  # gradients below 2**-24 would be zero
     differences: list[dict[str, Any]] = [
         dict(precision="float32"),
         dict(precision="O1", **bfloat16),
         dict(precision="O1", **float16),
         dict(precision="O2", **bfloat16),
         dict(precision="O2", **float16, init_scale=2.0**24),
+        # Float16 alone, Apex's baseline of speed: master weights are what it lacks.
         dict(precision="O3", half="float16", loss_scale="policy"),
     ]
     return [dataclasses.replace(config, **difference) for difference in differences]

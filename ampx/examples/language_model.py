@@ -1,8 +1,14 @@
 """Trains a small language model at any precision: run it with `python -m`, or call its functions.
 
-Without flags it trains six times through the same `ampx.train_step` (float32; O2 with bfloat16; O2
-with float16 and a loss scale that starts too high on purpose; O3 with float16) and compares what
-each run cost and reached.
+Without flags it trains six times through the same `ampx.train_step` (float32; O1 and O2, each with
+bfloat16 and with float16; O3 with float16) and compares what each run cost and reached. At O2 with
+float16 the loss scale starts too high on purpose, so that the first steps are skipped.
+
+    text ─► windows i32[batch, CONTEXT + 1] ─► loss ─► train_step ─► Run ─► table, picture
+
+The modules beside this one: `text` (data), `transformer` (model and loss), `configs` (what a run
+is to be), `meshes` and `pipelined` (several devices), `runs` and `reporting` (results),
+`command_line`.
 """
 
 from __future__ import annotations
@@ -56,6 +62,7 @@ def make_step(
       >>> print(make_step(Config(precision="O2"), lambda params, windows: 0.0).recipe.policy)
       p=f32,c=bf16,o=f32
     """
+    # Adam's second moments are estimates from few steps at first: the rate grows from zero.
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -71,10 +78,13 @@ def make_step(
             growth_interval=config.growth_interval,
             max_scale=max(2.0**24, config.init_scale),
         )
+    # A clip belongs between the reduction of gradients and the optimizer. `train_step` puts it
+    # there, but not into `zero1`, which reduces by itself.
     optimizer, max_grad_norm = OPTIMIZERS[config.optimizer](schedule), config.max_grad_norm
-    if config.zero1:  # gradients are summed over devices in it, and clipped after that
+    if config.zero1:
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         optimizer, max_grad_norm = ampx.zero1(optax.chain(clip, optimizer), meshes.DATA), None
+    # A pipeline has its policy and micro-batches already, from `pipelined.make_gradients`.
     about_gradients: dict[str, Any] = {}
     if not isinstance(loss_fn, pipelining.PipelineGradients):
         about_gradients = dict(
@@ -130,6 +140,8 @@ def train(
     loss_fn = make_loss(model)
     mesh = meshes.make_mesh(config.mesh)
 
+    # All runs of a comparison start from the same parameters and see the same batches; so do all
+    # processes of one run, each of which then keeps the rows of its own devices.
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(text.random_windows, corpus.train, rng, config.batch_size, CONTEXT + 1)
     params = jax.jit(model.init)(jax.random.key(config.seed), draw()[:, :-1])["params"]
@@ -140,6 +152,8 @@ def train(
         step = make_step(config, grads_of)
         step, state = pipelined.spread(step, pipelined.divide_params(params), mesh)
 
+    # Compiled by hand, to time it and to ask for its memory. Donated, so that the new state takes
+    # the place of the old.
     started = time.perf_counter()
     jitted = jax.jit(step, donate_argnums=0)
     compiled = jitted.lower(state, meshes.split(draw(), mesh)).compile()
@@ -153,12 +167,13 @@ def train(
         if on_step and reports:
             on_step(reports[-1])
         reports.append(report)
-        jax.block_until_ready(reports[-AHEAD:][0])
+        jax.block_until_ready(reports[-AHEAD:][0])  # the report of AHEAD steps ago
     jax.block_until_ready(state)
     milliseconds = 1e3 * (time.perf_counter() - started) / config.steps
     if on_step:
         on_step(reports[-1])
 
+    # Whatever the mesh was, the parameters are judged on one device, in the model's own layout.
     state = pipelined.join_params(meshes.gather(state, mesh))
     return Run(
         label=config.label,
@@ -194,6 +209,7 @@ def evaluate(
       >>> language_model.evaluate(lambda params, windows: params, 1.5, text.load_corpus())
       1.5
     """
+    # All batches have one shape, so the loss is compiled once.
     windows = text.all_windows(corpus.held_out, CONTEXT + 1)
     size = min(EVALUATION_BATCH, len(windows))
     starts = range(0, len(windows) - size + 1, size)
@@ -271,6 +287,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         command = command_line.read(flags)
         meshes.start(command.configs[0].mesh, **command.processes)
+        # Every step is built once before the first run starts: settings that ampx refuses are then
+        # errors of the command line, and not the end of the fifth of six runs.
         for config in command.configs:
             make_step(config, lambda params, windows: jnp.zeros(()))
     except (NotImplementedError, TypeError, ValueError) as error:

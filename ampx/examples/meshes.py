@@ -1,5 +1,11 @@
 """A training step over the devices of a mesh, in one process or in several.
 
+    start       gets the devices, and joins the processes
+    make_mesh   names their axes
+    spread      maps the step, and puts the first state on all devices
+    split       puts each device's rows of a batch on it
+    gather      brings what was trained back to one device
+
 `None` in the place of a mesh is one device, and leaves everything as it is.
 """
 
@@ -47,6 +53,7 @@ def axis_sizes(mesh: str | None) -> dict[str, int]:
         return {}
     axis = rf"({DATA}|{STAGE})=([1-9]\d*)"
     found = [re.fullmatch(axis, part) for part in mesh.split(",")]
+    # An axis that is named twice also leaves fewer sizes than parts.
     sizes = {match[1]: int(match[2]) for match in found if match}
     if len(sizes) < len(found):
         raise ValueError(
@@ -171,6 +178,8 @@ def start(
     if coordinator is not None and num_processes is not None and process_id is not None:
         processes = num_processes
         _check_processes(device_count(mesh), coordinator, num_processes, process_id)
+    # The number of virtual devices can be set only until JAX has started its backend. One process
+    # then takes what there is, and `make_mesh` says so if that is too little.
     wanted = device_count(mesh) // processes
     if processes > 1 or getattr(jax.config, _CPU_DEVICES) < wanted:
         try:
@@ -199,6 +208,7 @@ def _check_processes(devices: int, coordinator: str, num_processes: int, process
 
 
 def _exit_at_once(*error: Any) -> None:
+    """Shows an error and ends the process without the interpreter's own ending."""
     traceback.print_exception(*error)
     sys.stderr.flush()
     os._exit(1)
@@ -267,12 +277,15 @@ def spread(
     """
     if mesh is None:
         return step, step.init(params)
+    # Nothing is computed for the shapes. The state is then made where it belongs: on one device the
+    # moments of a model that needs ZeRO-1 might not fit.
     shapes = jax.eval_shape(step.init, params)
     everywhere: Any = P()
     specs = jax.tree.map(lambda _: everywhere, shapes)
     if _is_divided(shapes.opt_state):
         specs = specs._replace(opt_state=ampx.zero1_specs(step.tx, shapes.params, mesh, DATA))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    # Reports are the same on all devices, so their spec is P().
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(DATA)), out_specs=(specs, P()))
     return mapped, jax.jit(step.init, out_shardings=shardings)(params)
 
@@ -302,6 +315,7 @@ def split(batch: Any, mesh: Mesh | None) -> Any:
     """
     if mesh is None:
         return batch
+    # The function is called once for each device of this process, with the rows of that device.
     batch = np.asarray(batch)
     rows = NamedSharding(mesh, P(DATA if DATA in mesh.shape else None))
     return jax.make_array_from_callback(batch.shape, rows, lambda index: batch[index])
@@ -326,5 +340,7 @@ def gather(tree: Any, mesh: Mesh | None) -> Any:
     """
     if mesh is None:
         return tree
+    # An identity with another sharding of its output is an all-gather. A process can read only what
+    # lies on its own devices, so all of them get the whole.
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)

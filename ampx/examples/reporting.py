@@ -37,6 +37,7 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
     header = ("run", "held-out loss", "difference", "ms/step", "temp MiB", "skipped", "final scale")
     rows, notes = [header], []
     for run in runs:
+        # What needs a sentence goes below the table, and is marked by a number.
         mark = ""
         if note := _note(run):
             notes.append(note)
@@ -95,7 +96,11 @@ def _note(run: Run) -> str:
 
 
 def _share_of_lost_moments(opt_state: optax.OptState) -> float:
-    """Share of Adam's second moments that are zero where the first moment is not."""
+    """Share of Adam's second moments that are zero where the first moment is not.
+
+    nu gathers (1 - b2) g**2, which float16 rounds to zero below 2**-25: with b2 = 0.999 for every
+    gradient below 0.005. The update mu / (sqrt(nu) + eps) is then mu / eps.
+    """
     first, second = optax.tree.get(opt_state, "mu"), optax.tree.get(opt_state, "nu")
     pairs = list(zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
     lost = sum(int(np.sum((np.asarray(nu) == 0) & (np.asarray(mu) != 0))) for mu, nu in pairs)

@@ -51,6 +51,7 @@ def load_corpus(held_out_fraction: float = 0.1) -> Corpus:
     """
     if not 0 < held_out_fraction < 1:
         raise ValueError(f"held_out_fraction must be between 0 and 1, got {held_out_fraction}")
+    # A dict keeps the first of equal keys, in order.
     paragraphs = list(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
     split = round(len(paragraphs) * (1 - held_out_fraction))
     train, held_out = "\n\n".join(paragraphs[:split]), "\n\n".join(paragraphs[split:])
@@ -97,6 +98,7 @@ def random_windows(
       array([[83, 84, 85],
              [62, 63, 64]])
     """
+    # (count, 1) + (length,): one fancy index reads all windows.
     starts = rng.integers(0, len(tokens) - length + 1, count)
     return tokens[starts[:, None] + np.arange(length)]
 
@@ -140,6 +142,8 @@ def unigram_entropy(corpus: Corpus) -> float:
       >>> 3.0 < text.unigram_entropy(text.load_corpus()) < 3.5
       True
     """
+    # One more of each character than counted: one that only the held-out text has would otherwise
+    # have probability zero, and the loss would be infinite.
     counts = np.bincount(corpus.train, minlength=len(corpus.vocabulary)) + 1.0
     return float(-np.mean(np.log(counts / counts.sum())[corpus.held_out]))
 

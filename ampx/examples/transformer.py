@@ -1,4 +1,14 @@
-"""A small causal transformer over characters and its loss. Nothing here knows about precision."""
+"""A small causal transformer over characters and its loss.
+
+Nothing here knows about precision: what is computed in half is decided by the policy, the rules of
+autocast or the opt level under which the model is applied.
+
+    tokens i32[batch, time] ─► embed ─► Block, once a layer ─► predict ─► logits
+                                  [batch, time, width]               [batch, time, vocabulary]
+
+`embed` and `predict` stand apart from the layers, so that a pipeline can put them on its first and
+last stage.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +33,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, time, width) to the same shape; nothing sees its future."""
+        # LayerNorm before each sublayer leaves a path of additions alone from input to output.
         width = x.shape[-1]
-        causal = nn.make_causal_mask(x[..., 0])
+        causal = nn.make_causal_mask(x[..., 0])  # [batch, 1, time, time], 1 is "may look at"
         attention: Any = nn.MultiHeadDotProductAttention(self.heads)
         x = x + attention(nn.LayerNorm()(x), mask=causal)
         hidden = nn.gelu(nn.Dense(4 * width)(nn.LayerNorm()(x)))
@@ -165,5 +176,6 @@ def cross_entropy(logits: Any, windows: jax.Array) -> jax.Array:
       >>> print(transformer.cross_entropy(jnp.zeros((1, 2, 4)), jnp.zeros((1, 3), jnp.int32)))
       1.3862944
     """
+    # Place t of the input, the characters up to t, is to predict character t + 1.
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     return jnp.mean(losses)
