@@ -99,6 +99,7 @@ def find_norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
             f"expected a flax linen or nnx module, got {type(model).__name__}: give a rule by path "
             "instead, a function of the parameter's path that returns a bool"
         )
+    # Abstractly: shapes are inferred, nothing is computed.
     modules = model.module_paths(jax.random.key(0), *args, **kwargs)
     return frozenset(path for path, m in modules.items() if isinstance(m, linen_norm_types()))
 
@@ -222,7 +223,8 @@ def nnx_with_casts(
     for path, module in list(nnx.iter_modules(copy)):
         own = nnx.to_pure_dict(nnx.state(module, nnx.Param))
         if isinstance(module, nnx.Embed) and module.dtype == module.param_dtype:
-            # An embedding has no "same as my table": its dtype was resolved when it was made.
+            # A layer with `dtype=None` computes in the dtype of its parameters and inputs. An
+            # embedding has no such choice: it got the dtype of its table when it was made.
             module.dtype = module.embedding.dtype
         elif norms_in_float32 and _computes_in_float32(module, nnx_norm_types(), own):
             _set_class(module, _norm_in_float32(type(module)))

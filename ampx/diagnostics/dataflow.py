@@ -156,12 +156,15 @@ class Flow:
 
         Over axes of one device there is nothing to send, and nothing is recorded.
         """
+        # An axis that no mesh around names has an unknown size, and counts as one of many devices.
         axes = reading.reduced_axes(eqn)
         if axes is None or all(sizes.get(axis) == 1 for axis in axes):
             return []
         first, name = len(self.reductions), eqn.primitive.name
         for place, atom in enumerate(eqn.invars, first):
             aval: Any = atom.aval
+            # Gradients are summed, or scattered in parts, in floating dtypes. A maximum, or a sum
+            # of integers or bools, is a verdict: it is small, and everything may wait for it.
             is_sum = name not in ("pmax", "pmin") and jnp.issubdtype(aval.dtype, jnp.inexact)
             size, width = math.prod(aval.shape), aval.dtype.itemsize
             self.reductions.append(
@@ -211,6 +214,7 @@ class Flow:
                 wanted.update(self.nodes[i].inputs)
         below: set[int] = set()  # culprits, and all that depends on one
         found: dict[tuple[str, str], Culprit] = {}
+        # Upwards again, so that what a node reads has been judged before it.
         for i in sorted(wanted):
             node = self.nodes[i]
             if not below.isdisjoint(node.inputs):

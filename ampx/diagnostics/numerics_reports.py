@@ -154,10 +154,8 @@ class NumericsReport:
     @property
     def recommended(self) -> Recommendation:
         """The opt level, half dtype and loss scale to try first."""
-        everything, products = (
-            collect_evidence(self.histograms, self.sums),
-            collect_evidence(self.products, {}),
-        )
+        everything = collect_evidence(self.histograms, self.sums)
+        products = collect_evidence(self.products, {})  # a sum that a product reads is in half
         return recommend(Findings(everything, products, self.is_finite, self.opaque))
 
     def __str__(self) -> str:

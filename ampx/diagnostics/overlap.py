@@ -245,6 +245,7 @@ def check_overlap(
     call = pure_calls.as_pure_call(step, args, kwargs)
     arrays, merge = split_arrays(call.operands)
 
+    # State of nnx objects that the step changes is an output like others: `1/...` in paths.
     def of_arrays(*arrays: Any) -> Any:
         result, state = call.fun(*merge(arrays))
         return (result, state) if jax.tree.leaves(state) else result
@@ -270,6 +271,7 @@ def check_overlap(
             "waits for the reduction of a gradient; call it on a step that has ampx.all_reduce, "
             "or psum inside shard_map, and an axis of more than one device"
         )
+    # The places of compiled reductions are their own: none of the program's need be left.
     left = None
     if compiled:
         left, waits = find_waits_of_outputs(traced.lower().compile().as_text() or "", len(outputs))
