@@ -9,7 +9,7 @@ run in half, whose overflows hide what comes after them.
 
 The walk counts each result once, where it is made. With each value goes its `Origin`, since a count
 alone would mislead: gradients have to be told from values, since a loss scale moves only gradients;
-the large number of a mask is no overflow; and a large sum may never exist in half.
+the large number of a mask does not overflow; and a large sum may never exist in half.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CountingWalk(Walk):
 
     def remark_constant(self, array: Any, here: Place) -> Origin:
         """A large number that is written into the program may be a fill; an array is data."""
-        # What a function closes over is no result of an equation: it is counted here.
+        # No equation makes what a function closes over: it is counted here.
         if np.ndim(array):
             _count(self.histograms, here.scope, Value(array, Origin()))
             return Origin()

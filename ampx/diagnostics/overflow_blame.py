@@ -200,8 +200,8 @@ class BlamingWalk(Walk):
         self, eqn: Equation, operands: Sequence[Value], arrays: Sequence[Any], here: Place
     ) -> list[Blame | None]:
         """The blames of the results of an equation: inherited, or its own."""
-        # What is written to a reference is no result. Reading one (`get`) has the reference for its
-        # operand, so the blame of what it holds is looked up there.
+        # An equation that writes to a reference has it for an operand, and so has one that reads
+        # it: between them the blame of what the reference holds is kept under its id.
         references = [value.array for value in operands if isinstance(value.array, jax.Ref)]
         operands = [self._held.get(id(value.array), value) for value in operands]
         blames = [self._find_blame(eqn, operands, array, here) for array in arrays]

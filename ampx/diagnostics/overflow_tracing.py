@@ -65,8 +65,8 @@ def trace_overflow(
 
     Args:
       fun: a loss, `jax.grad` of one, what `ampx.value_and_grad` or `ampx.train_step` gives, or any
-        other function of pytrees. Of a step that was skipped all results are finite but the
-        report's `global_norm`, which is enough.
+        other function of pytrees. A train step that skips its update gives finite parameters; the
+        `global_norm` in its report is still not finite, and is traced.
       half_dtype: run `fun` under `ampx.autocast` to this dtype; None runs it as it is.
       rules: as for `ampx.autocast`.
       output: as for `ampx.autocast`.
@@ -105,7 +105,7 @@ def trace_overflow(
     @functools.wraps(fun)
     def reported(*args: Any, **kwargs: Any) -> OverflowReport:
         with jax.debug_nans(False), jax.debug_infs(False):
-            return _report(_traced_call(fun, args, kwargs, settings, output))
+            return _report(_trace_call(fun, args, kwargs, settings, output))
 
     return reported
 
@@ -124,7 +124,7 @@ class _Program(NamedTuple):
     results: list[str]
 
 
-def _traced_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output) -> _Program:
+def _trace_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output) -> _Program:
     """Traces a call as a program.
 
     A Python number stays a number, which is written into the program: `f(x, inf)` would have a

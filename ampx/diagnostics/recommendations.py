@@ -182,7 +182,7 @@ def _object_to_no_scale(evidence: Evidence) -> str:
 
 
 def _object_to_overflow(found: Findings, half_dtype: str) -> str:
-    # An argument is no result of an equation: where it overflows, only a product shows it.
+    # No equation makes an argument: where one overflows, only a product that reads it shows it.
     everything, products = found.everything, found.products
     return _object_to_forward_overflow(everything, half_dtype) or _object_to_forward_overflow(
         products, half_dtype
