@@ -34,7 +34,9 @@ AuxReduction = Literal["mean", "sum", "stack", "concat", "last"]
 def unpack_output(
     out: Any, has_aux: bool, has_state: bool, name: str = "loss_fn"
 ) -> tuple[Any, Any, Any]:
-    """Splits what a loss function returned into value, auxiliary output (or None), state (or None).
+    """Splits what a loss function returned into value, auxiliary output and new state.
+
+    Each is None where there is none.
 
     Raises:
       TypeError: if it is not the tuple that `has_aux` and `has_state` announce; `name` is how the

@@ -1,0 +1,185 @@
+"""JAX's own programs under autocast: a harness for nearly every primitive, shape and dtype.
+
+They come out of the jax wheel (`jax._src.internal_test_util.test_harnesses`, by which jax2tf and
+export are tested): some 5,600 small programs in 130 groups. None was written with autocast in mind,
+so they hold what its own tests forgot: index operands, integer and complex operands, empty arrays,
+linear algebra, random bits. Every program is traced, and some of each group are run.
+"""
+
+import collections
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.internal_test_util import test_harnesses
+
+import ampx
+
+HALVES = ("bfloat16", "float16")
+# What cannot pass: the harness's name, and the reason. A case listed here that passes is an error.
+EXCLUDED: dict[str, str] = {}
+
+
+class Form(NamedTuple):
+    """A program in one form.
+
+    Attributes:
+      plain: as JAX runs it.
+      under_autocast: from a half type to the same form with autocast in it.
+      arguments: what both take.
+    """
+
+    plain: Callable
+    under_autocast: Callable[[str], Callable]
+    arguments: list[Any]
+
+
+def harnesses_by_group() -> dict[str, list[Any]]:
+    groups = collections.defaultdict(list)
+    for harness in test_harnesses.all_harnesses:
+        groups[harness.group_name].append(harness)
+    return dict(groups)
+
+
+GROUPS = harnesses_by_group()
+
+
+def is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def sum_of_floats(outputs: Any) -> jax.Array:
+    leaves = [leaf for leaf in jax.tree.leaves(outputs) if is_float(leaf)]
+    return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves), jnp.float32(0))
+
+
+def cast(fun: Callable, half: str) -> Callable:
+    return ampx.autocast(fun, half_dtype=half)
+
+
+def forms_of(harness: Any) -> Iterator[tuple[str, Form]]:
+    """The program as it is, its gradients, and a batch of it; autocast inside and outside."""
+    arguments = harness.dyn_args_maker(np.random.RandomState(0))
+    fun = harness.dyn_fun
+    yield "forward", Form(fun, lambda half: cast(fun, half), arguments)
+    floats = tuple(n for n, argument in enumerate(arguments) if is_float(argument))
+    if floats:
+
+        def gradient(fun: Callable) -> Callable:
+            return jax.grad(lambda *args: sum_of_floats(fun(*args)), floats)
+
+        of_fun = gradient(fun)
+        inside, outside = (lambda h: gradient(cast(fun, h))), (lambda h: cast(of_fun, h))
+        yield "gradient of autocast", Form(of_fun, inside, arguments)
+        yield "autocast of gradient", Form(of_fun, outside, arguments)
+    if arguments:
+        batch = [jnp.stack([argument, argument]) for argument in arguments]
+        batched = jax.vmap(fun)
+        yield "vmap of autocast", Form(batched, lambda half: jax.vmap(cast(fun, half)), batch)
+        yield "autocast of vmap", Form(batched, lambda half: cast(batched, half), batch)
+
+
+def shapes_of(form: Form) -> Any | None:
+    """What a program returns, or None where JAX itself cannot trace it in this form."""
+    try:
+        return jax.eval_shape(form.plain, *form.arguments)
+    except Exception:  # whatever JAX says of its own program
+        return None
+
+
+def check_traced(harness: Any, halves: Sequence[str] = HALVES) -> None:
+    """Autocast changes float32 to half here and there, and nothing else of the outputs' types."""
+    for name, form in forms_of(harness):
+        expected = shapes_of(form)
+        if expected is None:
+            continue
+        for half in halves:
+            found = jax.eval_shape(form.under_autocast(half), *form.arguments)
+            assert jax.tree.structure(found) == jax.tree.structure(expected), name
+            for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                allowed = (other.dtype, np.dtype(half) if other.dtype == np.float32 else None)
+                assert own.shape == other.shape and own.dtype in allowed, (name, own, other)
+
+
+def check_run(harness: Any, half: str) -> None:
+    """Same integers, same pattern of finite values, and errors that the half type explains."""
+    for name, form in forms_of(harness):
+        if shapes_of(form) is None:
+            continue
+        try:
+            expected = jax.jit(form.plain)(*form.arguments)
+        except (NotImplementedError, jax.errors.JaxRuntimeError):  # not on this backend
+            continue
+        found = jax.jit(form.under_autocast(half))(*form.arguments)
+        for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            check_close(own, other, half, name)
+
+
+def check_close(own: Any, other: Any, half: str, name: str) -> None:
+    if not jnp.issubdtype(other.dtype, jnp.inexact):
+        np.testing.assert_array_equal(_as_numpy(own), _as_numpy(other), err_msg=name)
+        return
+    own, other = (np.asarray(x, np.complex128) for x in (own, other))
+    finite = np.isfinite(other)
+    largest = float(jnp.finfo(half).max)
+    within = finite & (np.abs(other) < largest / 2)  # what half can hold must stay finite
+    assert np.all(np.isfinite(own[within])), name
+    assert np.array_equal(np.isnan(own), np.isnan(other)), name
+    scale = np.max(np.abs(other[within]), initial=0.0)
+    error = np.max(np.abs(own[within] - other[within]), initial=0.0)
+    # A sum of n products of rounded factors is off by at most some roundings of its largest terms.
+    assert error <= 16 * float(jnp.finfo(half).eps) * scale + 1e-30, (name, error, scale)
+
+
+def _as_numpy(leaf: Any) -> np.ndarray:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def check_all(check: Callable[[Any], None], harnesses: list[Any]) -> None:
+    """Runs a check over harnesses, and compares the failures with the list of the excluded."""
+    failures, passed = {}, []
+    # Harnesses are written for JAX's own rules of promotion.
+    with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
+        warnings.simplefilter("ignore")
+        for harness in harnesses:
+            try:
+                check(harness)
+            except Exception as error:
+                failures[harness.fullname] = f"{type(error).__name__}: {error}"[:300]
+            else:
+                passed.append(harness.fullname)
+    unexpected = {name: error for name, error in failures.items() if name not in EXCLUDED}
+    assert not unexpected, f"{len(unexpected)} of {len(harnesses)}: {unexpected}"
+    assert not set(passed) & set(EXCLUDED), "these pass now: take them off the list"
+
+
+def test_one_program_of_every_group_is_traced():
+    check_all(
+        functools.partial(check_traced, halves=HALVES[:1]), [group[0] for group in GROUPS.values()]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_all_programs_are_traced(group):
+    check_all(check_traced, GROUPS[group])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_some_programs_of_every_group_are_run(group):
+    harnesses = GROUPS[group]
+    step = max(1, len(harnesses) // 3)
+    for number, harness in enumerate(harnesses[::step][:3]):
+        check_all(functools.partial(check_run, half=HALVES[number % 2]), [harness])
+
+
+def test_the_harnesses_are_there():
+    assert len(GROUPS) > 100 and len(test_harnesses.all_harnesses) > 5000
