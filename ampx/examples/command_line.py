@@ -58,6 +58,7 @@ def read(flags: argparse.Namespace) -> Command:
     configs = _configs(given)
     if output.suffix != ".png" or not output.parent.is_dir():
         raise ValueError(f"--output must be a .png file in a folder that exists, got {output}")
+    # All runs have the same mesh and layers, so the first speaks for all.
     schedule = configs[0].pipeline
     if schedule is not None:
         pipelined.check_layers(configs[0].layers, schedule)

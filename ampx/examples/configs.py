@@ -131,6 +131,7 @@ class Config:
     @property
     def label(self) -> str:
         """What the run is called in tables and pictures."""
+        # A policy names its dtypes itself; of an opt level the half dtype has to be told.
         has_half = self.precision in ("O1", "O2", "O3")
         name = f"{self.precision} {self.half}" if has_half else self.precision
         scales = {"policy": "", "none": "", "dynamic": ", dynamic scale"}
@@ -147,6 +148,7 @@ class Config:
         """The precision as a schedule, None for one that does not change."""
         if "|" not in self.precision:
             return None
+        # Only a schedule in shares of a run, such as "fast|step|0.9", needs to know its length.
         total_steps = self.steps if "|step" in self.precision else None
         return ampx.precision_schedule(
             self.precision, total_steps=total_steps, final_loss=self.final_loss

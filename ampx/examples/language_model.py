@@ -70,6 +70,7 @@ def make_step(
         decay_steps=config.steps,
         end_value=config.learning_rate / 20,
     )
+    # The opt level says "dynamic"; the settings of this short run differ from ampx's defaults.
     loss_scale: Any = config.policy.loss_scale
     if loss_scale == "dynamic":
         loss_scale = functools.partial(
@@ -164,7 +165,7 @@ def train(
     started = time.perf_counter()
     for _ in range(config.steps):
         state, report = compiled(state, meshes.split(draw(), mesh))
-        if on_step and reports:
+        if on_step and reports:  # the report of the step before, while this one runs
             on_step(reports[-1])
         reports.append(report)
         jax.block_until_ready(reports[-AHEAD:][0])  # the report of AHEAD steps ago
@@ -177,7 +178,9 @@ def train(
     state = pipelined.join_params(meshes.gather(state, mesh))
     return Run(
         label=config.label,
+        # From one report for each step to one report of arrays, each of shape (steps,).
         history=jax.tree.map(lambda *values: np.stack(values), *jax.device_get(reports)),
+        # `recipe.call` casts parameters as in training: the loss is that of what was trained.
         held_out_loss=evaluate(
             functools.partial(config.recipe.call, loss_fn), state.params, corpus
         ),

@@ -101,6 +101,7 @@ def check(mesh: str | None, batch_size: int, microbatches: int, zero1: bool) -> 
       Traceback (most recent call last):
       ValueError: a batch of 6 has no 4 equal parts for the mesh data=4
     """
+    # Rows are divided twice: over the devices along "data", then into micro-batches on each.
     sizes = axis_sizes(mesh)
     parts = sizes.get(DATA, 1)
     if batch_size % parts:
@@ -247,7 +248,7 @@ def make_mesh(mesh: str | None) -> Mesh | None:
     return jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),  # outside of shard_map XLA lays arrays out
         devices=devices[:count],
     )
 

@@ -42,7 +42,7 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
         if note := _note(run):
             notes.append(note)
             mark = f" [{len(notes)}]"
-        difference = run.held_out_loss / runs[0].held_out_loss - 1
+        difference = run.held_out_loss / runs[0].held_out_loss - 1  # NaN for a run that failed
         rows.append(
             (
                 run.label,
@@ -83,6 +83,7 @@ def _note(run: Run) -> str:
     finite = np.flatnonzero(np.isfinite(run.history.loss))
     if finite.size < run.history.loss.size:
         parts.append(f"the loss is finite in {finite.size} of {run.history.loss.size} steps")
+    # A sum or a square that overflows though every gradient is finite: counted apart from skips.
     scaled = ampx.find_loss_scale_state(run.state.opt_state)
     if scaled is not None and int(scaled.bad_update_total):
         parts.append(f"{int(scaled.bad_update_total)} updates held back because not finite")

@@ -124,6 +124,7 @@ def all_windows(tokens: np.ndarray, length: int) -> np.ndarray:
              [2, 3, 4],
              [4, 5, 6]])
     """
+    # One less than the length from start to start: neighbours share a character.
     starts = np.arange(0, len(tokens) - length + 1, length - 1)
     return tokens[starts[:, None] + np.arange(length)]
 

@@ -38,6 +38,7 @@ class Block(nn.Module):
         causal = nn.make_causal_mask(x[..., 0])  # [batch, 1, time, time], 1 is "may look at"
         attention: Any = nn.MultiHeadDotProductAttention(self.heads)
         x = x + attention(nn.LayerNorm()(x), mask=causal)
+        # [batch, time, 4 * width]; these two products are over half of a layer's arithmetic.
         hidden = nn.gelu(nn.Dense(4 * width)(nn.LayerNorm()(x)))
         return x + nn.Dense(width)(hidden)
 
@@ -84,6 +85,7 @@ def embed(module: nn.Module, tokens: jax.Array, vocabulary_size: int, width: int
       >>> x.shape, sorted(variables["params"])
       ((2, 3, 8), ['Embed_0', 'position'])
     """
+    # One learned vector for each place, added to the character's; with it order matters.
     position: Any = module.param("position", nn.initializers.normal(0.02), (CONTEXT, width))
     return nn.Embed(vocabulary_size, width)(tokens) + position[: tokens.shape[1]]
 

@@ -124,7 +124,7 @@ def train_step(
     if isinstance(policy, PrecisionSchedule):
         # All phases store parameters in one dtype, so any recipe says how.
         schedule, policy = policy, policy.recipes[0]
-    recipe = as_recipe(policy)
+    recipe = as_recipe(policy)  # None where there is no policy: then nothing is cast
     grads_of = (
         loss_fn
         if isinstance(loss_fn, PipelineGradients)
@@ -141,6 +141,7 @@ def train_step(
             sparse_rows=sparse_rows,
         )
     )
+    # True stands for a grouping by the first name in a path, as of the layers of a model.
     group_of = _first_component if local_norm is True else (local_norm or None)
     reduction = _choose_reduction(axis_name, bucket_bytes, tail_overlap)
     whole_tx = _wrap(tx, max_grad_norm, _choose_loss_scale(loss_scale, recipe, schedule), schedule)
