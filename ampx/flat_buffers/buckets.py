@@ -75,6 +75,7 @@ class Bucket:
             end = offset + size
         if self.size > end:
             pieces.append(jnp.zeros(self.size - end, leaves[0].dtype))
+        # A lone leaf without padding is its own buffer: no copy at all.
         return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
     def with_spare(self, multiple_of: int) -> Bucket:

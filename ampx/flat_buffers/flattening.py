@@ -99,6 +99,7 @@ def flatten(
         }
 
     def group(path: str, leaf: Any) -> tuple[Hashable, ...]:
+        # What the caller says first, then the mask; the group becomes the name of the buffer.
         own = () if group_of is None else (group_of(path, leaf),)
         if mask is None:
             return own

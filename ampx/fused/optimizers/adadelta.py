@@ -52,6 +52,7 @@ def adadelta_direction(
     if h.weight_decay is not None:
         g = g + h.weight_decay * p
     e_g = ops.keep(h.rho * e_g + h.rho_rest * (g * g), e_g)
+    # With the defaults the first step is sqrt(eps / (1 - rho)), 0.003, for all but tiny gradients.
     # Two roots, as optax takes them: the root of the ratio would round otherwise.
     direction = ops.sqrt(e_x + h.eps) / ops.sqrt(e_g + h.eps) * g
     e_x = ops.keep(h.rho * e_x + h.rho_rest * (direction * direction), e_x)

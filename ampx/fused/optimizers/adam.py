@@ -61,6 +61,7 @@ def adam_direction(
     g: jax.Array, p: Any, slots: Slots, h: AdamCoefficients, ops: Operations
 ) -> tuple[jax.Array, Slots]:
     """The ratio of corrected moments, with decoupled decay."""
+    # In the first step mu^ is g and nu^ is g**2, whatever b1 and b2: d is the sign of g.
     # g, p, mu and nu: one wide dtype, one shape, of a parameter or of a block of it in a kernel.
     # `keep` comes before anything is read from a moment: on a skip what follows sees the old one.
     mu, nu = slots

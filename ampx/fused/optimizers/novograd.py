@@ -59,6 +59,7 @@ def novograd_direction(
     # Decay goes through the trace, but not through the division by the norm.
     if h.weight_decay is not None:
         normal = normal + h.weight_decay * p
+    # A sum, as in SGD with momentum, and not a mean as in Adam: there is no 1 - b1.
     mu = ops.keep(h.b1 * mu + normal, mu)
     return mu, (mu, nu)
 

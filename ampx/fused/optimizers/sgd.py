@@ -52,6 +52,7 @@ def sgd_direction(
     # Static: which of the three it is, is known while tracing.
     if not slots:
         return g, ()
+    # A sum and not a mean: with a momentum of 0.9 a gradient that stays the same counts ten times.
     trace = ops.keep(g + h.momentum * slots[0], slots[0])
     return g + h.momentum * trace if nesterov else trace, (trace,)
 
