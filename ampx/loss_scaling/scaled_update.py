@@ -2,7 +2,7 @@
 
 Each loss scale of `ampx.loss_scaling.wrappers` is the same optax transformation, made by
 `wrap_with_scale`. They differ in one function, `advance`, which says where the scale goes next. An
-update is three steps: a judgement, a transition, and a move of the scale.
+update has three parts: a judgement, a transition, and a move of the scale.
 
     gradients, times the scale, of this device        f32 or half, any shapes
         |
@@ -166,12 +166,12 @@ def wrap_with_scale(
     ) -> tuple[Any, LossScaleState]:
         call = Call(updates, state, params, verdict, tail, extra_args)
         is_fused = settings.can_fuse and takes_tail(state.inner_state)
-        judge, transit = (_judge_fused, _transit_fused) if is_fused else (_judge, _transit)
+        judge, run = (_judge_fused, _run_fused) if is_fused else (_judge_plain, _run_plain)
         judgement = judge(settings, call)
-        # The seam between looking and doing. `transit` alone computes with gradients, parameters
-        # and the inner state, and its result has a fixed type, so this one call can be put behind a
-        # `lax.cond` on `judgement.overflow`.
-        transition = transit(settings, call, judgement)
+        # The seam between looking and doing. `run` alone computes with parameters and the inner
+        # state. All it needs are its arguments, and its result has the same shapes and dtypes
+        # whatever the verdict: it is the call to put behind a `lax.cond` on `judgement.overflow`.
+        transition = run(settings, call, judgement)
         return transition.updates, _move(settings.advance, state, judgement, transition)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -205,7 +205,7 @@ def _init_state(
 # --- judge ---------------------------------------------------------------------------------------
 
 
-def _judge(settings: Settings, call: Call) -> Judgement:
+def _judge_plain(settings: Settings, call: Call) -> Judgement:
     """The plain judgement: looks at every element, unless somebody has done so.
 
     A verdict from outside is one pair of counts. It cannot tell losses apart, and knows nothing of
@@ -217,8 +217,8 @@ def _judge(settings: Settings, call: Call) -> Judgement:
     if call.verdict is not None and settings.num_losses == 1 and saturation_dtype is None:
         counts = call.verdict.counts
     else:
-        # As they arrive, scaled and in their own dtype: a half gradient is read in two bytes, and
-        # saturation shows only there. Unscaling would hide nothing else: inf / S is inf.
+        # They are judged as they arrive, scaled and in their own dtype. A half gradient is then
+        # read as two bytes, and only there does saturation show.
         counts = jnp.stack(
             [
                 nonfinite.count_nonfinite(grads, axis_names=axes, saturation_dtype=saturation_dtype)
@@ -249,8 +249,8 @@ def _find_axes(settings: Settings, call: Call) -> tuple[str, ...]:
 
     A reduction inside means that this device's gradients are only its share. A verdict on a share
     differs between devices, and devices that disagree on a skip hold different parameters from then
-    on. Without a reduction inside, gradients may be equal everywhere already, and no axis is
-    needed.
+    on. Without a reduction inside, the gradients may be the same on all devices already, and then
+    no axis is needed.
     """
     if not has_mark(call.state.inner_state, "reduces_gradients"):
         return settings.axis_names
@@ -281,7 +281,7 @@ def _split_by_loss(grads: Any, num_losses: int) -> list[Any]:
 # --- transition ----------------------------------------------------------------------------------
 
 
-def _transit(settings: Settings, call: Call, judgement: Judgement) -> Transition:
+def _run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transition:
     """The plain transition: unscale, clip, update, then choose between new and old."""
     state, params, tail = call.state, call.params, call.tail
     per_loss = _split_by_loss(call.grads, settings.num_losses)
@@ -306,8 +306,8 @@ def _transit(settings: Settings, call: Call, judgement: Judgement) -> Transition
     if settings.nonfinite_updates == "skip":
         skip = judgement.overflow | is_bad
     else:
-        # Elements that are not finite are held one by one. That is elementwise and fuses into the
-        # update; to know of all of them before the first is written would cost a pass over memory.
+        # Elements that are not finite are held one by one. This is elementwise and fuses into the
+        # update. To know of all of them before the first is written would cost a pass over memory.
         skip = judgement.overflow
         updates = trees.keep_finite(updates, nothing)
         inner_state = trees.keep_finite(inner_state, state.inner_state)
@@ -322,7 +322,7 @@ def _transit(settings: Settings, call: Call, judgement: Judgement) -> Transition
     return Transition(updates, inner_state, skip, is_bad & ~judgement.overflow)
 
 
-def _transit_fused(settings: Settings, call: Call, judgement: Judgement) -> Transition:
+def _run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transition:
     """The fused transition: the optimizer below multiplies, clips, and holds its own state."""
     tail = dataclasses.replace(
         call.tail or Tail(),
