@@ -5,6 +5,7 @@ import re
 from sphinx.util import logging
 
 import ampx
+import ampx.plotting
 
 project = "ampx"
 author = "the ampx authors"
@@ -36,13 +37,7 @@ html_title = f"ampx {release}"
 
 
 def _skip(app, what, name, obj, skip, options):
-    """Skips helpers that `ampx` does not export, and fields that `Attributes:` lists already."""
-    if what == "module":
-        module = getattr(obj, "__module__", None)
-        exported = [
-            n for n in ampx.__all__ if getattr(getattr(ampx, n), "__module__", None) == module
-        ]
-        return True if exported and name not in exported else None
+    """Skips fields that `Attributes:` lists already, and types that a class holds."""
     field = (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
     return True if field or isinstance(obj, type) else None
 
@@ -58,11 +53,13 @@ def _tidy_signature(app, what, name, obj, options, signature, returns):
 
 
 def _check_coverage(app, env):
-    """Warns, and so fails the build, where a public name has no entry."""
-    documented = {name.rpartition(".")[2] for name in env.domains.python_domain.objects}
-    for name in ampx.__all__:
-        if callable(getattr(ampx, name)) and name not in documented:
-            logging.getLogger(__name__).warning("ampx.%s is on no page of docs/api", name)
+    """Warns, and so fails the build, where a public name has no entry under its public path."""
+    documented = set(env.domains.python_domain.objects)
+    for face in (ampx, ampx.fused, ampx.pipelining, ampx.plotting):
+        for name in face.__all__:
+            path = f"{face.__name__}.{name}"
+            if callable(getattr(face, name)) and path not in documented:
+                logging.getLogger(__name__).warning("%s is on no page of docs/api", path)
 
 
 def setup(app):

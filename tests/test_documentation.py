@@ -1,5 +1,6 @@
 """What the README and the guides show must run as it stands there."""
 
+import importlib
 import pathlib
 import re
 
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 import ampx
+import ampx.plotting
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -109,6 +111,18 @@ def test_the_design_page_names_modules_that_exist() -> None:
     assert len(named) > 15
     for path in named:
         assert (ROOT / "ampx" / path).exists(), path
+
+
+def test_the_api_pages_list_every_public_name_once() -> None:
+    pages = (path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    listed = re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)", "\n".join(pages), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    faces = (ampx, ampx.fused, ampx.pipelining, ampx.plotting)
+    public = {f"{face.__name__}.{name}" for face in faces for name in face.__all__}
+    assert public - set(listed) == {"ampx.fused", "ampx.pipelining"}
+    for path in listed:
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
 
 
 def test_readme_links_exist() -> None:
