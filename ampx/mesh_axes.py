@@ -9,7 +9,8 @@ JAX knows an axis of a mesh in three ways, and a program may use several at once
                `f32[4@data]`, or along which axes it is a sum still due, `f32[4]{U:data}`.
     Auto       under `jit`: arrays are global, and the compiler alone knows how they are divided.
 
-The functions here ask and set what types say, so that no other module looks into them.
+The functions here ask types what they say, and set it, so that other modules need not know how JAX
+writes it down.
 """
 
 from __future__ import annotations
@@ -127,7 +128,10 @@ def reduced_axes(leaf: Any) -> frozenset[str]:
 
 
 def unreduced_zeros(leaf: Any, dtype: Any) -> jax.Array:
-    """Makes zeros of the type that the gradient of a value with `reduced_axes` has."""
+    """Makes zeros of the type that the gradient of a value with `reduced_axes` has.
+
+    The carry of a scan keeps its type, so a sum of such gradients has to start from such zeros.
+    """
     spec = jax.P(*_spec_of(leaf).partitions, unreduced=reduced_axes(leaf))
     return jax.reshard(jnp.zeros(leaf.shape, dtype), spec)
 
@@ -162,6 +166,7 @@ def mark_varying(tree: Any, axes: Sequence[str]) -> Any:
     refuses one that varies over some of these axes and not over the others.
     """
 
+    # One axis at a time: pcast refuses a tuple of axes over one of which the value varies already.
     def mark(leaf: Any) -> Any:
         for axis in axes:
             with contextlib.suppress(ValueError):  # marked already, or not under shard_map
@@ -177,7 +182,7 @@ def is_spec(node: Any) -> bool:
 
 
 def axes_of_entry(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes of one entry of a `PartitionSpec`."""
+    """The mesh axes of one entry of a `PartitionSpec`, those that divide one dimension."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)

@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 DTYPE_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+# Policies cast between these. Leaves in float64 or float8 stay as they are.
 CASTABLE = tuple(jnp.dtype(name) for name in DTYPE_NAMES.values())
 Node = TypeVar("Node")
 
@@ -92,6 +93,7 @@ def resolve_choice(choice: Any, tree: Any) -> Any:
     optax takes masks and labels both as trees and as functions of the parameters. A pytree of bools
     that happens to be callable, such as a module, is a choice, as it is in optax.
     """
+    # A function is a leaf; a callable pytree has its bools as leaves.
     leaves = jax.tree.leaves(choice)
     is_function = bool(leaves) and all(map(callable, leaves))
     return choice(tree) if is_function else choice
@@ -100,6 +102,7 @@ def resolve_choice(choice: Any, tree: Any) -> Any:
 def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:
     """All nodes of a type, outermost first; not the ones inside them."""
 
+    # The walk stops at a node of the kind, so what is inside it is never seen.
     def is_kind(node: Any) -> bool:
         return isinstance(node, kind)
 
@@ -130,7 +133,7 @@ def is_floating(leaf: Any) -> bool:
 
 
 def cast_like(tree: Any, like: Any) -> Any:
-    """`tree` as arrays in the dtypes of `like`."""
+    """Casts the leaves of `tree`, as arrays, to the dtypes of `like`."""
 
     def cast(leaf: Any, like_leaf: Any) -> Any:
         leaf, dtype = jnp.asarray(leaf), jnp.asarray(like_leaf).dtype

@@ -96,6 +96,7 @@ def all_reduce(
         order=order,
     )
 
+    # Nothing is kept from step to step; the state is there to tell what the last update sent.
     def init(params: optax.Params) -> ReductionState:
         return reduction_state(())
 

@@ -58,6 +58,7 @@ def clip_by_bucket_norm(
         leaves, structure = jax.tree.flatten(updates)
         for bucket in layout.buckets:
             norm = optax.tree.norm([leaves[i] for i in bucket.leaves])
+            # Chosen, not computed: max_norm / 0 for a bucket of zeros is never used.
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
             for i in bucket.leaves:
                 leaves[i] = leaves[i] * factor.astype(leaves[i].dtype)

@@ -133,6 +133,7 @@ class Reduction:
         """The same with another operation, if one is named: who made the gradients knows it."""
         if op in (None, self.op):
             return self
+        # The factor was meant for the mean that was asked for; a sum divides by nothing.
         return dataclasses.replace(self, op=op, gradient_predivide_factor=None)
 
     def widen(self, grads: Any) -> Any:
@@ -224,12 +225,12 @@ class Reduction:
                     total = self._sum(_make_wait(buffer, before))
                     if layout.buckets[i].leaves[0] in flat:
                         total = _clear_last(total)
-            before = total[:1]
+            before = total[:1]  # one number is enough: a reduction yields all of its result at once
             reduced.append(total)
             sent.append(buffer.size * (self._wire_dtype(buffer) or buffer.dtype).itemsize)
         # Leaves without elements are in no bucket; a sum marks them as the same on all devices.
         empty = jax.tree.map(lambda leaf: leaf if leaf.size else self._sum_leaf(leaf), tree)
-        return layout.unflatten(reduced, empty), sent
+        return layout.unflatten(reduced, empty), sent  # spare elements are left behind here
 
     def _count_parts(self) -> int:
         """How many equal parts a buffer is divided into on its way."""
@@ -327,6 +328,7 @@ def _find_flat_buffers(tree: Any) -> dict[str, int]:
 
 
 def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:
+    """Refuses gradients that JAX has summed already, where types tell: under `check_vma=True`."""
     for axis in axes:
         if not tracks_varying(axis):
             continue

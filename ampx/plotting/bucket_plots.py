@@ -64,12 +64,14 @@ def plot_buckets(
       >>> axes.get_title(loc="left"), axes.get_title(loc="right")
       ('4 buckets, 32 MB', '19 ms, 36.8% idle')
     """
+    # Four arrays of a profile become the same named tuple that a model of the times returns.
     bucket_bytes, *spans = _check_timeline(timeline)
     timeline = BucketTimeline(bucket_bytes, *spans)
     axes = make_axes(9, 2.4) if axes is None else axes
     start = min(lane.min() for lane in spans)
     axes.set_xlim(start, start + timeline.total_time)
     axes.set_ylim(len(_LANES) - 0.5, -0.5)  # upside down: the first lane is at the top
+    # Drawn first, so that boxes of reductions lie above the stripes.
     for low, high in timeline.idle_spans():
         axes.axvspan(low, high, facecolor="none", edgecolor="0.8", hatch="///", linewidth=0)
     points = width_in_points(axes) / timeline.total_time  # of the page, for a unit of time

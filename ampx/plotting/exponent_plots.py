@@ -100,6 +100,7 @@ def plot_exponents(
     _set_limits(axes, edges, shares, ranges[0])
     for lane, own in enumerate(ranges):
         _draw_lane(axes, own, lane)
+    # The part of normal numbers stays white: what is shaded is what the first format loses.
     for low, high, color, kind in _bands(axes, ranges[0]):
         if kind != "normal":
             axes.axvspan(low, high, color=color, alpha=0.35, linewidth=0, zorder=0)
@@ -171,6 +172,7 @@ def _set_limits(
 def _bands(axes: Axes, own: _Range) -> Iterator[tuple[float, float, str, str]]:
     """Ends, colour and name of the parts of the horizontal axis that a format divides it into."""
     low, high = axes.get_xlim()
+    # A part that lies outside of the picture shrinks to nothing here, and is left out below.
     ends = np.clip([low, own.subnormal, own.normal, own.largest, high], low, high)
     kinds = ("too small", "subnormal", "normal", "too large")
     colors = (_OUTSIDE, _SUBNORMAL, _NORMAL, _OUTSIDE)
@@ -218,6 +220,7 @@ def _label(name: str, shares: np.ndarray, edges: np.ndarray, own: _Range) -> str
         "too large": lower >= own.largest,
     }
     told = {kind: float(shares[where].sum()) for kind, where in parts.items()}
+    # A share is told however small it is: a few infinite gradients are enough to skip a step.
     named = ", ".join(
         f"{f'{share:.1%}' if share >= 5e-4 else '<0.1%'} {kind}"
         for kind, share in told.items()

@@ -146,6 +146,8 @@ def _as_arrays(name: str, history: Any) -> _Run:
 
 def _field(history: Any, field: str) -> np.ndarray | None:
     """One field of a history of any kind, as an array of shape (steps,); None if it has none."""
+    # Three kinds: a mapping, reports one by one, one report of arrays. A field that is None, or is
+    # so in any report, is not there.
     if isinstance(history, Mapping):
         values = history.get(field)
     elif isinstance(history, list):
@@ -222,6 +224,7 @@ def _mark_switches(panels: Sequence[Axes], phase: np.ndarray, color: str) -> Non
 
 def _name_switches(axes: Axes, phases: Sequence[np.ndarray]) -> None:
     """Once for each step, however many runs switch there."""
+    # Beside the dashed line and along it, since switches may be close to each other.
     for step in sorted({step for phase in phases for step in _switches(phase)}):
         axes.annotate(
             f"precision switches after step {step}",

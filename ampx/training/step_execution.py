@@ -108,6 +108,7 @@ class TrainStep:
                 "step.init takes a pytree of parameters, got an nnx module: call the step with the "
                 "pair (model, nnx.Optimizer(model, step.tx, wrt=nnx.Param)) instead of a state"
             )
+        # The optimizer starts from what is stored, so that moments are as wide as parameters.
         stored = params if self.recipe is None else self.recipe.cast_params(params)
         stored, key, model_state = jax.tree.map(jnp.copy, (stored, key, model_state))
         step = jnp.zeros((), jnp.int32)
@@ -258,7 +259,7 @@ class TrainStep:
           The new ones, and the norm of the unscaled gradients if a fused update has measured it on
           its way; else None.
         """
-        if can_apply(now.opt_state):
+        if can_apply(now.opt_state):  # all that is inside the loss scale works in one pass
             params, opt_state, report = apply(
                 self.tx, grads, now.opt_state, now.params, **extra_args
             )

@@ -75,6 +75,7 @@ def measure_groups(
       Two dicts from group: to its norm, a float32 scalar, and to its number of elements, an int32
       scalar.
     """
+    # Flat parameters are seen as the tree that lies in them, so groups are named alike.
     groups: dict[str, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(as_tree(grads)):
         name = group_of(path_name(path))
