@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ampx.autocasting import operations
-from ampx.autocasting.decisions import Decision, Plan, Settings
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK
+from ampx.autocasting.plans import Decision, Plan, Settings
 from ampx.autocasting.rules import Surroundings
 from ampx.autocasting.values import AS_TRACED, COMPUTED, IN_HALF, Demand, Value, Vote, is_float32
 from ampx.jaxprs import reading, source_info

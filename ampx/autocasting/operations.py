@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.autocasting import tables
-from ampx.autocasting.decisions import Decision
+from ampx.autocasting.plans import Decision
 from ampx.autocasting.values import (
     AS_TRACED,
     COMPUTED,

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ampx.autocasting import calls, operations, tables
-from ampx.autocasting.decisions import Decision, Plan, Settings
+from ampx.autocasting.plans import Decision, Plan, Settings
 from ampx.autocasting.rules import NOWHERE, Surroundings
 from ampx.autocasting.values import (
     Demand,

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ampx.autocasting.decisions import Decision, Plan
 from ampx.autocasting.planner import HIDDEN_FUNCTION
+from ampx.autocasting.plans import Decision, Plan
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.tables import DEFAULTS, HALF_BY_DEFAULT
 from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan

@@ -34,9 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.autocasting import custom_rules, tables
-from ampx.autocasting.decisions import Decision, Plan, Settings
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK, tracing_for
 from ampx.autocasting.planner import Planner
+from ampx.autocasting.plans import Decision, Plan, Settings
 from ampx.autocasting.values import (
     IN_HALF,
     Demand,

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ampx.autocasting.decisions import Plan, Settings
 from ampx.autocasting.marks import active_half_dtype, as_written, tracing_for
+from ampx.autocasting.plans import Plan, Settings
 from ampx.autocasting.rewriter import Rewriter
 from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
 from ampx.autocasting.values import Demand, describe_input

@@ -1,7 +1,8 @@
-"""The result of planning: what becomes of each equation of a jaxpr.
+"""What planning gives: a `Decision` for each equation of a jaxpr, and the `Plan` that holds them.
 
-The planner makes these, the rewriter and the report read them. They say everything about the new
-program but its equations: `explain` prints a plan that was never rewritten.
+`planner.py` makes a plan, `operations.py` and `calls.py` decide its equations, and the rewriter and
+the report read it. It says everything about the new program but its equations: `explain` prints a
+plan that was never rewritten.
 """
 
 from __future__ import annotations
