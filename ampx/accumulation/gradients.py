@@ -136,6 +136,9 @@ def value_and_grad(
         model_state: Any = None,
         wrt: Any = None,
     ) -> GradResult:
+        # `params` become the arrays to differentiate by, and `fun` a function of them. From the
+        # outside in it makes an nnx module, or the tree of a flat buffer, of these arrays, casts
+        # it to the computing dtype, and calls `loss_fn`.
         fun = functools.partial(recipe.call, loss_fn) if recipe else loss_fn
         if flax_modules.is_nnx_module(params):
             if model_state is not None:
@@ -180,6 +183,7 @@ def value_and_grad(
             _check_same_structure(new_state, state)
             return grads, cast_like(new_state, state), (loss, weight, aux)
 
+        # bool[k * n] of the rows, then bool[k, n] like all leaves of the batch.
         mask = num_rows = None
         if remainder == "mask":
             num_rows = batch_size(batch)
@@ -194,6 +198,8 @@ def value_and_grad(
                 one, params, tables, split, num_microbatches, model_state, accumulator_dtype
             )
         if axes:
+            # A sum over devices adds arrays element by element. Rows of different indices must not
+            # be added, so from here on the table's gradient is dense.
             grads = densify(grads)
         losses, weights, auxes = per_microbatch
         loss, grads, weight, aux = normalize_sums(
@@ -215,13 +221,17 @@ def _scan(
     model_state: Any,
     accumulator_dtype: DTypeLike,
 ) -> tuple[Any, Any, Any]:
-    """Runs `one` on each micro-batch in turn.
+    """Runs `one` on each micro-batch in turn, and sums gradients.
 
-    Dense gradients are added in the carry, so one copy of them is alive at a time. Losses, weights
-    and auxiliary outputs are small and stacked, f32[k, ...]: how to reduce them is decided later.
-    Sparse gradients are stacked too, since the k lists of rows need only be joined.
+    Returns:
+      Gradients, the last model state, and (losses, weights, auxiliary outputs) with a leading axis
+      of k.
     """
 
+    # After micro-batch i the carry holds g_0 + ... + g_i in float32, and the state that i returned.
+    # Dense gradients are added there, so one copy of them is alive at a time. What is stacked is
+    # small, f32[k] mostly, and how to reduce it is decided later. Sparse gradients are stacked too:
+    # the k lists of rows need only be joined.
     def body(carry: Any, xs: Any) -> Any:
         sums, state = carry
         (microbatch, mask), index = xs
@@ -247,11 +257,11 @@ def _widen(grad: jax.Array, accumulator_dtype: DTypeLike) -> jax.Array:
 
 
 def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
-    """Zeros sharded, and varying over mapped axes, as the gradient of the parameter is.
-
-    The type of a scan's carry must not change from one iteration to the next, and in JAX the type
-    of an array includes its sharding along Explicit axes and what it varies over.
-    """
+    """Zeros of the type that the gradient of a parameter has."""
+    # The type of a scan's carry must not change from one iteration to the next. In JAX it includes
+    # an array's sharding along Explicit axes and the mapped axes it varies over. `zeros_like` keeps
+    # both. The gradient of a parameter in a "reduced" layout is an "unreduced" one: each device has
+    # its part of a sum that is still due, and so must the zeros.
     param = jnp.asarray(param)
     dtype = wider_dtype(param.dtype, accumulator_dtype)
     if reduced_axes(param):
@@ -262,14 +272,12 @@ def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
 def _as_function(
     fun: Callable[..., Any], model: Any, has_aux: bool, wrt: Any
 ) -> tuple[Callable[..., Any], Any, Any]:
-    """An nnx loss as a pure function of (parameters, ..., model_state).
-
-    Each call works on a fresh copy, so what `fun` changes in it (batch statistics, random counters)
-    comes out as a value and does not leak a tracer into the caller's module.
-    """
+    """Turns an nnx loss into a pure function of (parameters, ..., model_state)."""
     graphdef, params, rest = flax_modules.split_nnx(model, wrt)
 
     def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
+        # A fresh copy for each call. What `fun` changes in it (batch statistics, random counters)
+        # comes out as a value, and no tracer leaks into the caller's module.
         copy = flax_modules.merge_nnx(graphdef, params, model_state)
         value, aux, _ = unpack_output(fun(copy, *args, **kwargs), has_aux, has_state=False)
         rest = flax_modules.select_nnx_rest(copy, wrt)

@@ -86,13 +86,12 @@ def batch_size(batch: Any) -> int:
 def pad_and_mask(batch: Any, num_microbatches: int) -> tuple[Any, jax.Array]:
     """Repeats the last row up to a multiple of k; the mask is False on the repeats.
 
-    A real row and not zeros: on a row of zeros a model may divide by zero, and a NaN times a mask
-    of 0 is still NaN.
-
     Returns:
       The batch with leaves of shape (n * k, ...), and the mask, bool[n * k].
     """
     size = batch_size(batch)
-    padding = -size % num_microbatches
+    padding = -size % num_microbatches  # -10 % 4 == 2: 10 rows and 2 more are 3 for each of 4
+    # A real row and not zeros: on a row of zeros a model may divide by zero, and a NaN times a mask
+    # of 0 is still NaN.
     padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], padding, 0)]), batch)
     return padded, jnp.arange(size + padding) < size

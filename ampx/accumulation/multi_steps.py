@@ -223,11 +223,10 @@ def _as_weight(settings: _Settings, weight: Any) -> jax.Array:
 
 
 def _judge_call(settings: _Settings, grads: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether to leave this call out, and whether it spoils its window: two bool scalars.
-
-    Both are the same on all devices along the axes. A device that counted a call which another
-    left out would come to its update one call earlier, and a reduction in `inner` would hang.
-    """
+    """Whether to leave this call out, and whether it spoils its window: two bool scalars."""
+    # Both are the same on all devices along the axes. A device that counted a call which another
+    # left out would come to its update one call earlier, and a reduction in `inner` would hang. One
+    # vote is enough to leave a call out.
     counts = nonfinite.count_nonfinite((grads, weight), axis_names=settings.axes)
     is_bad = jnp.sum(counts) > 0
     leave_out = jnp.asarray(False if settings.drop_if is None else settings.drop_if(grads), bool)
@@ -253,6 +252,7 @@ def _add_call(settings: _Settings, state: MultiStepsState, grads: Any, weight: A
         added = total + grad.astype(total.dtype) * weight.astype(total.dtype)
         return jnp.where(leave_out, total, added)
 
+    # A call that is left out leaves sums and count as they were, bit for bit, and ends no window.
     grad_sum = jax.tree.map(add, state.grad_sum, grads)
     weight_sum = state.weight_sum + jnp.where(leave_out, 0.0, weight)
     counted = (~leave_out).astype(jnp.int32)
@@ -281,12 +281,10 @@ def _update_when_due(
     params: Any,
     extra_args: dict[str, Any],
 ) -> tuple[Any, optax.OptState]:
-    """The update of `inner` if the window is due and not dropped, else none; and the inner state.
-
-    A `lax.cond` and not a select: it waits in k - 1 of k calls, and a select would compute the
-    update in each of them. Both branches must return the same dtypes, so the new state is cast to
-    those of the old, and the zeros take theirs from a trace of the other branch.
-    """
+    """Runs `inner` if the window is due and not dropped: its update, or none, and its state."""
+    # A `lax.cond` and not a select: it waits in k - 1 of k calls, and a select would compute the
+    # update in each of them. Both branches must return the same dtypes, so the new state is cast to
+    # those of the old, and the zeros take theirs from a trace of the other branch.
 
     def run(_: None) -> tuple[Any, Any]:
         # With weights, sum(w_i * g_i) / sum(w_i); without them every w_i is 1, and this is the

@@ -34,9 +34,7 @@ AuxReduction = Literal["mean", "sum", "stack", "concat", "last"]
 def unpack_output(
     out: Any, has_aux: bool, has_state: bool, name: str = "loss_fn"
 ) -> tuple[Any, Any, Any]:
-    """Splits what a loss function returned into value, auxiliary output and new state.
-
-    Each is None where there is none.
+    """Splits what a loss function returned into value, auxiliary output (or None), state (or None).
 
     Raises:
       TypeError: if it is not the tuple that `has_aux` and `has_state` announce; `name` is how the

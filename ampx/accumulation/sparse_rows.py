@@ -78,7 +78,7 @@ class SparseRows(NamedTuple):
         return self.like.shape[1]
 
     def to_dense(self) -> jax.Array:
-        """The table's gradient: zero but for these rows, repeated ones summed."""
+        """The table's gradient: zero except in these rows, repeated ones summed."""
         return jax.ops.segment_sum(self.rows, self.indices, num_segments=self.num_rows)
 
 
@@ -179,6 +179,7 @@ def read_tables(
 
 def split_sparse(grads: Any) -> tuple[Any, Any]:
     """Splits gradients into (dense ones, sparse ones), each None where the other has the leaf."""
+    # Two trees of one structure, since a scan wants to carry one part and to stack the other.
     dense = jax.tree.map(lambda g: None if is_sparse_rows(g) else g, grads, is_leaf=is_sparse_rows)
     sparse = jax.tree.map(lambda g: g if is_sparse_rows(g) else None, grads, is_leaf=is_sparse_rows)
     return dense, sparse
@@ -195,6 +196,7 @@ def merge_sparse(dense: Any, sparse: Any) -> Any:
     def merge(array: Any, rows: Any) -> Any:
         if rows is None:
             return array
+        # int[k, m] -> int[k * m], f[k, m, ...] -> f[k * m, ...]; all k of `like` are the same.
         return SparseRows(
             rows.indices.reshape(-1), rows.rows.reshape(-1, *rows.rows.shape[2:]), rows.like[0]
         )

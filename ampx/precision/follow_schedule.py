@@ -1,4 +1,20 @@
-"""Following a precision schedule: the wrapper of an optimizer, and its state."""
+"""Following a precision schedule: a wrapper of an optimizer whose state knows the phase.
+
+The wrapper goes around the loss scale and does three things after each update: it counts the step,
+decides the phase of the next one, and sets the loss scale to what that phase asks for. With a
+schedule of float16 until step 3, float32 until step 5, then float16 again:
+
+    step                     0        1        2        3        4        5        6
+    phase                    0        0        0        1        1        2        2
+    scale is                 dynamic  dynamic  dynamic  fixed    fixed    dynamic  dynamic
+    gradients overflow                yes
+    loss_scale, before       65536    65536    32768    1        1        32768    32768
+    parked_scale, before     65536    65536    32768    32768    32768    32768    32768
+
+The scale of a dynamic phase is parked while another phase runs, and taken up by the next dynamic
+one. Nothing else changes at a switch. Each update divides by the scale that its own loss was
+multiplied by, and the new scale is set after that, so moments are in the same units in all phases.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +36,10 @@ class PrecisionScheduleState(NamedTuple):
     """State of `ampx.follow_schedule`.
 
     Attributes:
-      precision_phase: int32, the phase of the next step, from 0.
-      steps_seen: int32, steps so far, skipped ones included.
-      parked_scale: float32, the scale that the last phase with a dynamic one left behind.
+      precision_phase: int32 scalar, the phase of the next step, from 0.
+      steps_seen: int32 scalar, steps so far, skipped ones included.
+      parked_scale: float32, in the shape of the loss scale: the scale with which the next phase
+        with a dynamic one begins, left by the last such phase. A scalar 1 if there is no scale.
       inner_state: the wrapped transformation's state.
 
     Examples:
@@ -38,8 +55,8 @@ class PrecisionScheduleState(NamedTuple):
     parked_scale: jax.Array
     inner_state: Any
 
-    hands_on_tail = True
-    wraps_loss_scale = True  # the one inside still counts as outermost
+    hands_on_tail = True  # see `ampx.updates.tails.takes_tail`
+    wraps_loss_scale = True  # the scale inside still counts as outermost
 
 
 def follow_schedule(
@@ -47,7 +64,7 @@ def follow_schedule(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that its state knows the phase of a precision schedule.
 
-    `ampx.train_step(policy=schedule)` does it by itself. In a loop of your own take gradients with
+    `ampx.train_step(policy=schedule)` does this by itself. In a loop of your own take gradients by
     `ampx.value_and_grad(loss_fn, policy=schedule)`, called with
     `phase=ampx.precision_phase(opt_state)` and `loss_scale=ampx.current_loss_scale(opt_state)`.
 
@@ -57,14 +74,14 @@ def follow_schedule(
       schedule: the phases.
 
     Returns:
-      A transformation whose state is a `PrecisionScheduleState`. Its `update` takes the extra
-      argument `value`, the unscaled loss over all devices, if a loss ends a phase, and hands all
-      extra arguments on.
+      A transformation whose state is a `PrecisionScheduleState`. If a loss ends a phase, its
+      `update` needs the extra argument `value`, a float scalar, the unscaled loss over all devices.
+      All extra arguments are handed on to `inner`.
 
     Raises:
-      TypeError: if `inner` is not a gradient transformation or `schedule` no schedule.
-      ValueError: at `init`, for phases with a loss scale where `inner` has none, or has it inside
-        another wrapper; in `update`, for a missing `value`.
+      TypeError: if `inner` is not a gradient transformation or `schedule` not a schedule.
+      ValueError: at `init`, if phases have a loss scale and `inner` has none, or has it inside
+        another wrapper; in `update`, if `value` is needed and missing.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -85,9 +102,12 @@ def follow_schedule(
             f"schedule must be an ampx.PrecisionSchedule, got {type(schedule).__name__}"
         )
     inner = optax.with_extra_args_support(inner)
+    # One entry for each phase, known while tracing. The device looks up its phase in them.
     scales = [parse_choice(recipe.loss_scale) for recipe in schedule.recipes]
-    is_dynamic = np.array([scale == 0 for scale in scales])
-    fixed_scales = np.array([max(scale, 1.0) for scale in scales], np.float32)  # off, -1, is 1
+    is_dynamic = np.array([scale == 0 for scale in scales])  # bool[num_phases]
+    # f32[num_phases]. No scaling is written as -1 and means 1; where 0 means dynamic it is not
+    # read.
+    fixed_scales = np.array([max(scale, 1.0) for scale in scales], np.float32)
 
     def init(params: optax.Params) -> PrecisionScheduleState:
         inner_state = inner.init(params)
@@ -95,6 +115,7 @@ def follow_schedule(
         if isinstance(inner_state, LossScaleState):
             parked = inner_state.loss_scale
             first = jnp.full_like(parked, fixed_scales[0])
+            # `jnp.copy` because no buffer may be in two fields of a state: it could not be donated.
             inner_state = inner_state._replace(
                 loss_scale=jnp.copy(parked) if is_dynamic[0] else first
             )
@@ -128,6 +149,8 @@ def follow_schedule(
             was_dynamic, is_now = (
                 jnp.asarray(is_dynamic)[p] for p in (state.precision_phase, phase)
             )
+            # A fixed scale stands still: `inner` has moved it all the same, if it is dynamic, and
+            # so its counters. Both are put back, while counts of overflows and skips go on.
             parked = jnp.where(was_dynamic, new.loss_scale, parked)
             of_dynamics = ("growth_tracker", "hysteresis_tracker", "floor_hits", "floor_flag")
             held = {
@@ -142,17 +165,18 @@ def follow_schedule(
 
 
 def _misplaced(holder: Any) -> str:
-    """What to say of a loss scale that is inside the transformation with this state."""
+    """The error's text for a loss scale that is inside the transformation with this state."""
     if type(holder) is tuple:
         return (
             "the loss scale is inside optax.chain, where the schedule cannot set it: put it around "
-            "the chain, as in dynamic_loss_scale(optax.chain(...)), and leave out a chain of "
-            "nothing but the loss scale"
+            "the chain, as in dynamic_loss_scale(optax.chain(...)); a chain that holds nothing but "
+            "the loss scale can be left out"
         )
     return (
-        f"the loss scale is inside {type(holder).__name__}, which may hold sums of gradients at a "
-        "scale that the schedule is about to change: put it around the whole optimizer, as in "
-        "dynamic_loss_scale(multi_steps(optimizer, k))"
+        f"the loss scale is inside {type(holder).__name__}, which may hold sums of gradients that "
+        "were multiplied by the scale of one phase and would be divided by that of the next: put "
+        "the loss scale around the whole optimizer, as in dynamic_loss_scale(multi_steps("
+        "optimizer, k))"
     )
 
 
@@ -166,7 +190,7 @@ def precision_phase(opt_state: optax.OptState) -> jax.Array:
       int32 scalar; 0 where the state follows no schedule.
 
     Raises:
-      ValueError: if it follows several.
+      ValueError: if it follows several schedules.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -181,5 +205,9 @@ def precision_phase(opt_state: optax.OptState) -> jax.Array:
     """
     states = find_nodes(opt_state, PrecisionScheduleState)
     if len(states) > 1:
-        raise ValueError(f"found {len(states)} precision schedules in the state: one is enough")
+        raise ValueError(
+            f"found {len(states)} precision schedules in the state: wrap the optimizer in one, or "
+            "pass the part of the state that is meant"
+        )
+    # A leaf and not the field itself: flax nnx keeps a variable there.
     return jax.tree.leaves(states[0].precision_phase)[0] if states else jnp.zeros((), jnp.int32)

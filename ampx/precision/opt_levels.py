@@ -1,4 +1,17 @@
-"""Apex's opt levels made concrete: a policy, what stays float32, and the loss scale to use."""
+"""Opt levels O0 to O3 as recipes: a policy, what stays float32, and the loss scale to use.
+
+The levels are Apex's, and name four ways to train in half precision:
+
+    O0  float32 throughout: the baseline.
+    O1  autocast: each operation of the loss runs in half or in float32, by a table of rules.
+    O2  the whole model computes in half, except its norm layers; weights are kept in float32.
+    O3  half throughout, weights too: the fastest, a bound for the speed of the others.
+
+A `Recipe` is a level made concrete. It does not train; it answers three questions of those who do:
+how a function is called at this precision (`call`, `wrap`), in which dtype parameters are stored
+(`cast_params`, `half_params`), and which loss scale goes around the optimizer (`loss_scale`).
+Whatever takes a policy in ampx turns it into a recipe by `as_recipe`.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +40,13 @@ class Recipe:
 
     Attributes:
       policy: the three dtypes. O2 stores float32 (the master weights) and casts in each step.
-      stays_float32: rule from a parameter's path to bool, or None; replace it with
-        `dataclasses.replace(recipe, stays_float32=...)`.
+      stays_float32: rule from a parameter's path to bool, True for those that are not cast to
+        half; None if all are. Replace it with `dataclasses.replace(recipe, stays_float32=...)`.
       loss_scale: what `ampx.loss_scale` takes: None, `"dynamic"` or a number.
       master_weights: whether the level keeps float32 weights beside half ones.
       level: the name it came from, or None.
       autocast_dtype: the half dtype of `ampx.autocast`, or None for a level without it. The policy
-        of a level with it is float32 throughout: operations are cast, not trees.
+        of a level with autocast is float32 throughout: operations are cast, not trees.
       rules: the rules of autocast.
 
     Examples:
@@ -54,15 +67,17 @@ class Recipe:
     rules: Rules = DEFAULT_RULES
 
     def cast_params(self, params: Any) -> Any:
-        """Parameters as they are stored, norms in float32 if the level says so."""
+        """Casts parameters to the dtypes in which they are stored, norms in float32 at O2."""
+        # A flat buffer has no paths for the rule to look at: `on_tree` shows it the tree instead.
         return on_tree(
             lambda tree: cast_by_path(tree, self.policy.param_dtype, self.stays_float32), params
         )
 
     def half_params(self, params: Any) -> Any:
-        """Parameters as they compute: half, norms in float32.
+        """Casts parameters to the dtypes in which they compute: half, norms in float32 at O2.
 
-        For models that store half weights, with `ampx.master_weights` in the optimizer.
+        `call` does it in each step. By hand it is for models that store half weights, with
+        `ampx.master_weights` in the optimizer.
         """
         return on_tree(
             lambda tree: cast_by_path(tree, self.policy.compute_dtype, self.stays_float32), params
@@ -71,8 +86,8 @@ class Recipe:
     def wrap(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a model function `fun(params, *args, **kwargs)` compute at this precision.
 
-        Parameters and floating inputs are cast to the computing dtype, results to the output
-        dtype, so that a loss computed from them is in float32, as in Apex. At O1 the function is
+        Parameters and floating inputs are cast to the computing dtype, and results to the output
+        dtype, so that a loss computed from them is float32, as in Apex. At O1 the function is
         autocast instead.
 
         Args:
@@ -101,13 +116,13 @@ class Recipe:
         return at_precision
 
     def call(self, fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls `fun` with parameters cast for computing, its other arguments and results as is.
+        """Calls `fun` with parameters cast for computing, and casts nothing else.
 
-        For loss functions: casting a batch would round targets and token weights. Flax models
-        called inside cast their own inputs and outputs; in plain JAX code cast the inputs with
-        `policy.cast_to_compute` or wrap the model function with `wrap`. Norm layers that stay
-        float32 compute in float32 and give back the dtype that they were given. At O1 all of `fun`
-        is autocast, and what it returns keeps its dtypes.
+        It is for loss functions: casting a batch would round targets and token weights. Flax models
+        called inside cast their own inputs and outputs. In plain JAX code cast the inputs with
+        `policy.cast_to_compute`, or wrap the model function with `wrap`. Norm layers that stay
+        float32 compute in float32 and return the dtype that they were given. At O1 all of `fun` is
+        autocast, and what it returns keeps its dtypes.
 
         Args:
           fun: a function whose first argument is a pytree of parameters or an nnx module.
@@ -127,9 +142,10 @@ class Recipe:
         return self._call(self.policy.cast_to_output, fun, params, *args, **kwargs)
 
     def call_part(self, fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-        """`call` for a part of a model, such as a stage: flax models in it cast no results.
+        """`call` for a part of a model, such as a stage of a pipeline: it casts no results.
 
-        What one part passes to the next is no output of the model, and stays as it is.
+        What one part passes to the next is not an output of the model, so flax models in it return
+        what they have computed, in half.
 
         Args:
           fun: see `call`.
@@ -157,6 +173,7 @@ class Recipe:
         **kwargs: Any,
     ) -> Any:
         if self.autocast_dtype is not None:
+            # "original": results keep the dtypes that `fun` has without autocast.
             cast_operations = autocast(
                 fun, half_dtype=self.autocast_dtype, rules=self.rules, output="original"
             )
@@ -166,15 +183,23 @@ class Recipe:
             cast_input=self.policy.cast_to_compute,
             cast_output=cast_output,
         )
+        # Flax modules promote an input with their parameters: a float32 input would make half
+        # kernels compute in float32, and one float32 norm all layers after it. So inputs are cast
+        # where the model is called, and norms return the dtype that they were given. A linen module
+        # is called inside `fun`, and an interceptor, active while `fun` is traced, catches the
+        # call. An nnx module is an argument, and a copy of it gets methods that cast.
         with flax_modules.linen_casts(**casts):
             if not flax_modules.is_nnx_module(params):
                 return fun(self.half_params(params), *args, **kwargs)
             model = flax_modules.nnx_with_casts(params, self.half_params, **casts)
             result = fun(model, *args, **kwargs)
+            # Batch statistics and random counters changed in the copy. Parameters did not, so the
+            # caller's stay float32.
             flax_modules.write_back(params, model)
             return result
 
 
+# Stands for an argument that was not given. None cannot, since loss_scale=None means no scaling.
 _LEVEL_DEFAULT: Any = type("LevelDefault", (), {"__repr__": lambda self: "<level's default>"})()
 
 
@@ -187,7 +212,7 @@ def opt_level(
     master_weights: bool = _LEVEL_DEFAULT,
     rules: Rules = _LEVEL_DEFAULT,
 ) -> Recipe:
-    """Apex's opt levels as a recipe.
+    """Makes a recipe of one of Apex's opt levels.
 
     ======================  =======  ============  =========  =======
     .                       O0       O1            O2         O3
@@ -202,9 +227,9 @@ def opt_level(
     Args:
       level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
       half_dtype: float16 or bfloat16. bfloat16 has float32's range and needs no loss scale:
-        `loss_scale=None` saves the check of the gradients, at the price of not skipping bad steps.
+        `loss_scale=None` saves the check of the gradients, and then bad steps are not skipped.
       loss_scale: overrides the level's loss scale; takes what `ampx.loss_scale` takes.
-      keep_norm_float32: overrides whether norm layers stay float32; a function from a parameter's
+      keep_norm_float32: overrides whether norm layers stay float32. A function from a parameter's
         path to bool replaces the rule that finds them (`ampx.is_norm_path`).
       master_weights: overrides whether weights are kept in float32.
       rules: which operations O1 runs in half and in float32; `ampx.DEFAULT_RULES` by default.
@@ -233,6 +258,8 @@ def opt_level(
     if half == jnp.float32:
         raise ValueError("half_dtype must be float16 or bfloat16, got float32: use level 'O0'")
     _refuse_contradictions(level, keep_norm_float32, master_weights)
+    # O1 is a matter of operations, so its policy is float32 and the half dtype goes to autocast.
+    # The other levels are a matter of trees.
     if level == "O1":
         rules = DEFAULT_RULES if rules is _LEVEL_DEFAULT else rules
         return Recipe(
@@ -243,19 +270,22 @@ def opt_level(
             rules=check_rules(rules),
         )
     if rules is not _LEVEL_DEFAULT:
-        raise ValueError(f"{level} contradicts an override: rules are those of autocast, so of O1")
+        raise ValueError(
+            f"{level} contradicts an override: rules are those of autocast, which only O1 uses"
+        )
     masters = level == "O2" if master_weights is _LEVEL_DEFAULT else master_weights
     keep = level == "O2" if keep_norm_float32 is _LEVEL_DEFAULT else keep_norm_float32
     compute = jnp.float32 if level == "O0" else half
     if loss_scale is _LEVEL_DEFAULT:
+        # As in Apex. A static scale of 1 changes no number, but it skips steps with bad gradients.
         loss_scale = "dynamic" if level == "O2" else 1.0
+    if level == "O0" or keep is False:
+        stays_float32 = None
+    else:
+        stays_float32 = is_norm_path if keep is True else keep
     return Recipe(
         Policy(jnp.float32 if masters or level == "O0" else half, compute, jnp.float32),
-        stays_float32=None
-        if level == "O0"
-        else keep
-        if callable(keep)
-        else (is_norm_path if keep else None),
+        stays_float32=stays_float32,
         loss_scale=loss_scale,
         master_weights=masters,
         level=level,
@@ -263,6 +293,7 @@ def opt_level(
 
 
 def _refuse_contradictions(level: str, keep_norm: Any, masters: Any) -> None:
+    """Raises for an override of the wrong type, or one that would make the level another one."""
     for name, value in (("keep_norm_float32", keep_norm), ("master_weights", masters)):
         is_rule = name == "keep_norm_float32" and callable(value)
         if not (value is _LEVEL_DEFAULT or isinstance(value, bool) or is_rule):
@@ -287,10 +318,18 @@ def _refuse_contradictions(level: str, keep_norm: Any, masters: Any) -> None:
 
 
 def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
-    """Whatever names a precision, as a recipe: `"O2"`, `"p=f32,c=bf16"`, a policy, a recipe, None.
+    """Converts whatever names a precision to a recipe.
+
+    Args:
+      policy: an opt level such as `"O2"`, a string that `ampx.get_policy` reads, such as
+        `"p=f32,c=bf16"`, a `Policy`, a `Recipe`, or None.
+
+    Returns:
+      A `Recipe`; None for None.
 
     Raises:
       TypeError: for anything else.
+      ValueError: for an unknown string, or the string of a precision schedule.
 
     Examples:
       >>> import ampx
@@ -299,11 +338,12 @@ def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
     """
     if isinstance(policy, str) and "|" in policy:
         raise ValueError(
-            f"{policy!r} is a precision schedule, which takes more than a string: give "
-            f"ampx.precision_schedule({policy!r}, total_steps=...) or final_loss=..., where a "
-            "schedule is taken"
+            f"{policy!r} is a precision schedule, which needs more than a string: "
+            f"give ampx.precision_schedule({policy!r}, total_steps=...) or final_loss=..., where "
+            "a schedule is taken"
         )
     if isinstance(policy, str):
+        # "00" and "o2" are taken for levels, so that `opt_level` can say what is wrong with them.
         return opt_level(policy) if re.fullmatch(r"[oO0]\d", policy) else Recipe(get_policy(policy))
     if isinstance(policy, Policy):
         return Recipe(policy)

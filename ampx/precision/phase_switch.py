@@ -1,4 +1,15 @@
-"""One of several functions, chosen by the phase of a precision schedule."""
+"""Calls one of several functions, by the phase that a precision schedule is in.
+
+Each phase of a schedule has a gradient function of its own, at its own precision. Here they become
+one function with the argument `phase`, an int32 scalar on the device:
+
+    phase --> lax.switch --+-- 0: gradients in half      --+
+                           +-- 1: gradients in float32   --+--> GradResult, widest dtypes of all
+
+So one compiled step holds all phases, the host need not know which is on, and a `lax.scan` over
+steps can change the phase in the middle. The switch is around the gradients, not inside the loss:
+differentiated through, a `cond` keeps in memory what each branch would save for its backward pass.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +22,15 @@ from ampx.trees import wider_dtype
 
 
 def switch_by_phase(each: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """One function of several: that of the argument `phase`, chosen while tracing if it is an int.
+    """Makes one function of several, which calls that of the argument `phase`.
 
     Args:
-      each: the function of each phase. Their results differ in dtypes at most, and are then given
-        the widest.
+      each: the function of each phase. Their results may differ in dtypes, and nothing else.
+
+    Returns:
+      A function of the arguments of each, and of `phase`. If that is an int, the function is chosen
+      while tracing, and its result is returned as it is. If it is an array, the choice is made on
+      the device, and results are cast to the widest dtype of all phases.
     """
 
     def at_phase(*args: Any, phase: jax.Array | int | None = None, **kwargs: Any) -> Any:
@@ -28,9 +43,11 @@ def switch_by_phase(each: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
             return each[0](*args, **kwargs)
         if isinstance(phase, int):
             if not 0 <= phase < len(each):
-                raise ValueError(f"phase must be that of one of {len(each)} phases, got {phase}")
+                raise ValueError(f"phase must be in [0, {len(each)}), got {phase}")
             return each[phase](*args, **kwargs)
-        # With jit the switch finds what eval_shape has traced.
+        # Each function is traced twice, by eval_shape for its dtypes and by the switch. As jitted
+        # functions of no arguments the second trace finds the first in JAX's cache; `inline` leaves
+        # no call in the program. `fun=fun` binds the function of this iteration.
         calls = [jax.jit(lambda fun=fun: fun(*args, **kwargs), inline=True) for fun in each]
         results = [jax.eval_shape(call) for call in calls]
         first, *others = map(jax.tree.structure, results)
@@ -38,8 +55,9 @@ def switch_by_phase(each: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
             if structure != first:
                 raise ValueError(
                     f"the loss function returns {first} in phase 0 and {structure} in phase "
-                    f"{number}: what it returns may depend on the precision in dtypes only"
+                    f"{number}: return one structure at every precision, only dtypes may differ"
                 )
+        # Branches of a switch must return one type.
         widest = jax.tree.map(lambda *leaves: _widest([leaf.dtype for leaf in leaves]), *results)
 
         def cast(call: Callable[[], Any]) -> Callable[[], Any]:

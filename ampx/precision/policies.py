@@ -1,7 +1,21 @@
 """Precision policies: which dtype is stored, which computes, which comes out.
 
-A `Policy` names three dtypes and carries no state. Only float16, bfloat16 and float32 arrays are
-ever cast: integers, booleans, random keys, complex numbers, float8 and float64 pass untouched.
+The three formats that a policy chooses from, with what tells them apart:
+
+                exponent  fraction   largest   smallest normal   smallest   next after 1
+    float32       8 bits   23 bits    3.4e38           1.2e-38    1.4e-45    1 + 1.2e-7
+    bfloat16      8 bits    7 bits    3.4e38           1.2e-38    9.2e-41    1 + 7.8e-3
+    float16       5 bits   10 bits     65504           6.1e-5     6.0e-8     1 + 9.8e-4
+
+Products of matrices need few digits and are most of the cost: they compute in half. A weight of 1
+needs many: an update of 1e-3 added to it in bfloat16 is lost. So parameters are stored in float32.
+bfloat16 has float32's range, float16 does not, and that is why only float16 needs a loss scale.
+
+    params f32 --cast--> half --fun--> half --cast--> output f32       Policy(f32, bf16, f32)
+    param_dtype          compute_dtype              output_dtype
+
+A `Policy` carries no state. Only float16, bfloat16 and float32 arrays are ever cast: integers,
+booleans, random keys, complex numbers, float8 and float64 are left as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +32,11 @@ from ampx import flax_modules
 from ampx.trees import DTYPE_NAMES, as_castable_dtype, cast_floating, cast_leaf, map_by_path
 
 PathRule = Callable[[str], bool]
-# "norm_dense" is a dense layer: half kernel and float32 bias would widen all that follows.
+# A name counts if it has one of these as a whole word (`ln_f`, `bn1`, `block_gn`), where "_", a
+# digit or an end of the name bounds a word, or if a word ends in "norm" (`LayerNorm_0`,
+# `final_norm`, `input_layernorm`). "normal_dense" does not, its word goes on; nor does
+# "norm_dense", a dense layer after a norm: its bias in float32 beside a half kernel would widen all
+# that follows.
 _NORM_COMPONENT = re.compile(
     r"(?:^|_)(?:ln|bn|gn)(?:$|[_\d])|norm(?:$|[_\d])(?!.*(?:dense|linear|conv|proj|embed))",
     re.IGNORECASE,
@@ -26,10 +44,9 @@ _NORM_COMPONENT = re.compile(
 
 
 def cast_by_path(tree: Any, dtype: DTypeLike, stays_float32: PathRule | None) -> Any:
-    """Casts as `cast_floating` does, but to float32 where `stays_float32(path)` says so."""
+    """Casts as `cast_floating` does, but to float32 where `stays_float32(path)` is True."""
     if stays_float32 is None:
         return cast_floating(tree, dtype)
-
     return map_by_path(
         tree, lambda name, leaf: cast_leaf(leaf, jnp.float32 if stays_float32(name) else dtype)
     )
@@ -39,8 +56,8 @@ def is_norm_path(path: str) -> bool:
     """Whether a parameter's path looks like a normalisation layer: the default rule of O2.
 
     Args:
-      path: names joined by "/", as in `"block_0/LayerNorm_1/scale"`. The last two count, the layer
-        and the parameter; kernels and embeddings never do.
+      path: names joined by "/", as in `"block_0/LayerNorm_1/scale"`. Only the last two are looked
+        at, the layer and the parameter. Kernels and embeddings are never a norm's.
 
     Returns:
       True for components such as `LayerNorm_0`, `final_norm`, `input_layernorm`, `ln_f`, `bn1`.
@@ -50,7 +67,7 @@ def is_norm_path(path: str) -> bool:
       >>> ampx.is_norm_path("block_0/ln_1/scale"), ampx.is_norm_path("normal_dense/kernel")
       (True, False)
     """
-    # nnx paths end in "value", the content of a variable.
+    # Paths of flax nnx end in "value", which is the content of a variable and no name of ours.
     *_, owner, leaf = ("", *path.removesuffix("/value").split("/"))
     if leaf in ("kernel", "embedding"):
         return False
@@ -58,7 +75,7 @@ def is_norm_path(path: str) -> bool:
 
 
 def norm_rule(model: Any, *args: Any, **kwargs: Any) -> PathRule:
-    """A rule that finds norm layers by their flax type, for models whose names do not tell.
+    """Makes a rule that finds norm layers by their flax type, for models whose names do not tell.
 
     Args:
       model: a linen module, with the arguments of its `__call__` after it, or an nnx module.
@@ -86,6 +103,7 @@ def norm_rule(model: Any, *args: Any, **kwargs: Any) -> PathRule:
     paths = flax_modules.find_norm_paths(model, *args, **kwargs)
 
     def is_norm(path: str) -> bool:
+        # Linen's variables are {"params": {...}}; people cast either the whole or the inner part.
         inside = path.removeprefix("params/")
         return any(inside == norm or inside.startswith(f"{norm}/") for norm in paths)
 
@@ -122,6 +140,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Resolves names to dtypes."""
+        # Every spelling of a dtype becomes the same np.dtype, so that equal policies compare and
+        # hash as equal. A frozen dataclass lets only `object.__setattr__` through.
         for field in dataclasses.fields(self):
             dtype = as_castable_dtype(getattr(self, field.name), field.name)
             object.__setattr__(self, field.name, dtype)
@@ -180,6 +200,7 @@ def get_policy(name: str) -> Policy:
         if keys[key] in given:
             raise ValueError(f"key {key!r} is given twice in policy {name!r}")
         given[keys[key]] = dtype
+    # Missing ones follow the one before: what is stored computes, and what computes comes out.
     param = given.get("p", "f32")
     compute = given.get("c", param)
     return Policy(param, compute, given.get("o", compute))

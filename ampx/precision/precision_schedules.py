@@ -1,4 +1,16 @@
-"""Precision schedules: phases of training, each at its own precision, and what ends them."""
+"""Precision schedules as data: phases of training, each at its own precision, and what ends them.
+
+    PrecisionSchedule((Phase("O2", until_step=100), Phase("O1", until_loss=1.2), Phase("float32")))
+
+    step   0 ........ 100 ........ first loss <= 1.2 ........
+           |    O2    |      O1                     | float32
+
+Phases follow each other and never go back. A phase ends by a number of steps, by a loss, or by
+whichever comes first. `precision_schedule` makes the usual schedule of two phases from a string.
+
+Who does the rest: `follow_schedule` keeps the phase in the optimizer's state, and `phase_switch`
+calls the gradient function of that phase.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +30,8 @@ from ampx.loss_scaling.dynamics import parse_choice
 from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
 from ampx.precision.policies import Policy
 
-# Of "fast|step|0.9": the half type, and what the ratio may be, with its default.
+# The fields of "fast|step|0.9": the half type by its first, and by its second (least, most,
+# default) of its third, which is a share of all steps or a ratio of losses.
 _HALVES = {"fast": "float16", "fast1": "bfloat16"}
 _RATIOS = {"step": (0.2, 0.9, 0.9), "loss": (1.01, 1.5, 1.05)}
 
@@ -30,9 +43,9 @@ class Phase:
     Attributes:
       policy: a `Recipe`, a `Policy` or a string such as `"O2"`; kept as a `Recipe`.
       until_step: the phase ends when this many steps of training are done, counted from the very
-        first and with the skipped ones; None for no such end.
+        first step of training, skipped steps included; None for no such end.
       until_loss: the phase ends after the first step with a loss of at most this; None for no such
-        end. With both, the first to come ends it.
+        end. With both, the one that comes first ends it.
 
     Raises:
       TypeError: for a policy, step or loss of the wrong kind.
@@ -63,7 +76,7 @@ class Phase:
 
     @property
     def recipe(self) -> Recipe:
-        """The policy, as the recipe that it is kept as."""
+        """The policy as a `Recipe`; the same object, with the type that checkers can see."""
         return cast(Recipe, self.policy)
 
 
@@ -71,20 +84,20 @@ class Phase:
 class PrecisionSchedule:
     """Phases of training, one after the other and never back.
 
-    Give it to `ampx.train_step(policy=...)`. The phase is part of the optimizer's state, so that it
-    is saved and resumed with it, and is decided on the device, exact to the step, also inside a
-    `lax.scan` over steps. Parameters and moments are the same arrays in all phases. A phase whose
-    recipe has a dynamic loss scale uses the optimizer's; in the others the scale is the recipe's
-    number, 1 without one, and stands still.
+    Give it to `ampx.train_step(policy=...)`. The phase is a part of the optimizer's state, so it is
+    saved and resumed with it. It is decided on the device, exact to the step, also inside a
+    `lax.scan` over steps. Parameters and moments are the same arrays in all phases. In a phase
+    whose recipe has a dynamic loss scale the optimizer's own scale moves. In the others the scale
+    is the recipe's number, or 1 if it has none, and does not move.
 
     Attributes:
       phases: at least one; all but the last have an end, the last has none. A pair
         (step, policy) stands for `Phase(policy, until_step=step)`.
 
     Raises:
-      TypeError: for what is no `Phase`.
-      ValueError: for a phase that never ends before the last or ends before it begins, or phases
-        that store parameters in different dtypes.
+      TypeError: for an entry that is neither a `Phase` nor a pair.
+      ValueError: for a phase before the last without an end, a phase that ends before it begins, an
+        end of the last phase, or phases that store parameters in different dtypes.
 
     Examples:
       >>> import ampx
@@ -113,7 +126,7 @@ class PrecisionSchedule:
             if not isinstance(phase, Phase):
                 raise TypeError(f"phases must be of type ampx.Phase, got {type(phase).__name__}")
         if not phases:
-            raise ValueError("phases is empty: give at least the precision to train in")
+            raise ValueError("phases is empty: give at least one, the precision to train in")
         _check_ends(phases)
         if len({p.recipe.policy.param_dtype for p in phases}) > 1:
             names = ", ".join(f"{_name(p.recipe)} in {p.recipe.policy.param_dtype}" for p in phases)
@@ -145,6 +158,8 @@ class PrecisionSchedule:
     @property
     def loss_scale(self) -> Any:
         """What to wrap the optimizer in: `"dynamic"` if a phase needs it, 1.0, or None."""
+        # One wrapper serves all phases, so it must be the one that can do most: a dynamic scale can
+        # be set to a number and held there, a static one cannot move.
         scales = [parse_choice(recipe.loss_scale) for recipe in self.recipes]
         if 0 in scales:
             return "dynamic"
@@ -166,21 +181,25 @@ class PrecisionSchedule:
             raise ValueError(
                 f"when '{self}' switches depends on losses: read ampx.precision_phase(opt_state)"
             )
+        # Ends by step increase from phase to phase, so the phase is the number of ends behind us.
         return sum(step >= phase.until_step for phase in self.phases[:-1] if phase.until_step)
 
     def next_phase(
         self, phase: jax.Array, steps_seen: jax.Array, loss: jax.Array | None
     ) -> jax.Array:
-        """The phase of the step to come.
+        """Computes the phase of the step to come.
 
         Args:
           phase: int32 scalar, of the step just done.
           steps_seen: int32 scalar, steps done, that one included.
-          loss: of the step just done; not needed if no loss ends a phase.
+          loss: float scalar, of the step just done; not needed if no loss ends a phase.
 
         Returns:
           int32 scalar, at least `phase`. A phase whose end has come already is left out.
         """
+        # In the order of phases, each tested against the phase as it has become: if phase 0 ends
+        # and the end of phase 1 has come too, both are passed in one step. A NaN is not <=
+        # anything, but -inf is: a loss that is not finite ends nothing.
         for number, current in enumerate(self.phases[:-1]):
             ended = jnp.zeros((), bool)
             if current.until_step is not None:
@@ -199,26 +218,26 @@ def precision_schedule(
     policy: Recipe | Policy | str = "float32",
     level: Literal["O1", "O2"] = "O2",
 ) -> PrecisionSchedule:
-    """Low precision for most of training, then once and for all the original precision.
+    """Makes a schedule of two phases: half precision for most of training, then the original one.
 
     Args:
       spec: three fields, as in `"fast|step|0.9"`. The first is the half type, `fast` for float16 or
-        `fast1` for bfloat16. The second is what ends the half phase: `step`, a share of all steps;
+        `fast1` for bfloat16. The second is what ends the half phase: `step`, a share of all steps,
         or `loss`, the ratio of the loss to the one that training is to reach. The third is that
         share, 0.2 to 0.9, or that ratio, 1.01 to 1.5; 0.9 and 1.05 if it is left out.
       total_steps: how many steps training has; for `step`. Step t, counted from 0, is in half
         if t < share * total_steps.
       final_loss: the loss that training is to reach; for `loss`. The first step with a loss of at
-        most ratio * final_loss is the last one in half: one batch is enough, so give a ratio above
-        the noise of a batch.
-      policy: the original precision, which computes in float32, or casts per operation (O1).
+        most ratio * final_loss is the last one in half. The loss of one batch is enough for that,
+        so give a ratio above the noise of a batch.
+      policy: the original precision. It computes in float32, or casts per operation (O1).
       level: how the half phase computes, `"O2"` or `"O1"`.
 
     Returns:
       A `PrecisionSchedule` of two phases. float16 gets a dynamic loss scale, bfloat16 none.
 
     Raises:
-      TypeError: if `spec` is no string, or a number is none.
+      TypeError: if `spec` is not a string, or `total_steps` or `final_loss` not a number.
       ValueError: for a field outside its choices or bounds, a missing `total_steps` or
         `final_loss`, or a `policy` that contradicts the switch to the original precision.
 
@@ -232,11 +251,13 @@ def precision_schedule(
       >>> print(ampx.precision_schedule("fast1|loss", final_loss=2.0))
       O2 bfloat16 until loss 2.1, then p=f32,c=f32,o=f32
     """
-    half, trigger, ratio = _fields(spec)
+    half, trigger, ratio = _parse_fields(spec)
     check_choice("level", level, ("O1", "O2"))
     original = Phase(policy)
     _check_original(spec, original.recipe)
-    needed, useless = ("total_steps", "final_loss")[:: 1 if trigger == "step" else -1]
+    needed, useless = ("total_steps", "final_loss")
+    if trigger == "loss":
+        needed, useless = useless, needed
     given = {"total_steps": total_steps, "final_loss": final_loss}
     if given[needed] is None:
         raise ValueError(f"{spec!r} needs {needed}: {_WHAT_FOR[needed]}")
@@ -245,13 +266,17 @@ def precision_schedule(
     low = opt_level(level, half_dtype=half, loss_scale="dynamic" if half == "float16" else None)
     if total_steps is not None:
         check_positive_int("total_steps", total_steps)
-        # A decimal share of a whole number: 0.29 * 100 is 28.999... in floating point.
+        # The share as the decimal that was written, not as the float nearest to it: in floats 0.55
+        # of 100 steps is 55.00000000000001, whose ceiling is one step too many.
         first = Phase(low, until_step=math.ceil(Fraction(str(ratio)) * total_steps))
     else:
         _check_finite("final_loss", final_loss)
         until_loss = ratio * float(cast(float, final_loss))
         if not until_loss > 0:
-            raise ValueError(f"final_loss must be positive, got {final_loss}: it is a ratio's base")
+            raise ValueError(
+                f"final_loss must be positive, got {final_loss}: the loss that ends the half phase "
+                "is a ratio of it"
+            )
         first = Phase(low, until_loss=until_loss)
     return PrecisionSchedule((first, original))
 
@@ -262,8 +287,8 @@ _WHAT_FOR = {
 }
 
 
-def _fields(spec: Any) -> tuple[str, str, float]:
-    """Half type, trigger and ratio of a specification such as `"fast|step|0.9"`."""
+def _parse_fields(spec: Any) -> tuple[str, str, float]:
+    """Reads half type, trigger and ratio from a specification such as `"fast|step|0.9"`."""
     if not isinstance(spec, str):
         raise TypeError(f"spec must be a string such as 'fast|step|0.9', got {spec!r}")
     fields = [field.strip() for field in spec.split("|")]
@@ -284,7 +309,7 @@ def _fields(spec: Any) -> tuple[str, str, float]:
     try:
         ratio = float(fields[2])
     except ValueError:
-        ratio = math.nan
+        ratio = math.nan  # within no bounds, so the check below reports it
     if not least <= ratio <= most:
         raise ValueError(
             f"field 3 of {spec!r} must be a number from {least} to {most} for {trigger!r}, got "
@@ -309,21 +334,25 @@ def _check_original(spec: str, original: Recipe) -> None:
 
 
 def _check_ends(phases: Sequence[Phase]) -> None:
+    """Refuses phases that would never begin or never end."""
     *earlier, last = phases
     if (last.until_step, last.until_loss) != (None, None):
-        raise ValueError("the last phase has an end, but nothing follows it: leave out its until_")
+        raise ValueError(
+            "the last phase has an end, but nothing follows it: leave out its until_step and "
+            "until_loss, or add a phase"
+        )
     begin = 0
     for number, phase in enumerate(earlier):
         if phase.until_step is None and phase.until_loss is None:
             raise ValueError(
-                f"phase {number} ({_name(phase.recipe)}) has no end, so that those after it never "
-                "come: give it until_step or until_loss"
+                f"phase {number} ({_name(phase.recipe)}) has no end, so the phases after it would "
+                "never begin: give it until_step or until_loss"
             )
         if phase.until_step is not None:
             if phase.until_step <= begin:
                 raise ValueError(
-                    f"phase {number} ends at until_step={phase.until_step}, where one before it "
-                    f"ends at {begin}: steps are counted from the beginning of training"
+                    f"phase {number} ends at until_step={phase.until_step}, but one before it ends "
+                    f"at {begin}: count steps from the beginning of training, not of the phase"
                 )
             begin = phase.until_step
 
@@ -336,6 +365,7 @@ def _check_finite(name: str, value: Any) -> None:
 
 
 def _name(recipe: Recipe) -> str:
+    """What a message calls a precision: its opt level with the half dtype, or its three dtypes."""
     half = recipe.autocast_dtype or recipe.policy.compute_dtype
     if recipe.level is None:
         return str(recipe.policy)
