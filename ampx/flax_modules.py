@@ -34,20 +34,20 @@ def find_imported(module: str) -> Any:
     return sys.modules.get(module)
 
 
-def _norm_types(package: Any) -> tuple[type, ...]:
+def _select_norm_types(package: Any) -> tuple[type, ...]:
     return tuple(getattr(package, name) for name in _NORM_NAMES if hasattr(package, name))
 
 
-def linen_norm_types() -> tuple[type, ...]:
-    """The linen layers that normalise, or nothing where linen was never imported."""
+def find_linen_norm_types() -> tuple[type, ...]:
+    """Finds the classes of linen layers that normalise; none where linen was never imported."""
     linen = find_imported("flax.linen")
-    return _norm_types(linen)
+    return _select_norm_types(linen)
 
 
-def nnx_norm_types() -> tuple[type, ...]:
-    """The nnx layers that normalise, or nothing where nnx was never imported."""
+def find_nnx_norm_types() -> tuple[type, ...]:
+    """Finds the classes of nnx layers that normalise; none where nnx was never imported."""
     nnx = find_imported("flax.nnx")
-    return _norm_types(nnx)
+    return _select_norm_types(nnx)
 
 
 def is_nnx_module(value: Any) -> bool:
@@ -85,13 +85,13 @@ def find_norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
       Names joined by "/".
 
     Raises:
-      TypeError: if `model` is no flax module.
+      TypeError: if `model` is not a flax module.
     """
     if is_nnx_module(model):
         nnx = find_imported("flax.nnx")
         found = nnx.iter_modules(model)
         return frozenset(
-            "/".join(map(str, path)) for path, m in found if isinstance(m, nnx_norm_types())
+            "/".join(map(str, path)) for path, m in found if isinstance(m, find_nnx_norm_types())
         )
     linen = find_imported("flax.linen")
     if linen is None or not isinstance(model, linen.Module):
@@ -99,8 +99,9 @@ def find_norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
             f"expected a flax linen or nnx module, got {type(model).__name__}: give a rule by path "
             "instead, a function of the parameter's path that returns a bool"
         )
+    # Abstractly: shapes are inferred, nothing is computed.
     modules = model.module_paths(jax.random.key(0), *args, **kwargs)
-    return frozenset(path for path, m in modules.items() if isinstance(m, linen_norm_types()))
+    return frozenset(path for path, m in modules.items() if isinstance(m, find_linen_norm_types()))
 
 
 def _is_half(leaf: Any) -> bool:
@@ -147,7 +148,7 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
     if linen is None:
         yield
         return
-    norms = linen_norm_types()
+    norms = find_linen_norm_types()
     # linen calls this for every method of every module, the outermost first. A flag tells the model
     # from its layers; it is raised while the model runs.
     inside_model = False
@@ -174,7 +175,7 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
 
 # Cached: layers of one class get one subclass, not one for each layer.
 @functools.cache
-def _norm_in_float32(norm: type) -> type:
+def _make_float32_class(norm: type) -> type:
     """A subclass of a layer's class that computes in float32."""
 
     def __call__(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +184,7 @@ def _norm_in_float32(norm: type) -> type:
     return type(norm.__name__, (norm,), {"__call__": __call__, "__module__": norm.__module__})
 
 
-def _with_casts(model: type, cast_input: Cast, cast_output: Cast) -> type:
+def _make_casting_class(model: type, cast_input: Cast, cast_output: Cast) -> type:
     """A subclass of a model's class that casts what it takes and gives."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,12 +223,13 @@ def nnx_with_casts(
     for path, module in list(nnx.iter_modules(copy)):
         own = nnx.to_pure_dict(nnx.state(module, nnx.Param))
         if isinstance(module, nnx.Embed) and module.dtype == module.param_dtype:
-            # An embedding has no "same as my table": its dtype was resolved when it was made.
+            # A layer with `dtype=None` computes in the dtype of its parameters and inputs. An
+            # embedding has no such choice: it got the dtype of its table when it was made.
             module.dtype = module.embedding.dtype
-        elif norms_in_float32 and _computes_in_float32(module, nnx_norm_types(), own):
-            _set_class(module, _norm_in_float32(type(module)))
+        elif norms_in_float32 and _computes_in_float32(module, find_nnx_norm_types(), own):
+            _set_class(module, _make_float32_class(type(module)))
         if not path and callable(module):
-            _set_class(module, _with_casts(type(module), cast_input, cast_output))
+            _set_class(module, _make_casting_class(type(module), cast_input, cast_output))
     return copy
 
 

@@ -180,10 +180,14 @@ def _decide_unknown_in_half(eqn: Any, rule: str, half: Any) -> Decision:
         if dtype not in (half, out.aval.dtype):
             raise TypeError(
                 f"{eqn.primitive.name} gives {dtype} for operands in {half}, expected {half} "
-                f"or {out.aval.dtype}: it cannot have the rule {rule}"
+                f"or {out.aval.dtype}: take the rule {rule} out of the rules"
             )
         if dtype != out.aval.dtype and not is_float32(out):
-            raise TypeError(f"{eqn.primitive.name} changes {out.aval.dtype} to {dtype}")
+            raise TypeError(
+                f"{eqn.primitive.name} gives {dtype} for operands in {half}, and {out.aval.dtype} "
+                f"as it was traced; only float32 results may change: take the rule {rule} out of "
+                "the rules"
+            )
         outputs.append(IN_HALF if dtype != out.aval.dtype else restrict_to_type(out.aval, COMPUTED))
     return _decide_half(eqn, rule)._replace(outputs=tuple(outputs))
 

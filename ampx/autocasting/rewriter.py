@@ -81,7 +81,8 @@ class Rewriter:
     ) -> list[Any]:
         """Traces `fun` at `avals`, plans its jaxpr and runs that on `operands`.
 
-        An operand may be half where its type says float32: it was rewritten, and `fun` was not.
+        An operand may be half where its type says float32: what computed it was rewritten, and
+        `fun` is about to be.
         """
         # JAX hands on what is written into a jaxpr as Python numbers. A residual of a rule may be
         # such a number, and so may what a rule is called with.
@@ -150,6 +151,7 @@ class _BodyRewriter:
         self.values[var] = value
 
     def _rewrite(self, eqn: Any, decision: Decision) -> None:
+        """Appends what takes the place of one equation, and defines its outputs."""
         if self._is_alias(eqn, decision):
             for source, out, value in zip(eqn.invars, eqn.outvars, decision.outputs, strict=True):
                 self._define(out, self._convert(source, None, eqn), value)
@@ -165,8 +167,8 @@ class _BodyRewriter:
         if reading.call_name(eqn) in (NATIVE_MARK, PROMOTE_MARK):
             (body,) = self._rewrite_bodies(eqn, decision) or reading.bodies_of(eqn)
             if not reading.has_constants(body):
-                # Its jitted function is made anew at each trace. Left a call, it would be compiled
-                # as often; opened, its equations are part of the jaxpr around.
+                # Each trace makes a new jitted function for a marked region. As a call it would be
+                # compiled at each trace, so its equations are put into the jaxpr around it.
                 self._insert(eqn, decision, *building.splice_jaxpr(body, operands, eqn))
                 return
         outvars = [
@@ -190,6 +192,7 @@ class _BodyRewriter:
         return wanted == self.half
 
     def _define_output(self, out: Any, value: Value) -> Any:
+        """Gives the new variable of an output; one that keeps its type is used again."""
         if not value.half:
             new = out
         elif reading.is_dropped(out):
@@ -203,17 +206,18 @@ class _BodyRewriter:
         return describe_literal(atom) if reading.is_literal(atom) else self.values[atom]
 
     def _convert_operand(self, eqn: Any, atom: Any, target: bool | None) -> Any:
-        spreads = (
+        """Gives an operand in the dtype that the decision asks for (`Decision.operands`)."""
+        is_broadcast = (
             target
             and eqn.primitive.name in (*tables.TAKING_BIAS_OR_SCALE, "max", "min")
             and not reading.is_literal(atom)
             and not have_same_shape(atom, eqn.outvars[0])
         )
-        if not spreads:
+        if not is_broadcast:
             return self._convert(atom, target, eqn)
-        # A bias f32[8] added to h:bf16[4,8]. Narrowed and then repeated, its cotangent would be a
-        # bf16 sum over 4 rows (over 70,000 rows of ones, 256). Repeated and then narrowed, forward
-        # gives the same numbers, and the transpose widens before it sums:
+        # A bias b:f32[1,8] added to h:bf16[4,8]. Narrowed and then repeated, its cotangent would be
+        # a bf16 sum over 4 rows (256 over 70,000 rows of ones). Repeated, then narrowed, it gives
+        # the same forward, and the transpose widens before it sums:
         #   b1:f32[4,8] = broadcast_in_dim b;  b2:bf16[4,8] = convert b1;  add h b2
         self.eqns.append(
             building.make_broadcast(self._convert(atom, False, eqn), eqn.outvars[0].aval, eqn)

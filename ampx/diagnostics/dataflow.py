@@ -41,14 +41,15 @@ class ReductionRecord(NamedTuple):
     """A sum, maximum or exchange over devices.
 
     Attributes:
-      place: in program order; outputs name reductions by it.
-      primitive: name of the primitive.
-      axes: the mapped axes.
-      dtype: name of the dtype of what is reduced.
-      elements: of what is reduced, on one device.
-      bytes: of what is reduced, on one device.
-      source: file, line and function it was written in.
-      is_verdict: no gradient: of integers or bools, a maximum, or of at most two elements.
+      place: its number in the order of the program, from 0. Outputs name reductions by it.
+      primitive: the name of the primitive, such as `"psum"`.
+      axes: the mapped axes that it runs over.
+      dtype: the name of the dtype of what is reduced.
+      elements: how many numbers are reduced, on one device.
+      bytes: how large they are together, on one device.
+      source: file, line and function that it was written in.
+      is_verdict: whether it is something else than a gradient: it reduces integers or bools, takes
+        a maximum or minimum, or has at most two elements.
     """
 
     place: int
@@ -67,7 +68,7 @@ class Culprit(NamedTuple):
     Attributes:
       name: the optax transformation, library function or function of yours that it belongs to.
       place: file and line in that function.
-      primitive: name of the primitive.
+      primitive: the name of the primitive that joins them.
       functions: all functions around the equation, innermost first.
     """
 
@@ -156,12 +157,15 @@ class Flow:
 
         Over axes of one device there is nothing to send, and nothing is recorded.
         """
+        # An axis that no mesh around names has an unknown size, and counts as one of many devices.
         axes = reading.reduced_axes(eqn)
         if axes is None or all(sizes.get(axis) == 1 for axis in axes):
             return []
         first, name = len(self.reductions), eqn.primitive.name
         for place, atom in enumerate(eqn.invars, first):
             aval: Any = atom.aval
+            # Gradients are summed, or scattered in parts, in floating dtypes. A maximum, or a sum
+            # of integers or bools, is a verdict: it is small, and everything may wait for it.
             is_sum = name not in ("pmax", "pmin") and jnp.issubdtype(aval.dtype, jnp.inexact)
             size, width = math.prod(aval.shape), aval.dtype.itemsize
             self.reductions.append(
@@ -186,11 +190,11 @@ class Flow:
                 bound = functools.reduce(operator.or_, map(reading.mesh_sizes, around), sizes)
                 yield from self._record_reductions(inner, bound)
 
-    def waits(self, node: int, among: int) -> tuple[int, ...]:
+    def find_waits(self, node: int, among: int) -> tuple[int, ...]:
         """Finds the places of the reductions in the set `among` that a node waits for."""
         return _list_places(self.nodes[node].waits & among)
 
-    def culprits(self, outputs: Iterable[int], gradients: int) -> tuple[Culprit, ...]:
+    def find_culprits(self, outputs: Iterable[int], gradients: int) -> tuple[Culprit, ...]:
         """Finds where the last of some reductions first meets others, on the way to some outputs.
 
         A culprit has an operand that waits for the last reduction and another that waits for an
@@ -211,6 +215,7 @@ class Flow:
                 wanted.update(self.nodes[i].inputs)
         below: set[int] = set()  # culprits, and all that depends on one
         found: dict[tuple[str, str], Culprit] = {}
+        # Upwards again, so that what a node reads has been judged before it.
         for i in sorted(wanted):
             node = self.nodes[i]
             if not below.isdisjoint(node.inputs):
@@ -240,7 +245,7 @@ def _list_places(bits: int) -> tuple[int, ...]:
 #   in user code   the innermost function; of an `update` the class or factory around it, too
 
 
-def _package_of(frame: Frame) -> int:
+def _find_package(frame: Frame) -> int:
     """Where in the parts of its file's path the name of an installed package stands, or 0."""
     file, own = PurePath(frame.file_name), PurePath(source_info.AMPX_FOLDER)
     if file.is_relative_to(own):
@@ -248,7 +253,7 @@ def _package_of(frame: Frame) -> int:
     return next((i for i, part in enumerate(file.parts, 1) if part.endswith("-packages")), 0)
 
 
-def _functions_of(frame: Frame) -> list[str]:
+def _list_functions(frame: Frame) -> list[str]:
     """The functions and classes that a frame lies in, outermost first, lambdas left out."""
     names = re.split(r"\.<locals>\.|\.", frame.function_name)
     return [name for name in names if not name.startswith("<")] or [frame.function_name]
@@ -263,23 +268,23 @@ def _name_culprit(eqns: Sequence[Equation]) -> Culprit:
         return Culprit(primitive, "unknown file", primitive, ())
 
     def library(frame: Frame) -> str:
-        at = _package_of(frame)
+        at = _find_package(frame)
         return PurePath(frame.file_name).parts[at] if at else ""
 
     def is_update(frame: Frame) -> bool:
-        names = _functions_of(frame)
+        names = _list_functions(frame)
         return any(name in ("update", "update_fn") for name in names[1:])
 
     inner = library(frames[0])
     own = list(itertools.takewhile(lambda frame: library(frame) == inner, frames))
     if inner:
         chosen = next((frame for frame in own if is_update(frame)), own[-1])
-        name = _functions_of(chosen)[0]
+        name = _list_functions(chosen)[0]
     else:
         chosen = own[0]
-        names = _functions_of(chosen)
+        names = _list_functions(chosen)
         name = ".".join(names[-2:]) if is_update(chosen) else names[-1]
     parts = PurePath(chosen.file_name).parts
-    file = "/".join(parts[_package_of(chosen) or -1 :])
-    functions = tuple(dict.fromkeys(_functions_of(frame)[-1] for frame in frames))
+    file = "/".join(parts[_find_package(chosen) or -1 :])
+    functions = tuple(dict.fromkeys(_list_functions(frame)[-1] for frame in frames))
     return Culprit(name, f"{file}:{chosen.line}", primitive, functions)

@@ -230,8 +230,8 @@ NO_FILLS = Fills()
 def find_fills(number: Any) -> Fills:
     """Finds which numbers a real number that is written into a program may make fills.
 
-    What float16 can hold is no fill. Half of a mask's magnitude is the limit for `masks`: what is
-    added to it may bring it nearer to zero.
+    What float16 can hold does not count as one. Half of a mask's magnitude is the limit for
+    `masks`: what is added to it may bring it nearer to zero.
     """
     number = float(np.float32(number))
     if not FORMATS["float16"].largest < abs(number) < math.inf:

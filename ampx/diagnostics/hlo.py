@@ -145,7 +145,7 @@ def find_waits_of_outputs(
     reductions: list[CompiledReduction] = []
     inside: dict[str, frozenset[int]] = {}  # of a computation: a shared one is counted once
 
-    def own(instruction: Instruction) -> Iterator[int]:
+    def record_reductions(instruction: Instruction) -> Iterator[int]:
         if instruction.opcode in _COLLECTIVES:
             place, gradients = len(reductions), _count_gradients(instruction)
             opcode = instruction.opcode.removesuffix("-start")
@@ -155,7 +155,9 @@ def find_waits_of_outputs(
         for called in instruction.called:
             if called not in inside:
                 body = computations.get(called, ())
-                inside[called] = frozenset(place for each in body for place in own(each))
+                inside[called] = frozenset(
+                    place for each in body for place in record_reductions(each)
+                )
             yield from inside[called]
 
     # Instructions are printed after their operands, so one sweep over the entry is enough.
@@ -163,7 +165,7 @@ def find_waits_of_outputs(
     results: list[frozenset[int]] = []
     for instruction in computations[entry]:
         above = [waits.get(name, frozenset()) for name in instruction.operands]
-        waits[instruction.name] = frozenset(own(instruction)).union(*above)
+        waits[instruction.name] = frozenset(record_reductions(instruction)).union(*above)
         if instruction.is_root:
             # The outputs are the operands of the last tuple, if the program does not end in a call.
             is_tuple = instruction.opcode == "tuple"

@@ -9,7 +9,7 @@ run in half, whose overflows hide what comes after them.
 
 The walk counts each result once, where it is made. With each value goes its `Origin`, since a count
 alone would mislead: gradients have to be told from values, since a loss scale moves only gradients;
-the large number of a mask is no overflow; and a large sum may never exist in half.
+the large number of a mask does not overflow; and a large sum may never exist in half.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class CountingWalk(Walk):
 
     def remark_constant(self, array: Any, here: Place) -> Origin:
         """A large number that is written into the program may be a fill; an array is data."""
+        # No equation makes what a function closes over: it is counted here.
         if np.ndim(array):
             _count(self.histograms, here.scope, Value(array, Origin()))
             return Origin()
@@ -110,6 +111,7 @@ class CountingWalk(Walk):
             found = _count(self.histograms, scope, Value(array, made))
             # A part without fills, as a slice of the unmasked places is, passes none on.
             own = made if found.fills else made._replace(fills=NO_FILLS)
+            # A sum that float16 could hold needs no indulgence; one of a backward pass gets none.
             if name == "reduce_sum" and not made.is_scaled and found.overflows(FORMATS["float16"]):
                 number = next(self._numbers)
                 self.sums[number] = (scope, FORWARD), found
@@ -168,6 +170,7 @@ def _check_width(array: Any) -> None:
 
 
 def _is_counted(array: Any) -> bool:
+    """Whether an array is of floats or complex numbers, which are counted; references are not."""
     if np.isscalar(array):
         return isinstance(array, float | complex | np.inexact)
     return jnp.issubdtype(array.dtype, jnp.inexact) and not isinstance(array, jax.Ref)
@@ -202,7 +205,7 @@ def numerics_report(
       program: call it outside of jit.
 
     Raises:
-      ValueError: if `loss_scale` is no power of two.
+      ValueError: if `loss_scale` is not a power of two.
       TypeError: if the loss is not a floating scalar, an argument has no value, or there are
         float64 numbers.
 
@@ -233,6 +236,8 @@ def numerics_report(
         histograms, sums = walk.histograms, collections.defaultdict(Histogram)
         for key, found in walk.sums.values():
             sums[key] += found
+        # Parameters are operands, and gradients are counted in the scope that made them. Both get
+        # rows of their own, by path.
         is_finite = bool(np.isfinite(loss))
         leaves, treedef = jax.tree_util.tree_flatten_with_path(gradients)
         for (path, gradient), array in zip(leaves, treedef.flatten_up_to(params), strict=True):

@@ -37,9 +37,9 @@ class NumericsRow(NamedTuple):
         a parameter (`"forward"`) and its gradient (`"parameter"`), its path.
       direction: `"forward"`, `"backward"` for values that depend on the cotangent of the loss, or
         `"parameter"` for the gradient of a parameter.
-      largest_exponent: the binary exponent of the largest finite value; None if there is none. Of
-        gradients, without the loss scale.
-      values: how many finite nonzero values there are, of which the shares are.
+      largest_exponent: the binary exponent of the largest finite value, for gradients without the
+        loss scale; None if all are zero or not finite.
+      values: how many finite nonzero values there are. The shares below are shares of these.
       zeros: how many values are zero.
       fills: how many are large numbers that are written into the program to mask something, as
         `jnp.finfo(x.dtype).min` is. They count nowhere else: half has such a number, too. A number
@@ -154,10 +154,8 @@ class NumericsReport:
     @property
     def recommended(self) -> Recommendation:
         """The opt level, half dtype and loss scale to try first."""
-        everything, products = (
-            collect_evidence(self.histograms, self.sums),
-            collect_evidence(self.products, {}),
-        )
+        everything = collect_evidence(self.histograms, self.sums)
+        products = collect_evidence(self.products, {})  # a sum that a product reads is in half
         return recommend(Findings(everything, products, self.is_finite, self.opaque))
 
     def __str__(self) -> str:

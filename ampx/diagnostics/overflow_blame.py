@@ -200,6 +200,8 @@ class BlamingWalk(Walk):
         self, eqn: Equation, operands: Sequence[Value], arrays: Sequence[Any], here: Place
     ) -> list[Blame | None]:
         """The blames of the results of an equation: inherited, or its own."""
+        # An equation that writes to a reference has it for an operand, and so has one that reads
+        # it: between them the blame of what the reference holds is kept under its id.
         references = [value.array for value in operands if isinstance(value.array, jax.Ref)]
         operands = [self._held.get(id(value.array), value) for value in operands]
         blames = [self._find_blame(eqn, operands, array, here) for array in arrays]
@@ -211,6 +213,7 @@ class BlamingWalk(Walk):
     def _find_blame(
         self, eqn: Equation, operands: Sequence[Value], array: Any, here: Place
     ) -> Blame | None:
+        """Finds the blame of one result of an equation; None if it is finite."""
         flags = find_flags(array)
         if not any(flags):
             return None
@@ -219,6 +222,8 @@ class BlamingWalk(Walk):
         if is_explained and _is_too_large(eqn, explaining, flags):
             dtype = next(v.array.dtype for v in explaining if _is_inexact(v.array))
             return self.blame_here(here, operands, array, f"{TOO_LARGE} {_describe_end(dtype)}")
+        # An operand that an equation made bad is blamed even if it does not explain all that is bad
+        # here: it came first. A mask has to explain all of it, or else something new is wrong.
         if inherited is not None and (is_explained or inherited.rank == COMPUTED):
             return _as_mask(inherited, eqn, array)
         if flags.nan and is_explained:
@@ -228,7 +233,7 @@ class BlamingWalk(Walk):
         return self.blame_here(here, operands, array, note)
 
     def run_loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
-        """The results of a loop; it is entered if they are bad."""
+        """Runs a loop compiled; it is entered if its results are bad."""
         arrays = self.run_whole(eqn, operands, here)
         # A second run would begin with what the first has written to the references.
         if any(isinstance(value.array, jax.Ref) for value in operands):
@@ -249,7 +254,7 @@ class BlamingWalk(Walk):
         operands: Sequence[Value],
         here: Place,
     ) -> Sequence[Value]:
-        """The results of one iteration; it is entered if something turns bad in it."""
+        """Runs one iteration compiled; it is entered if something turns bad in it."""
         # Of an array that is to blame as a whole, an iteration may get a part that is finite.
         given = [find_flags(value.array) if value.remark else Flags() for value in operands]
         operands = [
@@ -268,7 +273,9 @@ class BlamingWalk(Walk):
             blames = {value.remark for value in operands if value.remark is not None}
             if len(blames) == 1 and min(blames).rank == COMPUTED:
                 return [*blames] * len(arrays)
-            # Rows of a vmapped while loop that are done drop what the body makes of them.
+            # A carry that turned bad in the last iteration, but is not bad now, was dropped: rows
+            # of a vmapped while loop that are done do not take what the body makes of them. What
+            # turns bad now belongs to this iteration.
             is_kept = not any(blame and blame.rank == COMPUTED for blame in remarks[:carried])
             if now == before and is_kept:
                 return remarks
@@ -339,6 +346,8 @@ def _is_too_large(eqn: Equation, explaining: Sequence[Value], flags: Flags) -> b
     """Whether a constant that explains a result is rather a number too large than a mask."""
     if any(value.remark.rank > MASKING for value in explaining):
         return False
+    # Masks are negative infinities: they are added to scores and stay below. A positive infinity,
+    # or an infinite factor, is a number such as 1e5 that float16 cannot hold.
     name, has_constant = eqn.primitive.name, any(v.remark.rank == WRITTEN for v in explaining)
     if name in primitives.ADDING:
         return has_constant and flags.above and not flags.nan
@@ -361,6 +370,7 @@ def _find_explanations(
     Elementwise, a number can only come from those in the same place of the operands; and of
     `select_n` only from the operand that was chosen there. Of other equations it may come from any.
     """
+    # What is finite has no remark, so no suspect.
     suspects = [value for value in operands if value.remark is not None]
     if not suspects or eqn.primitive.name not in primitives.ELEMENTWISE:
         return suspects, bool(suspects)

@@ -36,18 +36,20 @@ class OverflowRecord:
     """An equation that made an infinity or a NaN which its operands do not explain.
 
     Attributes:
-      primitive: name of the primitive; `"argument"` for an array that came in like that,
-        `"program"` where no equation can be told.
+      primitive: the name of the primitive; `"argument"` for an array that was not finite when it
+        came in, `"program"` where no single equation can be named.
       kind: `"nan"` if the result holds one, else `"inf"`.
-      direction: `"forward"` or `"backward"`; the latter, too, for what only a derivative needs.
+      direction: `"forward"` or `"backward"`. What only a derivative needs is `"backward"`, also
+        where JAX computes it during the forward pass.
       scope: name scopes around it, joined by "/": with flax linen the path of the module.
-      source: file, line and function, innermost, that are not a library's.
-      iterations: of the loops around it, outermost first; of a scan, the place in what it scans.
+      source: the innermost line of the user's own, as `"model.py:12 (loss)"` with the whole path.
+      iterations: the number of the iteration of each loop around it, from 0, outermost first; for a
+        scan, the index into what it scans.
       input_types: dtype and shape of each operand, as `"float16[4,8]"`.
       output_type: dtype and shape of the result.
       largest_inputs: the largest finite absolute value of each operand; None where there is none.
       largest_output: the same of the result.
-      note: what else there is to say, or nothing.
+      note: what else there is to say, or `""`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -132,8 +134,8 @@ class OverflowReport:
     Attributes:
       first: the first of those; None if there is none.
       reached: paths of the results that are not finite.
-      written: if all that reached results are infinities that the program wrote itself, such as a
-        mask: where it wrote the first. No overflow, and so not in `first`.
+      written: where the program wrote the first infinity itself, such as a mask, if nothing else
+        reached the results; else None. That is not an overflow, so `first` is None then.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -65,8 +65,8 @@ def trace_overflow(
 
     Args:
       fun: a loss, `jax.grad` of one, what `ampx.value_and_grad` or `ampx.train_step` gives, or any
-        other function of pytrees. Of a step that was skipped all results are finite but the
-        report's `global_norm`, which is enough.
+        other function of pytrees. A train step that skips its update gives finite parameters; the
+        `global_norm` in its report is still not finite, and is traced.
       half_dtype: run `fun` under `ampx.autocast` to this dtype; None runs it as it is.
       rules: as for `ampx.autocast`.
       output: as for `ampx.autocast`.
@@ -105,7 +105,7 @@ def trace_overflow(
     @functools.wraps(fun)
     def reported(*args: Any, **kwargs: Any) -> OverflowReport:
         with jax.debug_nans(False), jax.debug_infs(False):
-            return _report(_traced_call(fun, args, kwargs, settings, output))
+            return _report(_trace_call(fun, args, kwargs, settings, output))
 
     return reported
 
@@ -124,13 +124,14 @@ class _Program(NamedTuple):
     results: list[str]
 
 
-def _traced_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output) -> _Program:
+def _trace_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output) -> _Program:
     """Traces a call as a program.
 
     A Python number stays a number, which is written into the program: `f(x, inf)` would have a
     constant to blame. One that is not finite is made an array first, so that it is an argument with
     a name; unless the function needs a number.
     """
+    # `model(x)` and `model.method(x)` are functions of the model, whose arrays are arguments, too.
     owner = getattr(fun, "__self__", fun)
     if flax_modules.is_nnx_object(owner):
         fun, args = (type(owner).__call__ if owner is fun else fun.__func__), (owner, *args)
@@ -159,6 +160,8 @@ def _name_operands(fun: Any, args: Any, kwargs: Any, call: PureCall) -> list[str
     given, _ = jax.tree_util.tree_flatten_with_path(
         (args, kwargs), is_leaf=flax_modules.is_nnx_object
     )
+    # Operand 0 is that state, with paths (place of the object, names of the variable ...); operand
+    # i is leaf i - 1 of the arguments.
     return [
         _name_argument(fun, given[operand.idx - 1][0])
         if operand.idx
@@ -180,6 +183,7 @@ def _trace_program(
                 f"trace_overflow runs the program, so it needs the values of its arguments: {name} "
                 f"is a {type(array).__name__}. Call it outside of jit, with arrays"
             )
+    # JAX makes float32 of float64 here, as it does in the call itself.
     arrays = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arrays]
     if settings is None:
         jaxpr, shapes = reading.trace(lambda *arrays: call.fun(*merge(arrays)), *arrays)
@@ -229,7 +233,7 @@ def _report(program: _Program) -> OverflowReport:
         blame = choose_blame(value.remark for value in values)
         if blame is not None:
             break
-    else:
+    else:  # only the program as a whole overflows
         blame = walk.blame_here(Place(), [], results[is_bad.index(True)], COMPILED_ONLY)
     # The worst blame of all results is that of a mask: nothing has overflowed.
     if blame.rank <= MASKING:

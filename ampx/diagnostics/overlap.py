@@ -50,8 +50,8 @@ class OutputRecord(NamedTuple):
       path: its names in the step's result, joined by "/".
       shape: the shape of the whole array.
       bytes: the size of the whole array.
-      waits_for: places of the reductions that it waits for, verdicts left out.
-      compiled_waits_for: the same among the compiled reductions; None if not asked for.
+      waits_for: the gradient reductions that it waits for, by place in `OverlapReport.reductions`.
+      compiled_waits_for: the same in `OverlapReport.compiled`; None without `compiled=True`.
     """
 
     path: str
@@ -66,12 +66,14 @@ class OverlapReport:
     """What the outputs of a step wait for; print it for tables and a verdict.
 
     Attributes:
-      reductions: all of them, verdicts too, in program order.
-      outputs: arrays of at least one dimension.
-      scalars: losses, norms, counters: they may wait for everything.
-      culprits: what makes arrays wait for the last reduction besides those that it reduces; empty
-        if nothing does. Where only some are concerned, `overlaps` is true all the same.
-      compiled: the reductions of the compiled program; None if not asked for.
+      reductions: all reductions over devices, in the order of the program, verdicts included. (A
+        verdict is a small value on which the step decides, such as whether gradients are finite.)
+      outputs: results of the step with at least one dimension, such as parameters.
+      scalars: the other results: losses, norms and counters, which may wait for everything.
+      culprits: equations that make outputs wait for the last gradient reduction although that does
+        not hold their own gradient; none if there are none. Other outputs may still be early: then
+        `overlaps` is true.
+      compiled: the reductions of the compiled program; None without `compiled=True`.
 
     Examples:
       >>> import jax
@@ -213,11 +215,12 @@ def check_overlap(
 
     Args:
       step: a function, jitted or not, that gives new parameters and optimizer state, with its
-        reductions inside `shard_map`. Sums that the partitioner puts in for sharded arrays are
-        not in the program and not seen.
-      *args: of the step: arrays, or `jax.ShapeDtypeStruct` in their places, and anything else.
-      compiled: also compile the step, for the devices it names, and read the result.
-      **kwargs: of the step.
+        reductions inside `shard_map`. Sums that XLA's partitioner adds for sharded arrays are not
+        in the traced program, and are not seen.
+      *args: the arguments of the step: arrays, or `jax.ShapeDtypeStruct` in their places, and
+        anything else.
+      compiled: also compile the step, for the devices of its mesh, and read the result.
+      **kwargs: the keyword arguments of the step.
 
     Returns:
       An `OverlapReport`; print it.
@@ -245,6 +248,7 @@ def check_overlap(
     call = pure_calls.as_pure_call(step, args, kwargs)
     arrays, merge = split_arrays(call.operands)
 
+    # State of nnx objects that the step changes is an output like others: `1/...` in paths.
     def of_arrays(*arrays: Any) -> Any:
         result, state = call.fun(*merge(arrays))
         return (result, state) if jax.tree.leaves(state) else result
@@ -259,7 +263,10 @@ def check_overlap(
     gradients = sum(1 << r.place for r in flow.reductions if not r.is_verdict)
     outputs = [
         OutputRecord(
-            path_name(path), tuple(leaf.shape), _size_in_bytes(leaf), flow.waits(node, gradients)
+            path_name(path),
+            tuple(leaf.shape),
+            _size_in_bytes(leaf),
+            flow.find_waits(node, gradients),
         )
         for (path, leaf), node in zip(leaves, nodes, strict=True)
     ]
@@ -270,6 +277,7 @@ def check_overlap(
             "waits for the reduction of a gradient; call it on a step that has ampx.all_reduce, "
             "or psum inside shard_map, and an axis of more than one device"
         )
+    # The places of compiled reductions are their own: none of the program's need be left.
     left = None
     if compiled:
         left, waits = find_waits_of_outputs(traced.lower().compile().as_text() or "", len(outputs))
@@ -282,7 +290,7 @@ def check_overlap(
     wanted = sum(1 << r.place for r in report.gradient_reductions)
     # Scalars, such as a reported norm, may join all reductions: what leads to them is no culprit.
     above = [node for node, output in zip(nodes, outputs, strict=True) if output.shape]
-    return dataclasses.replace(report, culprits=flow.culprits(above, wanted))
+    return dataclasses.replace(report, culprits=flow.find_culprits(above, wanted))
 
 
 def _size_in_bytes(leaf: Any) -> int:

@@ -137,6 +137,7 @@ def find_scale_range(gradients: Histogram, half_dtype: str) -> tuple[int, int]:
 def _object_to_forward_overflow(evidence: Evidence, half_dtype: str) -> str:
     form = FORMATS[half_dtype]
     found = {scope: h.overflows(form) for scope, h in evidence.forward.items()}
+    # All of them matter, not a share: one infinity in the forward pass spoils the loss.
     worst = max(found, key=found.__getitem__, default="")
     count = sum(found.values())
     if not count:
@@ -146,6 +147,7 @@ def _object_to_forward_overflow(evidence: Evidence, half_dtype: str) -> str:
 
 
 def _object_to_lost_gradients(evidence: Evidence, half_dtype: str) -> str:
+    # A gradient that vanishes is no error, but where many do, parameters stop learning.
     gradients = sum_histograms(evidence.gradients)
     _, high = find_scale_range(gradients, half_dtype)
     lost = gradients.share(gradients.underflows(FORMATS[half_dtype], high))
@@ -174,12 +176,13 @@ def _object_to_dynamic(evidence: Evidence) -> str:
 
 
 def _object_to_no_scale(evidence: Evidence) -> str:
+    # bfloat16 goes without a loss scale: its exponents are those of float32.
     count = sum_histograms(evidence.gradients).overflows(FORMATS["bfloat16"])
     return f"{count} gradients overflow in bfloat16" if count else ""
 
 
 def _object_to_overflow(found: Findings, half_dtype: str) -> str:
-    # An argument is no result of an equation: where it overflows, only a product shows it.
+    # No equation makes an argument: where one overflows, only a product that reads it shows it.
     everything, products = found.everything, found.products
     return _object_to_forward_overflow(everything, half_dtype) or _object_to_forward_overflow(
         products, half_dtype

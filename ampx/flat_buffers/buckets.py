@@ -169,7 +169,10 @@ class BucketLayout:
 def _joined(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     for leaf in leaves:
         if leaf.dtype != bucket.dtype:
-            raise ValueError(f"the layout has {bucket.dtype} where the tree has {leaf.dtype}")
+            raise ValueError(
+                f"the layout has {bucket.dtype} where the tree has {leaf.dtype}: make the layout "
+                "from a tree of the same dtypes, or cast the leaf"
+            )
     return bucket.join(leaves)
 
 
@@ -178,7 +181,7 @@ def default_bucket_bytes(total_bytes: int) -> int:
 
     The tail is what remains of the reductions after the last gradient is known. Say M bytes in all,
     buckets of s bytes, a link of b bytes a second and L seconds to start a reduction. The last
-    bucket is on its way for s / b, and M / s starts take L each:
+    bucket is on its way for s / b, and M / s starts take L each::
 
         tail(s) = s / b + L M / s        tail'(s) = 1 / b - L M / s**2 = 0  at  s = sqrt(M L b)
 

@@ -14,9 +14,9 @@ anywhere else. With rows of 4 elements, `w` of 6, `b` of 3 and `.` for padding:
     buffer    w w w w | w w . . | b b b .
 
 Every parameter begins at a row. Sums over single parameters (LAMB, NovoGrad) are then sums over
-rows, see `fused.segments`. Padding is 0, gets a gradient of 0, and optimizers leave it at 0. The
-last element of a buffer is always padding, with a row added for it where it would not be: there a
-reduction writes what makes it wait, see `Bucket.with_spare`.
+rows, see `fused.segments`. Padding is 0 and gets a gradient of 0, and optimizers with an epsilon
+above 0 leave it at 0. The last element of a buffer is always padding, with a row added for it where
+it would not be: there a reduction writes what makes it wait, see `Bucket.with_spare`.
 """
 
 from __future__ import annotations

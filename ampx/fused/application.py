@@ -97,14 +97,15 @@ def apply(
       max_norm: clip the unscaled gradients by their global norm. The norm of finite gradients is
         right even where the sum of their squares overflows.
       half_dtype: also return the new parameters in this dtype, for the next forward pass.
-      backend: `"auto"` is XLA; `"pallas"`, kernels for the GPU (Hopper or newer) or TPU at hand,
-        in place. Parameters that kernels cannot update are left to XLA: those of NovoGrad, of
-        float64, on TPUs of float16, of LAMB in flat buffers or with moments that are not float32,
-        with 8-bit moments in rows that are no multiple of 256 or on TPUs longer than 8192, and
-        those that draw random bits and are divided in their middle. Kernels need to know where
-        arrays lie: on the only device, in a mesh of Explicit axes, or in `shard_map` (on GPUs with
-        `check_vma=False`, where LAMB's norms are those of the shards). `"mosaic_gpu"` and
-        `"mosaic_tpu"` lower for those from anywhere; `"interpret"` is for tests.
+      backend: what runs the update. `"auto"` is XLA. `"pallas"` is kernels, in place, for the GPU
+        (Hopper or newer) or TPU at hand. `"mosaic_gpu"` and `"mosaic_tpu"` lower for those from
+        anywhere; `"interpret"` is for tests. Kernels must know where arrays lie: on the only
+        device, in a mesh of Explicit axes, or in `shard_map` (on GPUs with `check_vma=False`, where
+        LAMB's norms are those of the shards). Parameters that kernels cannot update are left to
+        XLA: those of NovoGrad; of float64; on TPUs of float16; of LAMB in flat buffers or with
+        moments that are not float32; with 8-bit moments in rows that are no multiple of 256, or on
+        TPUs longer than 8192; and those that are rounded by random bits and divided over devices
+        along an axis that is neither the first nor the last.
       verdict: a verdict on the gradients that devices agreed on already.
       **extra_args: handed to `tx`.
 

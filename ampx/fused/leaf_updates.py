@@ -99,7 +99,8 @@ def _update(
         h = h._replace(squares=sum_parameter(scaled * scaled, leaf.segments))
     step, new_slots = compute_direction(rule, h, leaf._replace(grad=g, param=p, slots=slots), skip)
     if rule.direction_again is not None:
-        # LAMB. XLA may keep the direction in memory or work it out again; a kernel is told which.
+        # LAMB. XLA is free to write the direction out or to compute it twice; kernels compute it
+        # twice.
         step = step * compute_trust_ratio(p, step, leaf.segments)
     step = step if h.step_size is None else h.step_size * step
     # Without a skip nothing holds a float16 moment that overflows, and optax's does not either.

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import primitives as jax_primitives
 
 from ampx.jaxprs.primitives import CALLS
 from ampx.jaxprs.reading import (
@@ -69,7 +69,7 @@ def make_conversion(atom: Atom, dtype: Any, near: Equation) -> Equation:
     return core.new_jaxpr_eqn(
         [atom],
         [new_variable(with_dtype(atom.aval, dtype))],
-        primitives.convert_element_type_p,
+        jax_primitives.convert_element_type_p,
         _conversion_params(np.dtype(dtype)),
         core.no_effects,
         near.source_info,
@@ -93,7 +93,7 @@ def make_broadcast(atom: Atom, like: Any, near: Equation) -> Equation:
     return core.new_jaxpr_eqn(
         [atom],
         [new_variable(aval)],
-        primitives.broadcast_in_dim_p,
+        jax_primitives.broadcast_in_dim_p,
         params,
         core.no_effects,
         near.source_info,
@@ -106,6 +106,7 @@ def _broadcast_template(aval: Any, shape: tuple[Any, ...], sharding: Any) -> tup
     def broadcast(x: Any) -> Any:
         return lax.broadcast_in_dim(x, shape, range(x.ndim), out_sharding=sharding)
 
+    # One equation: an axis of size 1 is stretched by broadcast_in_dim itself.
     traced, _ = trace(broadcast, aval)
     (eqn,) = open_jaxpr(traced).eqns
     return dict(eqn.params), eqn.outvars[0].aval

@@ -113,7 +113,7 @@ class Place(NamedTuple):
         ]
         for frame in candidates:
             if not _is_library(frame.file_name):
-                return f"{frame.file_name}:{frame.line} ({_function(frame)})"
+                return f"{frame.file_name}:{frame.line} ({_describe_function(frame)})"
         bodies = [
             body
             for eqn, jaxpr in reversed(self.path)
@@ -136,7 +136,7 @@ def _is_library(name: str) -> bool:
     return name.startswith(_LIBRARIES) and not name.startswith(_EXAMPLES)
 
 
-def _function(frame: Frame) -> str:
+def _describe_function(frame: Frame) -> str:
     return frame.function_name.replace(".<locals>", "")
 
 
@@ -230,7 +230,7 @@ class Walk:
             atom for atom, is_wanted in zip(opened.outvars, wanted, strict=True) if is_wanted
         ]
         eqns = [opened.eqns[number] for number in reading.find_equations_for(jaxpr, results)]
-        for eqn, fresh, finished in _lifetimes(eqns, results):
+        for eqn, fresh, finished in _find_lifetimes(eqns, results):
             place = here.at(eqn, jaxpr)
             values = self.run_equation(
                 eqn, [read(atom, place) for atom in eqn.invars], place, fresh
@@ -276,7 +276,10 @@ class Walk:
         """Runs a scan or a while loop iteration by iteration."""
         carry, rows = self.run_iterations(eqn, operands, here)
         columns = zip(*rows, strict=True)
-        return [*carry, *(_joined(column, jnp.stack, self.remark_joined) for column in columns)]
+        return [
+            *carry,
+            *(_join_values(column, jnp.stack, self.remark_joined) for column in columns),
+        ]
 
     def run_iteration(
         self,
@@ -298,20 +301,20 @@ class Walk:
           not stacked yet: a subclass may want the remark of each.
         """
         if eqn.primitive.name == "while":
-            return self._while(eqn, operands, here), []
+            return self._run_while(eqn, operands, here), []
         consts, carry, scanned = reading.split_scan(eqn, operands)
         length, is_reversed = reading.scan_steps(eqn)
         (body,) = reading.bodies_of(eqn)
         rows: list[Sequence[Value]] = [()] * length
         for place in reversed(range(length)) if is_reversed else range(length):
             # The place is an array, not a Python number: one compilation serves all iterations.
-            slices = _slices([value.array for value in scanned], np.int32(place))
+            slices = _slice_rows([value.array for value in scanned], np.int32(place))
             xs = [Value(part, value.remark) for part, value in zip(slices, scanned, strict=True)]
             results = self.run_iteration(eqn, body, [*consts, *carry, *xs], here.iteration(place))
             carry, rows[place] = results[: len(carry)], results[len(carry) :]
         return carry, rows
 
-    def _while(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
+    def _run_while(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:
         of_condition, consts, carry = reading.split_while(eqn, operands)
         condition, body = reading.bodies_of(eqn)
         goes_on = jax.jit(functools.partial(reading.evaluate, reading.as_closed(condition)))
@@ -323,23 +326,23 @@ class Walk:
             results = self.run_iteration(eqn, body, [*consts, *carry], here.iteration(number))
             # vmap makes of a condition one answer for each row: bool[rows]. The loop goes on while
             # any of them is true, and rows that are done stay as they are.
-            carry = [self._where(going, *pair) for pair in zip(results, carry, strict=True)]
+            carry = [self._select_rows(going, *pair) for pair in zip(results, carry, strict=True)]
         return carry
 
-    def _where(self, going: jax.Array, new: Value, old: Value) -> Value:
+    def _select_rows(self, going: jax.Array, new: Value, old: Value) -> Value:
         if np.all(going):
             return new
         # bool[rows] -> bool[rows, 1, ...], to broadcast against the axes of the value behind.
         mask = jnp.reshape(going, going.shape + (1,) * (jnp.ndim(new.array) - going.ndim))
-        return _joined((new, old), lambda pair: jnp.where(mask, *pair), self.remark_joined)
+        return _join_values((new, old), lambda pair: jnp.where(mask, *pair), self.remark_joined)
 
 
-def _joined(values: Sequence[Value], join: Any, remark: Any) -> Value:
+def _join_values(values: Sequence[Value], join: Any, remark: Any) -> Value:
     return Value(join([v.array for v in values]), remark(values))
 
 
 @jax.jit
-def _slices(arrays: list[Any], place: Any) -> list[Any]:
+def _slice_rows(arrays: list[Any], place: Any) -> list[Any]:
     return [lax.dynamic_index_in_dim(array, place, keepdims=False) for array in arrays]
 
 
@@ -348,7 +351,7 @@ def _is_empty(eqn: Equation) -> bool:
     return eqn.primitive.name == "scan" and not reading.scan_steps(eqn)[0]
 
 
-def _lifetimes(
+def _find_lifetimes(
     eqns: Sequence[Equation], results: Sequence[Any]
 ) -> list[tuple[Equation, list[bool], list[Any]]]:
     """Each equation, with which of its results are read and which variables nothing reads after it.

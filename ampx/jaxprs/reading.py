@@ -115,7 +115,7 @@ def constants_of(jaxpr: Jaxpr) -> Sequence[Any]:
 
 
 def has_constants(jaxpr: Jaxpr) -> bool:
-    """Whether arrays are attached to a jaxpr that are no arguments of it."""
+    """Whether arrays are attached to a jaxpr, beside its arguments."""
     return bool(open_jaxpr(jaxpr).constvars)
 
 
@@ -165,7 +165,7 @@ def collective_axes(eqn: Equation) -> tuple[str, ...]:
     if eqn.primitive.name in _LOCAL:
         return ()
     # All others that name axes are collectives, also those that a later JAX adds. Under vmap a name
-    # becomes the number of an axis of the operand: what runs over that is no collective.
+    # becomes the number of an axis of the operand: what runs over that stays on one device.
     names = (eqn.params.get(name, ()) for name in ("axes", "axis_name"))
     flat = [n if isinstance(n, tuple | list) else (n,) for n in names]
     return tuple(axis for group in flat for axis in group if isinstance(axis, str))

@@ -29,7 +29,14 @@ AMPX_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 class Frame(NamedTuple):
-    """A line of the traceback of an equation, innermost first."""
+    """One call on the traceback of an equation.
+
+    Attributes:
+      file_name: the path of the file, as Python knows it.
+      function_name: qualified, as `clip_by_global_norm.<locals>.update_fn`.
+      function_start_line: where the function begins.
+      line: the line that was running.
+    """
 
     file_name: str
     function_name: str

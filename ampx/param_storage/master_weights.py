@@ -123,7 +123,10 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     """
     found = find_nodes(opt_state, MasterWeightsState)
     if len(found) > 1:
-        raise ValueError(f"found {len(found)} master copies in the state: pass the one meant")
+        raise ValueError(
+            f"found {len(found)} master copies in the state, expected one at most: pass the part "
+            "of the state whose masters are meant"
+        )
     if not found:
         return params
 

@@ -109,11 +109,11 @@ def element_index(
         return jnp.uint32(0), jnp.uint32(0)
 
     def along(axis: int) -> jax.Array:
-        # Of length 1 along all other axes, so that a row's number is worked out once for the row.
+        # Of length 1 along all other axes: sums of these broadcast only as far as they must.
         size = tuple(n if i == axis else 1 for i, n in enumerate(shape))
         return jax.lax.broadcasted_iota(jnp.uint32, size, axis) + _word(start[axis])
 
-    # Row-major rank of the axes before the last; the product below may wrap, as a hash may.
+    # Row-major rank over the axes before the last, modulo 2**32.
     row = jnp.zeros((1,) * len(shape), jnp.uint32)
     for axis in range(len(shape) - 1):
         row = row + along(axis) * _word(math.prod(full_shape[axis + 1 : -1]))

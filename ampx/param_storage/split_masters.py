@@ -52,7 +52,8 @@ def split_masters(
     A bfloat16 is the upper half of a float32. With 16 bits the state holds the lower half, so the
     master is exact: the numbers are those of `ampx.master_weights`, in 4 bytes a parameter where
     that takes 6. With 8 bits it is 3 bytes and each step rounds the master to 16 significant bits,
-    a relative error of at most 2**-16: a step smaller than that is lost.
+    a relative error of at most 2**-16: a step below 2**-17 of a parameter is lost, and one below
+    2**-16 may be.
 
     A skipped step keeps parameters and error bits. Code that writes to a parameter from outside
     moves its master along: the error bits that stay add at most half a bfloat16 step. Parameters of

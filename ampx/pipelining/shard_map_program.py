@@ -54,6 +54,8 @@ _NO_STATE = (
 )
 
 
+# Compared and hashed by identity: functions of a model have no other equality, and `jax.jit` caches
+# what it has traced by the function that it is given.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PipelineGradients:
     """A function `g(params, batch, *, loss_scale=1.0, key=None) -> GradResult`.
@@ -164,6 +166,7 @@ class PipelineGradients:
           A `GradResult` whose `grads` and `verdict` are None.
         """
         # The same stages on the same devices, so parameters need not move. Nothing is kept.
+        # Aligned, as there is nothing to wait for where the backwards were.
         rows = tuple(tuple(a for a in row if a and a.kind == "F") for row in self.schedule.rows)
         forward = dataclasses.replace(self.schedule, rows=rows, has_backward=False).aligned()
         model = dataclasses.replace(self.model, schedule=forward)
@@ -225,6 +228,8 @@ class PipelineGradients:
     ) -> GradResult:
         mesh = self._check_mesh()
         _check_params(params)
+        # A part that is left out is None, a tree without leaves. Half-precision copies are made
+        # once a step, outside of the loop: all micro-batches read the same ones.
         parts = {part: params.get(part) for part in PARTS}
         computed = parts if self.recipe is None else self.recipe.half_params(parts)
         layout = self._make_layout(model, computed["stages"])
@@ -267,9 +272,9 @@ class PipelineGradients:
             result = self._reduce_over_devices(executor.run(), layout)
             return result._replace(grads=_sum_over_replicas(result.grads, specs, replicas))
 
-        out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
         # Results: loss, gradients, weight, auxiliary output, state and verdict. All but gradients
         # of the stages are the same on all devices, which `P()` promises and `check_vma` checks.
+        out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
         place_params = functools.partial(place, mesh=self.mesh, axes=self._axes)
         in_specs = (specs, P(self.data_axes or None), P(), P())
         result = jax.shard_map(
@@ -371,6 +376,7 @@ class PipelineGradients:
         return self.mesh
 
     def _check_batch(self, batch: Any) -> None:
+        """Raises unless each data shard can be divided into the schedule's micro-batches."""
         mesh = self.mesh or jax.sharding.get_abstract_mesh()
         parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
         rows, count = batch_size(batch), self.schedule.num_microbatches
@@ -387,6 +393,7 @@ def _sum_over_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
     if grads is None or not axes:
         return grads
 
+    # Specs are a prefix of the gradients' tree: one for each part, or finer.
     def add_up(spec: P, part: Any) -> Any:
         divided = axes_of_spec(spec)
         return lax.psum(part, tuple(axis for axis in axes if axis not in divided))
@@ -395,6 +402,7 @@ def _sum_over_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _check_params(params: Any) -> None:
+    """Raises unless these are parts of a model, and all of their leaves have gradients."""
     if not isinstance(params, Mapping) or "stages" not in params or set(params) - set(PARTS):
         found = list(params) if isinstance(params, Mapping) else type(params).__name__
         raise TypeError(
@@ -403,6 +411,8 @@ def _check_params(params: Any) -> None:
     statistics = flax_modules.find_batch_statistics(dict(params))
     if statistics is not None:
         raise ValueError(f"{statistics} is no parameter, and {_NO_STATE}")
+    # Stage programs count on it: of their inputs the first ones, all parameters, are
+    # differentiated.
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
         if not is_floating(leaf):
             raise TypeError(

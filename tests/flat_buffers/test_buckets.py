@@ -90,6 +90,16 @@ def test_groups_and_dtypes_do_not_mix():
     }
 
 
+@pytest.mark.parametrize("align, multiple_of, size", [(1, 1, 9), (1, 8, 8), (4, 4, 12)])
+def test_a_spare_element_is_added_where_the_last_leaf_fills_the_buffer(align, multiple_of, size):
+    tree = {"a": jnp.ones(4), "b": jnp.ones(3) if multiple_of == 8 else jnp.ones(4)}
+    (bucket,) = ampx.bucket_layout(tree, align=align, multiple_of=multiple_of).buckets
+    spare = bucket.with_spare(multiple_of)
+    assert spare.size == size and spare.offsets == bucket.offsets
+    buffer = spare.join([jnp.ones(n) for n in bucket.sizes])
+    assert buffer.shape == (size,) and buffer[-1] == 0
+
+
 def test_the_order_of_use_is_reversed():
     tree = {"embed": jnp.ones(4), "head": jnp.ones(4), "layers": jnp.ones(4)}
     layout = ampx.bucket_layout(tree, bucket_bytes=16, order=(0, 2, 1))

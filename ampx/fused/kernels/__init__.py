@@ -1,1 +1,1 @@
-"""Pallas kernels that map an elementwise rule over arrays in place: `gpu` and `tpu`."""
+"""Pallas kernels that map one function over arrays in place, block by block: `gpu` and `tpu`."""

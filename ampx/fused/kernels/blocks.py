@@ -148,7 +148,7 @@ def apply_to_block(
         raise ValueError(
             f"the mapped function gave {len(terms)} terms to sum; num_sums is {num_sums}"
         )
-    # In place: results have the shapes and types of the arrays in whose room they lie.
+    # Results replace the written arrays in memory, so shapes and types must be the same.
     types, due = (jax.tree.map(lambda a: (a.shape, a.dtype.name), all_) for all_ in (new, written))
     if types != due:
         raise ValueError(f"the mapped function gave {types} for the written arrays {due}")

@@ -73,7 +73,7 @@ def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
     """
     if not tail.in_kernels or rule.needs_squares:
         return False
-    # A float16 moment that overflows is held by XLA's way, in the stored dtype; kernels do not.
+    # A moment may overflow when it is stored in float16. `narrow_slot` checks that, kernels do not.
     if any(getattr(slot, "dtype", None) == jnp.float16 for slot in leaf.slots):
         return False
     if rule.direction_again and leaf.segments is not None:

@@ -19,8 +19,8 @@ from ampx.fused.moments.int8_blocks import Int8Blocks, decode, encode
 from ampx.param_storage.rounding import draw_words, element_bits, element_index
 
 SlotDtype = DTypeLike | Literal["int8"] | None
-# Smaller slots stay float32, as in other 8-bit optimizers: 4096 numbers save 12 KiB, and biases and
-# norms, which are small, are sensitive. In rows of fewer than 64 numbers a scale adds more than
+# Smaller slots stay float32, as in other 8-bit optimizers: the 12 KiB that 4096 numbers would save
+# are not worth the loss of precision. In rows of fewer than 64 numbers a scale would add more than
 # 4 / 64 of a byte to each.
 _LEAST_ELEMENTS = 4096
 _LEAST_ROW = 64

@@ -17,11 +17,7 @@ from jax.typing import ArrayLike
 
 from ampx.flat_buffers.flattening import per_buffer
 from ampx.fused.moments.formats import SlotDtype
-from ampx.fused.optimizers.adam import (
-    adam_coefficients,
-    adam_direction,
-    adam_direction_again,
-)
+from ampx.fused.optimizers.adam import adam_coefficients, adam_direction, adam_direction_again
 from ampx.fused.transformation import fused_transformation
 from ampx.fused.update_rules import UpdateRule
 

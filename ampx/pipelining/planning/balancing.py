@@ -3,7 +3,7 @@
 A pipeline is as fast as its slowest stage, so the largest sum of costs is made as small as it can
 be. Costs are compared exactly, as integers: stages of equal layers are equal, however sums round.
 
-Two passes find the division:
+Two passes find the division::
 
   1. the bound      the least cost that the costliest stage can have, by bisection. For a given
                     bound it is best to fill each stage with all that fits, so one walk over the
@@ -46,8 +46,9 @@ def balance(
     Args:
       costs: the cost of each layer, in any unit: numbers of at least 0, shape (layers,).
       num_stages: how many stages there are; each gets at least one layer.
-      first: cost of what rides on the first stage, such as an embedding, in the same unit.
-      last: cost of what rides on the last stage, such as a head and its loss.
+      first: cost of what the first stage does before its layers, such as an embedding, in the same
+        unit.
+      last: cost of what the last stage does after its layers, such as a head and its loss.
 
     Returns:
       How many layers each stage has, `layers_per_stage` of `ampx.pipelining.value_and_grad`.

@@ -253,7 +253,7 @@ class Footprint:
                     _count_bytes(used) + sum(map(self._count_stage_bytes, stages)),
                     self.stored.tables.residuals.used[device],
                     self._count_stash(device),
-                    0.0,
+                    0.0,  # `plan` fills in the idle share, which a simulation finds
                     {name: round(size) for name, size in self._count_sent(device).items()},
                 )
             )

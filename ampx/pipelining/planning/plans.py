@@ -37,11 +37,11 @@ class Plan:
       num_ticks: how long the compiled loop over the schedule is.
       lockstep: the simulation with all devices in step, as the compiled program runs.
       asynchronous: the simulation in which a device goes on as soon as it can.
-      devices: what is different on each device along the stage axis.
+      devices: what is different on each device along the stage axis, one entry for each.
       memory: bytes by purpose, the same on every device: one program runs on all.
-      seconds: time on the wire in a step by purpose, for the device that sends most; empty if no
-        bandwidth is given.
-      backend: whose compiler was asked.
+      seconds: time on the wire in a step by purpose, for the device that sends most, in the unit of
+        time of `bandwidth`; empty if no bandwidth is given.
+      backend: the backend whose compiler was asked for memory, such as `"cpu"`.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp

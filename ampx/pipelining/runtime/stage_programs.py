@@ -75,13 +75,15 @@ Compute = Callable[[StageInputs], StageOutputs]
 class StageProgram:
     """The jaxprs of a stage, from `trace_stage`.
 
+    Inputs and outputs are counted by leaves: parameters come first, then what is received.
+
     Attributes:
-      forward: from all inputs to the outputs, followed by what is kept.
-      inputs: the inputs, as types.
-      outputs: the outputs, as types.
+      forward: jaxpr from all inputs to the outputs, followed by what is kept.
+      inputs: the inputs, as abstract values.
+      outputs: the outputs, as abstract values.
       num_params: how many of the inputs are parameters.
       pulled: which inputs have a gradient, by number.
-      kept: the types of what is kept.
+      kept: the abstract values of what is kept.
       residuals: what the backward reads, in its order: the number of an input, the number of what
         is kept plus the number of inputs, or a constant.
       backward: from residuals and cotangents to gradients.

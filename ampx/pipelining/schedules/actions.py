@@ -1,5 +1,7 @@
 """What one stage does with one micro-batch, in the notation of torch's schedules: `"2F0"`.
 
+The kinds of actions::
+
   F   forward          needs F of the stage before, on the same micro-batch
   B   whole backward   needs its own F, and B or I of the stage behind
   I   its first half: the gradient of the stage's input; needs what B needs

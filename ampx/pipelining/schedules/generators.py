@@ -2,7 +2,7 @@
 
 Each writes down, for every device, the order of its actions; `Schedule.aligned` finds the ticks.
 `num_stages` is the number of devices along the stage axis. Where a device has several stages of the
-model, its chunks, the model has `chunks` times as many. How to read a grid:
+model, its chunks, the model has `chunks` times as many. How to read a grid::
 
   tick      0  1  2  3  4  5  6  7  8  9     F0   forward of micro-batch 0
   device 0  F0 F1 F2 .  .  B0 .  B1 .  B2    B0   its backward, or the halves of one: I0, W0
@@ -11,7 +11,7 @@ model, its chunks, the model has `chunks` times as many. How to read a grid:
 
 All are one idea with other numbers: a device warms up with some forwards, then takes a backward and
 a forward in turn, then the backwards that are left. With P devices, M micro-batches, v chunks and
-groups of G micro-batches (P of them, where P divides M), on device d:
+groups of G micro-batches (P of them, where P divides M), on device d::
 
   schedule       warm-up forwards               idle share            activations kept at most
   gpipe          M                              (P-1) / (M+P-1)       M

@@ -37,6 +37,7 @@ def render_grid(schedule: Grid, start: int = 0, stop: int | None = None) -> str:
 
 
 def _write_headline(schedule: Grid, num_ticks: int) -> str:
+    # In ticks of equal length; `simulate` knows the share of idle time.
     used = sum(action is not None for row in schedule.rows for action in row)
     idle = 1 - used / max(1, num_ticks * len(schedule.rows))
     return (

@@ -179,8 +179,8 @@ class Schedule(Grid):
           input_grad: time of the half that gives gradients of the stage's input. The default is
             what `weight_grad` leaves of `backward`, or half of it.
           weight_grad: time of the half that gives gradients of the weights; as `input_grad`.
-          communication: time until another device has a result. It occupies nobody, except in
-            lockstep, where each tick ends with it.
+          communication: time until another device has a result. Devices go on computing meanwhile,
+            except in lockstep, where each tick ends with it.
           mode: `"async"`: a device goes on as soon as it has its inputs, as in a program for each
             device. `"lockstep"`: all devices end a tick together, as in ampx's one compiled
             program, and a tick has room for a forward, a backward and a weight gradient.

@@ -74,6 +74,8 @@ def _find_fault_of_order(schedule: Grid) -> tuple[int, str] | None:
             if action is None:
                 continue
             fault = _find_unknown(schedule, action, device)
+            # In this order, since each check may rely on those before: what a known action needs,
+            # for one, can be looked up.
             if fault is None and action in seen:
                 fault = "is there for the second time: do each action once"
             if fault is None:

@@ -3,7 +3,7 @@
 A backward makes two things: the gradient of a stage's input, `I`, which the stage before is waiting
 for, and the gradient of its weights, `W`, which is needed only by the optimizer. Done as one, `B`,
 every stage waits for the `W` of all stages behind it. Done as two, the chain of waiting stages gets
-shorter, and each `W` can go where its device would be idle:
+shorter, and each `W` can go where its device would be idle::
 
   tick      0  1  2  3  4  5  6  7  8  9  10
   device 0  F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2    I0 of device 0 waits for two I0, not for two B0
