@@ -248,6 +248,24 @@ def test_float32_gradients_are_finite_where_their_sum_is_not():
     assert not all_finite(reduced(late, trees, (4,), ("data",)))
 
 
+def test_a_train_step_judges_gradients_before_they_are_summed():
+    """Every device's gradients are finite, their sum is not: an update to hold, and no overflow."""
+    scaled = functools.partial(ampx.dynamic_loss_scale, init_scale=2.0)
+    step = ampx.train_step(
+        lambda w, x: jnp.sum(w * x),
+        optax.sgd(1.0),
+        loss_scale=scaled,
+        normalize="sum",
+        axis_name="data",
+    )
+    mesh = make_mesh((4,), ("data",))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    state, report = jax.jit(mapped)(step.init(jnp.ones(())), jnp.full(4, 1e38))
+    scale = ampx.find_loss_scale_state(state.opt_state)
+    assert not report.overflow and scale.loss_scale == 2.0
+    assert scale.bad_update_total == 1 and state.params == 1.0
+
+
 def test_a_loss_scale_that_asks_nobody_is_refused():
     tx = ampx.dynamic_loss_scale(optax.chain(ampx.all_reduce("data"), optax.sgd(0.1)))
     step, args = train(1, tx)

@@ -126,9 +126,10 @@ def test_what_only_scalars_need_is_no_culprit():
     assert norm.path == "1/norm" and norm.waits_for == (0, 1, 2, 3)
 
 
-def test_a_weight_summed_last_is_no_gradient():
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_weight_summed_last_is_no_gradient(size):
     def update(grads, state, params):
-        weight = psum(lax.axis_index("data").astype(jnp.float32))
+        weight = psum(lax.axis_index("data").astype(jnp.float32) * jnp.ones(size))[0]
         return jax.tree.map(lambda p, g: p - g / weight, params, grads), state
 
     report = checked(SGD, update=update)
@@ -324,10 +325,11 @@ def test_a_flag_from_the_last_bucket_alone_is_a_culprit():
     assert the_culprit(report).primitive == "select_n"
 
 
-def test_reductions_inside_a_loop_are_ready_when_it_ends():
+@pytest.mark.parametrize("reduce", [psum, jax.jit(psum)], ids=["plain", "in a call"])
+def test_reductions_inside_a_loop_are_ready_when_it_ends(reduce):
     def in_scan(grads):
         def body(total, _):
-            return jax.tree.map(lambda t, g: t + psum(g), total, grads), None
+            return jax.tree.map(lambda t, g: t + reduce(g), total, grads), None
 
         return lax.scan(body, jax.tree.map(jnp.zeros_like, PARAMS), None, length=3)[0]
 

@@ -419,6 +419,26 @@ def test_the_reduction_works_on_the_buffers_themselves(overlap):
     assert not found["copy"]
 
 
+@pytest.mark.parametrize("first", [1.0, np.nan])
+def test_a_chain_of_reductions_keeps_the_last_parameter_and_the_padding(first):
+    """A reduction waits for the one before by a number in the last element of its buffer."""
+    leaf = jnp.arange(1.0, 257.0).at[0].set(first)  # it fills its row
+    flat = fused.flatten({"a": leaf, "b": leaf}, bucket_bytes=1024)
+    assert len(flat.buffers) == 2
+    tx = ampx.all_reduce("data", op="sum", tail_overlap=True)
+
+    def summed(flat, factor):
+        grads = jax.tree.map(lambda buffer: factor * buffer, flat)
+        return tx.update(grads, tx.init(flat))[0]
+
+    mesh = make_mesh((4,), ("data",))
+    mapped = jax.shard_map(summed, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    reduced = jax.jit(mapped)(flat, jnp.arange(1.0, 5.0))
+    for own in reduced.tree().values():
+        np.testing.assert_array_equal(own, 10 * leaf)
+    assert not any(np.any(padding) for padding in padding_of(reduced))
+
+
 def test_zero1_divides_the_buffers():
     mesh = make_mesh((4,), ("data",))
     params = make_params()

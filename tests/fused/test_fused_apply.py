@@ -285,6 +285,12 @@ def test_the_clip_may_be_an_array_that_changes_without_a_new_trace():
     assert step._cache_size() == 1
 
 
+def test_a_clip_leaves_smaller_gradients_alone():
+    tx, params = fused.sgd(1.0), jnp.zeros(2)
+    new = fused.apply(tx, jnp.array([3.0, -4.0]), tx.init(params), params, max_norm=5.5)[0]
+    assert_bit_equal(new, jnp.array([-3.0, 4.0]))
+
+
 # --- what is not finite without the gradients' fault ---------------------------------------------
 
 UNFIT = {

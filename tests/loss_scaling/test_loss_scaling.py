@@ -430,6 +430,13 @@ def test_a_skip_leaves_everything_bit_for_bit(choice, leaf, value):
     )
 
 
+def test_a_skip_keeps_negative_zeros():
+    tx = dynamic(optax.sgd(0.1))
+    params = jnp.array([-0.0, 1.0])
+    updates, _ = tx.update(jnp.array([NAN, 1.0]), tx.init(params), params)
+    assert_bit_equal(ampx.apply_updates(params, updates), params)
+
+
 @pytest.mark.parametrize("kind", ["inf", "nan", "both"])
 def test_inf_and_nan_steps_are_counted_apart(kind):
     bad = dict(inf=[INF, 1.0], nan=[1.0, NAN], both=[INF, NAN])[kind]

@@ -179,8 +179,8 @@ def test_communication_is_hidden_from_independent_devices_that_have_enough_ahead
     lockstep = plain.simulate(communication=0.5, mode="lockstep")
     ticks = 16 + 2 * (4 - 1)
     assert lockstep.makespan == without + 0.5 * (ticks - 1)
-    alone = one_f_one_b(1, 4)
-    assert alone.simulate(communication=9.0).makespan == alone.simulate().makespan
+    for alone in (one_f_one_b(1, 4), interleaved(1, 4, chunks=2)):
+        assert alone.simulate(communication=9.0).makespan == alone.simulate().makespan
 
 
 def test_halves_of_a_backward_follow_from_what_is_given():
@@ -273,6 +273,22 @@ def test_liveness_in_lockstep_is_that_of_the_program(name):
     assert liveness.live.shape == (4, tables.num_ticks)
     with pytest.raises(ValueError, match=r"mode must be"):
         schedule.liveness(mode="program")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_two_messages_of_an_exchange_leave_or_reach_one_device(name):
+    schedule = make_schedule(name, 4, 5)
+    edges = [(stage, stage + 1) for stage in range(schedule.num_stages - 1)]
+    tables = lower(schedule, [edges])
+    devices = [(schedule.device_of[s], schedule.device_of[t]) for s, t in edges]
+    for (route,), pairs in (
+        (tables.activations, devices),
+        (tables.cotangents, [pair[::-1] for pair in devices]),
+    ):
+        for exchange in route.links:
+            for ends in zip(*exchange, strict=True):
+                assert len(set(ends)) == len(ends)
+        assert set(itertools.chain(*route.links)) == {(s, t) for s, t in pairs if s != t}
 
 
 @pytest.mark.parametrize("mode", ["async", "lockstep"])

@@ -163,6 +163,7 @@ def test_norm_paths_are_found_by_name(path):
         "PreNorm_0/Dense_0/bias",
         "norm_mlp/Dense_0/kernel",
         "Norm_Block_3/attention/query/bias",
+        "norm_mlp/kernel",
         "weight_norm_dense/kernel",
         "norm_dense/bias",
         "NormConv_0/bias",
