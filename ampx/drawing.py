@@ -1,7 +1,7 @@
 """What pictures share: colours, axes, scales as text.
 
-matplotlib is imported when a picture is drawn, so that a program without pictures never pays for
-it, and needs it installed as little.
+matplotlib is imported when a picture is drawn. A program without pictures does not pay for the
+import and need not have matplotlib installed.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from ampx.checking import check_positive_int
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
     """Splits the leading axis of every leaf, B -> (k, B/k), with a stride: row i goes to i mod k.
 
-    With contiguous slices each micro-batch of a sharded batch would lie on one device, and the
-    compiler would copy the batch to all devices and compute everything on each of them.
+    With contiguous slices each micro-batch of a sharded batch would lie on only some devices, and
+    the compiler would copy the batch to all devices and compute everything on each.
 
     Args:
       batch: a pytree of arrays of shape (B, ...).

@@ -164,7 +164,7 @@ def reduce_aux(
     axes: tuple[str, ...],
     num_rows: int | None,
 ) -> Any:
-    """Reduces the auxiliary outputs of k micro-batches to one, over devices where that has a sense.
+    """Reduces the auxiliary outputs of k micro-batches to one; means and sums over devices, too.
 
     Args:
       auxes: auxiliary outputs, leaves of shape (k, ...).

@@ -1,14 +1,14 @@
-"""Marks that a traced function carries: calls that autocast treats as their owner said.
+"""Marked functions: calls that autocast treats as whoever marked them asked for.
 
-A function that is marked looks, outside of autocast, as if it were not. Under autocast its call is
-traced as a jitted function with a name of ours. grad, vmap, scan and remat keep the name of a
-jitted function, so the planner finds it whatever is around, and the rewriter opens the call again:
+Outside of autocast a mark changes nothing. Under autocast the call is traced as a jitted function
+whose name is the mark. grad, vmap, scan and remat keep the name of a jitted function, so the
+planner finds it whatever is around it, and the rewriter opens the call again:
 
     mark            made by                                 what autocast does
     NATIVE_MARK     float_function, half_function,          leaves the region as it was traced
                     autocast(enabled=False) and nested
     PROMOTE_MARK    promote_function                        plans it with one precision for all
-    RELABEL_MARK    half_function, around its results       takes float32 for another name of half
+    RELABEL_MARK    half_function, around its results       drops the conversion to float32 inside
 
 `half_function` needs the third because the program around it was traced in float32. Its operands
 are converted to half while it is traced, so that a kernel sees half; its results are converted back

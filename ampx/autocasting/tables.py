@@ -4,11 +4,11 @@ The lists follow Apex's `lists/torch_overrides.py` and torch's autocast op lists
 functions to the primitives that JAX makes of them. A primitive that is in no list is opaque: it
 gets the dtypes that it was traced with.
 
-Two properties of the half types decide. Their *range*: float16 ends at 65504, and numbers below
-6e-8 are 0; bfloat16 has the range of float32. And their *spacing*: next to 1, numbers are 2**-10
-apart in float16 and 2**-7 in bfloat16, so that a result is rounded by a relative 2**-11 or 2**-8.
-An operation needs float32 if its results leave the range, or if it makes a small error of its
-operands a large one of its result: by adding up many terms, by cancelling, or by being steep.
+Two properties of the half types decide. Their *range*: float16 ends at 65504, and its smallest
+number above 0 is 6e-8; bfloat16 has the range of float32. And their *spacing*: next to 1, numbers
+are 2**-10 apart in float16 and 2**-7 in bfloat16, so a result is rounded by a relative 2**-11 or
+2**-8. An operation needs float32 if its results leave the range, or if it turns a small error of
+its operands into a large one of its result: because it adds up many terms, cancels, or is steep.
 
 Below the lists stand sets of primitives with a property that changes a decision. Properties that
 have nothing to do with precision are in `ampx.jaxprs.primitives`.

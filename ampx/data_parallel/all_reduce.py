@@ -100,8 +100,9 @@ def all_reduce(
     def init(params: optax.Params) -> ReductionState:
         return reduction_state(())
 
-    # Two extra arguments come from around: from a loss scale `overflow`, its verdict, for which the
-    # first bucket waits; `reduce_op` from who knows whether gradients were divided already.
+    # Wrappers hand two extra arguments down. `overflow` is the verdict of a loss scale, for which
+    # the first bucket waits. `reduce_op` comes from `train_step`, whose gradients are divided by
+    # the weight of all devices already.
     def update(
         updates: Any,
         state: Any,

@@ -80,7 +80,7 @@ class ReductionState(NamedTuple):
 
 
 def reduction_state(sent: Sequence[int]) -> ReductionState:
-    """Makes the state after reductions of so many bytes each."""
+    """Makes the state after an update; `sent` has the bytes of each of its reductions."""
     return ReductionState(
         jnp.asarray(len(sent), jnp.int32), jnp.asarray(float(sum(sent)), jnp.float32)
     )
@@ -130,7 +130,11 @@ class Reduction:
         return reduced, reduction_state(sent)
 
     def with_op(self, op: Op | None) -> Reduction:
-        """The same with another operation, if one is named: who made the gradients knows it."""
+        """The same with another operation; None keeps it.
+
+        The part of a step that made the gradients knows whether they were divided already, and
+        hands the operation that fits them down to the reduction.
+        """
         if op in (None, self.op):
             return self
         # The factor was meant for the mean that was asked for; a sum divides by nothing.

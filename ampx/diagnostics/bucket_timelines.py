@@ -1,14 +1,15 @@
 """When buckets of gradients are known, reduced and used: a model of a step's end, in seconds.
 
-A device computes and communicates at the same time, but each only one thing at a time. So a step's
-end has two lanes, here with four buckets and reductions that start as soon as a bucket is complete:
+A device computes and communicates at the same time, but does one job at a time in each of these
+two lanes. Here are four buckets, whose reductions start as soon as a bucket is complete:
 
-    computing      b0 b1 b2 b3 |      u0 u1 u2 u3      b: backward, u: update
-    communicating     r0  r1  r2  r3                   r: reduction
-                               | verdict: are all gradients finite?
+    computing      b0 b1 b2 b3|u0 u1    u2    u3       b: backward, u: update
+    communicating     r0    r1    r2    r3             r: reduction
+                              | verdict: are all gradients finite?
 
-Each job starts when its input is there and its lane is free; between b3 and u0 the device is idle.
-No measurement goes in but the caller's rates: the model shows what an order of work allows.
+Each job starts when its input is there and its lane is free. u0 and u1 wait for the verdict; before
+u2 and u3 the device is idle, since r2 and r3 have not ended yet. Nothing is measured: all times
+follow from the rates that the caller gives, so the model shows what an order of work allows.
 """
 
 from __future__ import annotations

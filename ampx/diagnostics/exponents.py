@@ -12,8 +12,9 @@ So each exponent is counted in a few cells. The cuts between them are the mantis
 thresholds of all formats, and a number lies at a cut or between two:
 
     m       1    ...   1.75   ...   1.8125   ...   1.875   ...   1.9921875   ...
-    cell    1     2     3      4      5       6      7      8        9       10
+    cell    1     2     3      4      5       6      7      8        9       10    and so on
 
+There are 8 cuts and 17 cells. The last cut, 1.99951171875, is the mantissa of 65520 above.
 A loss scale of 2**s shifts e by s and leaves m as it is. So one count gives the exact shares at
 every loss scale and in every format.
 """

@@ -35,7 +35,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
 _FLOATS = re.compile(r"\b(?:bf|f|c)\d+\w*\[([\d,]*)\]")
 # An asynchronous reduction is a pair, all-reduce-start and all-reduce-done: the first is counted,
-# and the second waits for it as its operand. What gathers waits for no other device's gradient sum.
+# and the second waits for it as its operand. An all-gather is not listed: it sums no gradients.
 _COLLECTIVES = ("all-reduce", "all-reduce-start", "reduce-scatter", "all-to-all")
 
 

@@ -188,7 +188,7 @@ def compared_configs(config: Config) -> list[Config]:
        'O2 bfloat16', 'O2 float16, dynamic scale', 'O3 float16']
     """
     bfloat16 = dict(half="bfloat16", loss_scale="none")  # it has float32's range
-    float16 = dict(half="float16", loss_scale="dynamic")  # gradients below 2**-24 would be zero
+    float16 = dict(half="float16", loss_scale="dynamic")  # gradients below 2**-25 would be zero
     differences: list[dict[str, Any]] = [
         dict(precision="float32"),
         dict(precision="O1", **bfloat16),

@@ -102,10 +102,10 @@ def apply(
         anywhere; `"interpret"` is for tests. Kernels must know where arrays lie: on the only
         device, in a mesh of Explicit axes, or in `shard_map` (on GPUs with `check_vma=False`, where
         LAMB's norms are those of the shards). Parameters that kernels cannot update are left to
-        XLA: those of NovoGrad; of float64; on TPUs of float16; of LAMB in flat buffers or with
-        moments that are not float32; with 8-bit moments in rows that are no multiple of 256, or on
-        TPUs longer than 8192; and those that are rounded by random bits and divided over devices
-        along an axis that is neither the first nor the last.
+        XLA: those of NovoGrad; of float64; on TPUs of float16; with float16 moments; of LAMB in
+        flat buffers or with moments that are not float32; with 8-bit moments in rows that are no
+        multiple of 256, or on TPUs longer than 8192; and those that are rounded by random bits and
+        divided over devices along an axis that is neither the first nor the last.
       verdict: a verdict on the gradients that devices agreed on already.
       **extra_args: handed to `tx`.
 

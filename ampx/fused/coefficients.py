@@ -1,4 +1,4 @@
-"""The scalars of one step: what schedules say, what a rate's complement is, packed in a vector.
+"""The scalars of one step (decays, bias corrections, learning rate), packed into one vector.
 
 An optimizer declares its scalars as a NamedTuple. The last three fields are the same everywhere:
 
@@ -105,8 +105,8 @@ def pack_coefficients(coefficients: Any, dtype: Any) -> PackedCoefficients:
     """Puts the coefficients that are not None into one vector."""
     # Which fields are None is static: it decides what is traced.
     given = [number for number in coefficients if number is not None]
-    # A slice of a concatenation XLA simplifies to its operand, and would see scalars again: the
-    # barrier stops it from looking through.
+    # XLA simplifies a slice of a concatenation to the operand that it cuts out, and would see
+    # scalars again. The barrier hides the concatenation from it.
     vector = lax.optimization_barrier(jnp.stack([jnp.asarray(n, dtype) for n in given]))
     numbers = unpack_coefficients(coefficients, vector)
     return PackedCoefficients(vector, numbers, ~jnp.all(jnp.isfinite(vector)))

@@ -6,7 +6,8 @@
     split_masters, 8 bits           2          1         3      the master has 16 significant bits
 
 The model computes with the bfloat16 half. The optimizer sees the joined float32, and what it
-returns is split again, in the same pass over memory where it is a fused one: see `narrow_params`.
+returns is split again. `split_floats` has the arithmetic of both; `narrow_params` says how a fused
+optimizer does it in the same pass over memory.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Time runs to the right. Each bucket is a box in every lane; what stands above or
 happens at the same time. Stripes fill the time in which a device only waits:
 
     backward    |  0  |  1  |  2  |
-    all-reduce                      |  0   |  1   |  2   |
-    update                          ////////| 0 |//| 1 |//| 2 |
+    all-reduce                    |  0   |  1   |  2   |
+    update                        |//////| 0 |//| 1 |//| 2 |
 """
 
 from __future__ import annotations

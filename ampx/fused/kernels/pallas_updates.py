@@ -66,7 +66,8 @@ def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
 
     - those of NovoGrad, which needs the norm of a gradient before anything else;
     - those of float64, and on TPUs of float16, or with such gradients;
-    - those with state that is not an array of the parameter's shape in a common type;
+    - those with float16 moments, or other state that is not an array of the parameter's shape in
+      float32 or bfloat16, or 8-bit blocks;
     - those of LAMB in flat buffers, or with half or 8-bit moments: its second pass would read
       them rounded, where XLA goes on with the numbers before rounding;
     - those with 8-bit moments or stochastic rounding of some shapes, see `_shape_suits`.
@@ -133,7 +134,7 @@ def update_in_kernels(
 ) -> list[tuple[TailResult, tuple[Any, ...]]]:
     """`update_leaf` of several parameters with the same coefficients.
 
-    The value for a `NarrowParam` is another one.
+    For a `NarrowParam` the value of the result is a `NarrowParam` too, in the same form.
 
     Raises:
       ValueError: if the parameters may be divided over devices in a way that is not known here.

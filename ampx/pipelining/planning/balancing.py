@@ -107,8 +107,9 @@ def _find_least_bound(costs: Sequence[int], num_stages: int) -> int:
 def _count_stages(costs: Sequence[int], bound: int) -> int:
     """Counts the stages that are needed if each takes all that it can.
 
-    No division needs fewer: at any layer, what this one has filled is at least what another has, so
-    it is never behind. With fewer stages than there are, some are divided: that costs nothing.
+    No division needs fewer: after any number of stages, this one has placed at least as many layers
+    as any other. If it needs fewer stages than there are, some of its stages can be divided again,
+    which makes none of them cost more.
     """
     number, total = 1, 0
     for cost in costs:

@@ -6,7 +6,7 @@
   sent, by the trace     bytes of each collective                          outside of the loop
   one stage's work       what the compiler says of one device's program, less all of the above
 
-So the parts add up to what the compiler says, and the last of them holds what nobody foresaw.
+So the parts add up to what the compiler says, and the last one holds whatever the others miss.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class DevicePlan(NamedTuple):
       layers: how many layers they have; for stages that differ, how many stages.
       parameters: bytes of the parameters that they read.
       microbatches: how many are between forward and backward at most, counted for each stage.
-      stash: bytes of what is kept for them, of that the buffers have.
+      stash: bytes of the buffers' slots that this device uses. All devices have as many slots as
+        the one that needs most.
       idle: the share of the step that it waits, if all devices move in step.
       sent: bytes that it sends in a step, by purpose.
     """
@@ -267,7 +268,7 @@ class Footprint:
         return _count_bytes(stages) * layers[stage] // sum(layers)
 
     def _count_stash(self, device: int) -> int:
-        """Counts the bytes of the slots that a device uses, of those that it has."""
+        """Counts the bytes of the slots that a device uses; it may have more."""
         stored, tables = self.stored, self.stored.tables
         return (
             sum(

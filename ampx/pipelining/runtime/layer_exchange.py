@@ -107,7 +107,7 @@ def exchange_blocks(tree: Any, rounds: Sequence[Round], size: int, axis_name: st
 
     Args:
       tree: leaves of shape (old places, ...), different on each device.
-      rounds: from `exchange_rounds`.
+      rounds: from `plan_exchange`.
       size: how many places there are afterwards; those that no block goes to have zeros.
       axis_name: the mapped axis of the stages.
 
