@@ -282,9 +282,9 @@ def _update_when_due(
     extra_args: dict[str, Any],
 ) -> tuple[Any, optax.OptState]:
     """Runs `inner` if the window is due and not dropped: its update, or none, and its state."""
-    # A `lax.cond` and not a select: in k - 1 of k calls no update is due, but a select would compute
-    # one. Both branches must return the same dtypes. So the new state is cast to those of the old,
-    # and the zeros take theirs from a trace of the other branch.
+    # A `lax.cond` and not a select: in k - 1 of k calls no update is due, and a select would still
+    # compute one. Both branches must return the same dtypes. So the new state is cast to those of
+    # the old, and the zeros take theirs from a trace of the other branch.
 
     def run(_: None) -> tuple[Any, Any]:
         # With weights, sum(w_i * g_i) / sum(w_i); without them every w_i is 1, and this is the
