@@ -109,7 +109,7 @@ def sum_over_shards(number: jax.Array) -> jax.Array:
 
 def tracks_varying(axis: str) -> bool:
     """Whether the `shard_map` around checks what varies over this axis."""
-    # JAX has no question for it. But a device's own index varies, if anything does.
+    # JAX offers no way to ask. But a device's own index varies, if anything does.
     return axis in varying_axes(lax.axis_index(axis))
 
 
@@ -137,10 +137,10 @@ def unreduced_zeros(leaf: Any, dtype: Any) -> jax.Array:
 
 
 def divide_sum(total: jax.Array, divisor: Any) -> jax.Array:
-    """Divides, also a sum that is still due, which JAX lets nothing but a product scale.
+    """Divides a total, which may be a sum over devices that is still due.
 
-    A product with a value that is "reduced" is allowed, since a * Σ x = Σ a * x. Of the parts that
-    the devices hold each is multiplied, and the sum stays due.
+    JAX refuses to divide such a sum, but multiplies it with a value whose type says "reduced",
+    since a * Σ x = Σ a * x. Each device's part is multiplied, and the sum stays due.
     """
     axes = unreduced_axes(total)
     if not axes:

@@ -1,10 +1,10 @@
 """Plans equations that hold jaxprs: calls, loops, branches and functions with rules of their own.
 
 The body of such an equation is planned like the jaxpr around it, with one difference: its inputs
-and outputs are borders, and dtypes on both sides of a border must agree. What is known outside goes
-in as `Value`s of the body's inputs; what readers outside ask goes in as `Demand`s on its outputs;
-back come the outputs' values and what the body asks of its inputs. Who dictates the dtypes at a
-border differs:
+and outputs are borders, and dtypes on both sides of a border must agree. The body's plan is given
+what is known of its inputs outside (`Value`s) and what readers outside ask of its outputs
+(`Demand`s). It returns what is known of the outputs and what the body asks of the inputs. Which
+side decides about the dtypes at a border depends on the equation:
 
     equation                     inputs of the body        outputs of the body
     jit, remat, shard_map,

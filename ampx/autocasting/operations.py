@@ -64,7 +64,8 @@ def decide(
       eqn: the equation.
       values: what is known of its operands.
       precision: what its rule asks for.
-      rule: who asks: the name of its primitive, where nothing but the defaults does.
+      rule: who asks for it: the name of the primitive if only the default lists do, else a user's
+        rule or a mark.
       half: the half dtype.
       lift: whether to compute in float32, because every reader does.
     """

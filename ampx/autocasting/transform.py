@@ -37,8 +37,8 @@ Output = Literal["as_is", "original"]
 CustomVjp = Literal["transform", "opaque"]
 
 
-# One for equal settings, since it holds the plans. User's rules may be made anew at every call of a
-# user's function; 64 sets of them bound what is kept alive.
+# One rewriter for equal settings, since it holds the plans. A program may make new rules at every
+# call, so no more than 64 rewriters are kept alive.
 @functools.lru_cache(maxsize=64)
 def _make_rewriter(settings: Settings) -> Rewriter:
     return Rewriter(settings)

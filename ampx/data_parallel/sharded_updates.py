@@ -55,8 +55,8 @@ class Part(NamedTuple):
 def choose_shard_dim(shape: Sequence[int], count: int) -> int | None:
     """Chooses the axis along which an array is divided: the longest that `count` divides, or None.
 
-    Of axes of one length the first. The choice depends on the shape alone, so that a parameter, its
-    gradient and its moments are divided alike without a word about it.
+    Of equally long axes it is the first. The choice depends on the shape alone. So a parameter, its
+    gradient and its moments are divided alike, and nothing need record how.
     """
     divisible = [dim for dim, size in enumerate(shape) if size and size % count == 0]
     return max(divisible, key=lambda dim: (shape[dim], -dim)) if divisible else None
@@ -139,8 +139,8 @@ class _Partition:
     def _elementwise(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
         dim = max(part.dim for part in operands if part.dim is not None)
 
-        # Scalars need no cut. Of other operands an elementwise equation has whole shapes that are
-        # equal, so a whole one can be cut along the axis of the shards.
+        # Scalars need no cut. All other operands of an elementwise equation have the same whole
+        # shape, so one that is whole here can be cut along the axis of the shards.
         def align(part: Part) -> Any:
             whole = part.dim is None and jnp.ndim(part.value) and part.value.shape[dim] != 1
             if part.dim not in (dim, None):

@@ -1,12 +1,11 @@
 """Exact counts of binary exponents, and what they tell of narrower formats.
 
-A number is m * 2**e with 1 <= m < 2. Of most numbers e alone tells what a cast to a narrower format
-makes. But a cast rounds to nearest, so near the ends of a range m decides, too. In float16, from
-these magnitudes on:
+A number is m * 2**e with 1 <= m < 2. For most numbers e alone tells what a cast to a narrower
+format gives. But a cast rounds to nearest, so near the ends of a range m decides, too. In float16:
 
-    above 2**-25              rounds to 2**-24 or more, no longer to zero
-    at 2**-14 - 2**-25        rounds to 2**-14, the smallest normal number
-    at 65520                  rounds to infinity, half way from 65504 to the next number, 65536
+    above 2**-25                a magnitude rounds to 2**-24 or more, no longer to zero
+    from 2**-14 - 2**-25 on     to 2**-14 or more, the smallest normal number
+    from 65520 on               to infinity: half way from 65504 to what would be next, 65536
 
 So each exponent is counted in a few cells. The cuts between them are the mantissas of all such
 thresholds of all formats, and a number lies at a cut or between two:

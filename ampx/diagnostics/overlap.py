@@ -29,8 +29,8 @@ from ampx.text_tables import format_table
 from ampx.trees import path_name
 
 _LOOP = "A loop gives all of its results at once: reduce and update after it."
-# By a word that stands in the culprit's name, in the functions around it or in its primitive; the
-# first that does counts, and the empty one always does.
+# From a word to advice. The first word that occurs in the culprit's name, in the functions around
+# it or in its primitive decides; the empty word always occurs.
 _ADVICE = {
     "finite": "Take the verdict from the local gradients before they are reduced, as "
     "ampx.dynamic_loss_scale with axis_names does.",

@@ -81,8 +81,8 @@ class Bucket:
     def with_spare(self, multiple_of: int) -> Bucket:
         """The same bucket with an element at its end, at least, that belongs to no leaf.
 
-        A reduction that must wait for another one is made to depend on it by this element: what is
-        written there harms nobody.
+        To make a reduction of this bucket wait for another one, a number that depends on the other
+        is written into that element. No leaf changes by it.
 
         Args:
           multiple_of: elements that a full buffer grows by.

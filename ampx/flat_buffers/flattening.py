@@ -106,10 +106,10 @@ def flatten(
         label = choices[path]
         return (*own, ("decay" if label else "no_decay") if isinstance(label, bool) else label)
 
-    return laid_out(params, group, row=row, bucket_bytes=bucket_bytes, multiple_of=multiple_of)
+    return lay_out(params, group, row=row, bucket_bytes=bucket_bytes, multiple_of=multiple_of)
 
 
-def laid_out(
+def lay_out(
     params: Any,
     group_of: Callable[[str, Any], tuple[Hashable, ...]],
     *,
@@ -117,7 +117,7 @@ def laid_out(
     bucket_bytes: int | None,
     multiple_of: int,
 ) -> FlatParams:
-    """`flatten` by a function to all that names a group."""
+    """Does what `flatten` does; `group_of(path, leaf)` gives the words that name a leaf's group."""
     leaves = jax.tree.leaves(params)
     # One buffer for each dtype and group unless told otherwise: no bucket is full before all is in.
     everything = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -232,7 +232,7 @@ def on_tree(fun: Callable[[Any], Any], params: Any) -> Any:
     own, tree = params.layout, fun(params.tree())
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     groups = {paths[i]: bucket.group for bucket in own.buckets for i in bucket.leaves}
-    return laid_out(
+    return lay_out(
         tree,
         lambda path, leaf: groups.get(path, ()),
         row=own.row,

@@ -104,7 +104,7 @@ def as_per_parameter(slots: Any) -> Any:
 
 
 def _numbers(bucket: Bucket, slot: Any) -> Any:
-    """A slot of shape () as (parameters,); optax made it for a buffer as if that were one."""
+    """A slot of shape () as (parameters,): optax took the whole buffer for one parameter."""
     if not isinstance(slot, jax.Array) or slot.ndim:
         return slot
     return jnp.broadcast_to(slot, len(bucket.leaves))

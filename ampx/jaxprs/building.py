@@ -166,9 +166,9 @@ def splice_jaxpr(
 
 
 def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
-    """Replaces calls by the equations that they run, but for those with constants attached.
+    """Replaces calls by the equations that they run, except where a body has constants attached.
 
-    Those of remat are among them: what it says about recomputation is lost with the call.
+    Calls of remat are replaced too. What they say about recomputation is lost.
     """
     opened = open_jaxpr(jaxpr)
     names: dict[Any, Atom] = {}

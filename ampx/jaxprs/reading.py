@@ -108,8 +108,8 @@ def call_name(eqn: Equation) -> str | None:
 def constants_of(jaxpr: Jaxpr) -> Sequence[Any]:
     """The arrays that are attached to a jaxpr, in the order of its `constvars`.
 
-    A function that closes over an array gets it so. There are none without that, nor if the jaxpr
-    is open: then the equation that holds it passes such arrays as operands.
+    They are the arrays that the traced function closes over. An open jaxpr has none: the equation
+    that holds it passes such arrays as operands.
     """
     return as_closed(jaxpr).consts
 
@@ -191,7 +191,7 @@ def while_sizes(eqn: Equation) -> tuple[int, int]:
 
 
 def split_scan(eqn: Equation, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """One value for each operand of a scan, as those of its constants, its carry, its inputs."""
+    """Splits one value for each operand of a scan into those of constants, carry and inputs."""
     consts, carry = scan_sizes(eqn)
     values = list(operands)
     return values[:consts], values[consts : consts + carry], values[consts + carry :]

@@ -100,7 +100,7 @@ def agree_on(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
 
 
 def mark_overflowing(updates: Any, params: Any) -> Any:
-    """Makes those updates infinite that are finite, but by which a half parameter would overflow.
+    """Makes finite updates infinite where they would make a half parameter overflow.
 
     65000 + 1000 fits float32, where the sum is computed, and becomes infinite when it is rounded to
     the parameter's float16. The update is the only thing that is looked at later, so it has to show

@@ -385,7 +385,7 @@ def _move(
     # By the verdict on gradients, not by `transition.skip`: if gradients were finite and the update
     # is not, a smaller scale would not help.
     moved = advance(state, jnp.any(found, axis=-1))
-    # Of a loss that was left out nothing is known, neither good nor bad: it moves another time.
+    # Nothing is known of the gradients of a loss that was left out, so its scale does not move.
     own = {
         name: jnp.where(judgement.seen, getattr(moved, name), getattr(state, name))
         for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits")
