@@ -53,7 +53,7 @@ def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
 def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:
     """The dtype that holds both, whatever the promotion mode of the caller.
 
-    Of float16 and bfloat16 it is float32: neither holds the other.
+    For float16 and bfloat16 it is float32: neither holds the other.
     """
     # Under `jax_numpy_dtype_promotion="strict"` any two unequal dtypes are an error.
     with jax.numpy_dtype_promotion("standard"):

@@ -166,9 +166,9 @@ def value_and_grad(
                 fun(params, microbatch, *args, **kwargs), has_aux, has_state
             )
             loss, weight = as_loss_and_weight(value, normalize)
-            # In float32, where 65536 times a loss fits. (Of a loss computed in float16 the scale is
-            # still the first cotangent, and 65536 is infinite there.) The loss before scaling goes
-            # out beside it, for the report.
+            # In float32, where 65536 times a loss fits. (A loss that was computed in float16
+            # still gets the scale as its first cotangent, and 65536 is infinite there.) The loss
+            # before scaling goes out beside it, for the report.
             with jax.named_scope("ampx.scale"):
                 return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
 

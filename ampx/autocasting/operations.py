@@ -8,7 +8,7 @@ A decision starts from the precision that the rule asks for. The operands can st
     widest, pass    some operand votes half and none objects       float32
     opaque          never                                          the dtypes it was traced with
 
-Of an equation with the rule widest or pass there are three outcomes:
+An equation with the rule widest or pass has one of three outcomes:
 
     half                the operands are narrowed, the result is held in half
     float32             the operands are widened, the result votes float32
@@ -125,7 +125,8 @@ def decide_float32(eqn: Any, values: tuple[Value, ...], rule: str) -> Decision:
 def _describe_moved_results(eqn: Any, values: tuple[Value, ...]) -> tuple[Value, ...]:
     """Describes the results of an equation that moves its operands, held in float32.
 
-    They are still what they were: parameters, constants. Only half they are not, once widened.
+    They are still what they were (parameters, constants), but half values were widened, so they no
+    longer count as half.
     """
     count = len(eqn.outvars)
     # device_put moves operand i to result i. All others move operand 0, to one result (further
@@ -267,7 +268,7 @@ def _is_bias_or_scale(eqn: Any, atom: Any, value: Value) -> bool:
 def _transpose_sums(eqn: Any) -> bool:
     """Whether the transpose of an equation adds up several cotangents for one number.
 
-    Of a broadcast that changes no size, such as a new axis of size 1, it does not.
+    That of a broadcast that changes no size, such as one that adds an axis of size 1, does not.
     """
     name = eqn.primitive.name
     resized = name not in tables.MOVING or eqn.invars[0].aval.size != eqn.outvars[0].aval.size

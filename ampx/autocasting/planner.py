@@ -199,8 +199,8 @@ class Planner:
             return default, name, inside
         entry = rules.entries[index]
         by_name = entry.name == name
-        # A rule for a module or a function covers all that is inside. Not meant are equations that
-        # cannot run in another dtype, such as random bits; a rule has to name their primitive.
+        # A rule for a module or a function covers all that is inside, except equations that cannot
+        # run in another dtype, such as random bits. A rule for these has to name their primitive.
         if default == "opaque" and not by_name and entry.precision != "banned":
             return default, name, inside
         if default == "opaque" and entry.precision != "banned":

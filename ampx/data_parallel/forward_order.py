@@ -69,7 +69,7 @@ def forward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple
         params, args = merge(arrays)
         return loss_fn(params, *args)
 
-    # Of the arguments the leaves of params come first: (params, args) is flattened in this order.
+    # The leaves of params are the first arrays, since (params, args) is flattened in this order.
     jaxpr, _ = reading.trace(of_arrays, *arrays)
     places = [i if i < len(leaves) else _DATA for i in range(len(arrays))]
     order: dict[int, None] = {}  # the leaves read so far; a dict keeps the order of its keys

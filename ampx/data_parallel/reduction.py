@@ -367,7 +367,7 @@ def _make_wait(buffer: jax.Array, before: jax.Array) -> jax.Array:
 
     Nobody reads the element: it lies behind the last leaf.
     """
-    # Of a reduced bucket whether its first element is NaN, of a verdict whether anything was found.
+    # For a reduced bucket: is its first element NaN? For a verdict: was anything found?
     found = jnp.sum(jnp.isnan(before) if is_floating(before) else before > 0)
     return buffer.at[-1].set(found.astype(buffer.dtype))
 

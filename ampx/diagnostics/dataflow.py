@@ -221,7 +221,7 @@ class Flow:
             if not below.isdisjoint(node.inputs):
                 below.add(i)
                 continue
-            # Of a loop or a branch the reductions inside count as operands: it joins all of them.
+            # A loop or a branch joins all reductions inside it, so these count as operands.
             parts = [self.nodes[j].waits & gradients for j in node.inputs]
             if node.eqns and reading.inner_jaxprs(node.eqns[0]):
                 parts += [1 << place for place in _list_places(node.own & gradients)]

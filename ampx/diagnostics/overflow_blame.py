@@ -130,13 +130,13 @@ class BlamingWalk(Walk):
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        # Of a jaxpr by its id: the jaxpr itself, and the function that runs it compiled.
+        # By the id of a jaxpr: the jaxpr itself, and the function that runs it compiled.
         self._bodies: dict[int, tuple[Any, Any]] = {}
-        # Of a loop, by the id of its equation: what the last iteration began and ended with, as far
-        # as it is not finite, and the blames of its results. See `run_iteration`.
+        # By the id of a loop's equation: what the last iteration began and ended with, as far as it
+        # is not finite, and the blames of its results. See `run_iteration`.
         self._situations: dict[int, tuple[Any, list[Blame | None]]] = {}
-        # Of a reference, by its id: what it holds. It is written to in place, so that a blame can
-        # not go with a new value.
+        # By the id of a reference: what it holds. It is written to in place, so there is no new
+        # value with which a blame could go.
         self._held: dict[int, Value] = {}
 
     def take_argument(self, array: Any, name: str) -> Value:
@@ -255,7 +255,7 @@ class BlamingWalk(Walk):
         here: Place,
     ) -> Sequence[Value]:
         """Runs one iteration compiled; it is entered if something turns bad in it."""
-        # Of an array that is to blame as a whole, an iteration may get a part that is finite.
+        # If an array is to blame as a whole, an iteration may get a part of it that is finite.
         given = [find_flags(value.array) if value.remark else Flags() for value in operands]
         operands = [
             value if any(flags) else Value(value.array)
@@ -368,7 +368,7 @@ def _find_explanations(
     """Finds the operands that what is not finite may come from, and whether all of it may.
 
     Elementwise, a number can only come from those in the same place of the operands; and of
-    `select_n` only from the operand that was chosen there. Of other equations it may come from any.
+    `select_n` only from the operand that was chosen there. In other equations it may come from any.
     """
     # What is finite has no remark, so no suspect.
     suspects = [value for value in operands if value.remark is not None]

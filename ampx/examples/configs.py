@@ -158,7 +158,7 @@ class Config:
     def recipe(self) -> ampx.Recipe:
         """The opt level with the run's half dtype and loss scale, or the policy as a recipe.
 
-        Of a schedule, the last phase's: the precision that the trained model is judged at.
+        For a schedule it is the last phase's: the precision that the trained model is judged at.
         """
         if self.phases is not None:
             return self.phases.recipes[-1]

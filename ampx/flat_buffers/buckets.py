@@ -1,8 +1,8 @@
 """Leaves of a tree in a few flat buffers, so that a collective or a kernel runs once for many.
 
-Leaves are taken in reverse: the backward pass begins with what the forward pass used last. Of a
-tree with leaves 0 to 3 of 5, 6, 3 and 4 elements, buckets of at least 8 elements that begin every
-leaf at a multiple of 4 (`align`) and end at a multiple of 8 (`multiple_of`) are::
+Leaves are taken in reverse: the backward pass begins with what the forward pass used last. Take a
+tree with leaves 0 to 3 of 5, 6, 3 and 4 elements, and buckets of at least 8 elements. Every leaf
+begins at a multiple of 4 (`align`), and every bucket ends at a multiple of 8 (`multiple_of`)::
 
     bucket 0:  3 3 3 3  2 2 2 .  1 1 1 1  1 1 . .      leaves (3, 2, 1), offsets (0, 4, 8)
     bucket 1:  0 0 0 0  0 . . .                        leaves (0,), offsets (0,)

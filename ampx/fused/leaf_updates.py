@@ -202,7 +202,7 @@ def divide_norms(p_norm: jax.Array, norm: jax.Array) -> jax.Array:
 def sum_parameter(x: jax.Array, segments: Segments | None = None) -> jax.Array:
     """The sum over a parameter; along mapped axes over which it varies, over its shards.
 
-    Of a flat buffer, the sums over its parameters.
+    For a flat buffer: one sum for each of its parameters.
     """
     return sum_over_shards(jnp.sum(x) if segments is None else segments.sums(x))
 

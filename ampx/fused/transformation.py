@@ -112,7 +112,8 @@ def fused_transformation(
         at = find_own_part(state)
         kept = {name: as_per_parameter(getattr(state[at], name)) for name in rule.slots}
         for name, dtype in (slot_dtypes or {}).items():
-            # Of all slots `nu` alone is a mean of squares, which has no signs to store.
+            # Among the slots that can be int8 only `nu` is a mean of squares, without signs to
+            # store.
             kept[name] = as_format(kept[name], dtype, signed=name != "nu")
         return (*state[:at], state[at]._replace(**kept), *state[at + 1 :])
 

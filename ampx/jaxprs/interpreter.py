@@ -5,7 +5,7 @@ interpreter runs it: each equation on real arrays, one after the other. Calls an
 entered, and loops iteration by iteration. With each array goes a remark, which a subclass of `Walk`
 makes: who is to blame for an infinity, or whether the value belongs to a gradient.
 
-Of each equation that runs, its `Place` is known: the calls around it, the iterations of the loops
+The `Place` of each equation that runs is known: the calls around it, the iterations of the loops
 around it, its name scope, and the line of the user's program. A place is the path from the outside
 to the equation; for a product inside of a scanned and jitted layer, in the third iteration,
 
@@ -107,7 +107,8 @@ class Place(NamedTuple):
 
         Where no equation has one, the function that was called; `""` if that is a library's, too.
         """
-        # Of what is inside a jitted function JAX keeps the lines inside: its callers are around it.
+        # An equation inside a jitted function has the lines inside that function alone. Those of
+        # its callers are found at the equations around it.
         candidates = [
             frame for eqn, _ in reversed(self.path) for frame in source_info.frames_of(eqn)
         ]

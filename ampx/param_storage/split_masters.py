@@ -95,7 +95,7 @@ def split_masters(
     dtype = jnp.int8 if error_bits == 8 else jnp.int16
 
     def init(params: optax.Params) -> SplitMastersState:
-        # Of a parameter that is not split nothing is stored, but a leaf keeps the trees alike.
+        # Nothing is stored for a parameter that is not split, but a leaf keeps the trees alike.
         errors = jax.tree.map(
             lambda p: jnp.zeros(jnp.shape(p) if _is_split(p) else (), dtype), params
         )

@@ -84,9 +84,9 @@ def measure_and_judge(
         return JudgedNorm(jnp.sqrt(total) * multiplier, mark_varying(jnp.zeros(2, jnp.int32), axes))
 
     def second_look() -> JudgedNorm:
-        # Each reduction gets a scalar of its own, which only a barrier keeps apart. A scalar that
-        # several reductions share XLA's CPU backend broadcasts to an array in memory, and reserves
-        # that memory whether the branch is taken or not.
+        # Each reduction gets a scalar of its own, which only a barrier keeps apart. If several
+        # reductions share one scalar, XLA's CPU backend broadcasts it to an array in memory, and
+        # reserves that memory whether the branch is taken or not.
         inverses = lax.optimization_barrier([jnp.float32(1 / _LARGE_UNIT)] * len(leaves))
         large = list(map(_large_squares, leaves, inverses))
         widest = max((s.dtype for s in large), key=lambda dtype: dtype.itemsize)

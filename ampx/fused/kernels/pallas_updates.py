@@ -108,8 +108,8 @@ def _shape_suits(leaf: Leaf, backend: Backend) -> bool:
             return False
     if not any(_find_draws(leaf)):
         return True
-    # A shard is described by one first row and one first column. Of an array (a, b, c) divided
-    # along b, rows of a shard are not consecutive in the whole.
+    # A shard is described by one first row and one first column. If an array (a, b, c)
+    # is divided along b, the rows of a shard are not consecutive in the whole.
     spec = jax.typeof(leaf.grad).sharding.spec
     return all(part is None for part in spec[1:-1])
 

@@ -39,9 +39,9 @@ def balance(
 ) -> tuple[int, ...]:
     """Divides layers over stages so that the costliest stage costs as little as possible.
 
-    Of several ways to do so, that with the least sum of squared costs is chosen, then of squared
-    numbers of layers, then the one with fewer layers in the first stages, which hold the most
-    activations.
+    If there are several ways to do so, the one with the least sum of squared costs is chosen; among
+    equals the one with the least sum of squared numbers of layers; among these the one with fewer
+    layers in the first stages, which hold the most activations.
 
     Args:
       costs: the cost of each layer, in any unit: numbers of at least 0, shape (layers,).

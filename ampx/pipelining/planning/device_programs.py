@@ -186,9 +186,9 @@ def find_traffic(
 def _count_rounds(name: str, number: int, is_exchange: bool) -> float:
     """Counts how often a device sends as much as it holds, with the best algorithms on a ring.
 
-    Of n devices, each with an array of s bytes: in a reduce-scatter a device passes on n - 1 parts
-    of s / n bytes each. An all-reduce is that and an all-gather of the parts, 2 (n - 1) s / n bytes
-    together. An all-gather of whole arrays passes on n - 1 of them.
+    Take n devices, each with an array of s bytes. In a reduce-scatter a device passes on n - 1
+    parts of s / n bytes each. An all-reduce is that and an all-gather of the parts, 2 (n - 1) s / n
+    bytes together. An all-gather of whole arrays passes on n - 1 of them.
     """
     if is_exchange:
         return 1.0

@@ -219,7 +219,8 @@ class Footprint:
     def _find_used(self) -> dict[int, Any]:
         """Finds what the mapped program gives that is no result of the step, and what it becomes.
 
-        Of stages that differ, the compiler gathers all before it takes out those of each.
+        Where stages differ, the compiler gathers the results of all stages before it takes out
+        those of each.
         """
         returned = {atom for atom in self.outer.outvars if not reading.is_literal(atom)}
         local = reading.open_jaxpr(self.body).outvars

@@ -204,7 +204,7 @@ def plan(
     if forward is not None and bandwidth is not None:
         costs["communication"] = sent / found.num_ticks / bandwidth
     lockstep = grads_of.schedule.simulate(mode="lockstep", **costs)
-    # Of lockstep, since that is how the program runs.
+    # The idle time of lockstep, since that is how the program runs.
     idle = [waits / lockstep.makespan for waits in lockstep.idle]
     result = Plan(
         schedule=grads_of.schedule,

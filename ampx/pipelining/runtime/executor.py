@@ -306,7 +306,7 @@ class Executor:
             for stage in stages:
                 code_of[stage] = 1 + len(branches) + programs.index(self.program_of[stage])
             branches += map(branch_of, programs)
-            # Of several tables at most one has work in a tick; the others add 0.
+            # At most one of several tables has work in a tick; the others add 0.
             index += jnp.asarray(code_of)[now.stage]
         return index, branches
 

@@ -62,9 +62,10 @@ def plan_exchange(
     Returns:
       Rounds that together have each block once.
     """
-    # A place too many, for devices without a block in a round. What they take nobody receives (JAX
-    # clamps the index). What they put are the zeros that `ppermute` gives to those whom nobody
-    # sends to; they go to padding, or to the row that is cut off.
+    # One place more than there are, for devices without a block in a round. A device that sends
+    # none reads some block all the same (JAX clamps the index), and nobody receives it. A device
+    # that receives none is given zeros by `ppermute`, and puts them into padding, or into the row
+    # that is cut off.
     nowhere = [1 + max(place for _, place in ends) for ends in (sources, targets)]
     left = dict(enumerate(zip(sources, targets, strict=True)))
     rounds = []

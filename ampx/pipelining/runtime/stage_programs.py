@@ -192,8 +192,8 @@ def trace_stage(
         i for i in range(num_params + num_received) if reading.is_differentiable(leaves[i])
     )
 
-    # Differentiated are floating leaves of parameters and of what was received. Nobody asks for
-    # gradients of the micro-batch, the key or the number of the stage.
+    # Only floating leaves of parameters and of what was received are differentiated. Nobody asks
+    # for gradients of the micro-batch, the key or the number of the stage.
     def from_floating(floating: Sequence[Any], *leaves: Any) -> Any:
         filled = list(leaves)
         for number, leaf in zip(pulled, floating, strict=True):

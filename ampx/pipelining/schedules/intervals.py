@@ -136,8 +136,8 @@ class Timeline:
 
     def _released(self, value: Value) -> int | None:
         """When nothing that a stage has of a micro-batch is needed any more."""
-        # Of a backward in halves `W` is the later one. Without a backward the forward itself is the
-        # last reader.
+        # If the backward comes in halves, `W` is the later one. Without a backward the forward
+        # itself is the last reader.
         phases: dict[Kind, int] = {"W": _WEIGHT, "B": _BACKWARD, "F": _FORWARD}
         for kind, phase in phases.items():
             moment = self._moment_of((kind,), phase)(value)

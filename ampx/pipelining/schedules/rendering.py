@@ -53,7 +53,7 @@ def _write_label(schedule: Grid, device: int, chunked: bool) -> str:
 
 def _write_cell(row: Sequence[Any], tick: int, chunked: bool) -> str:
     """Writes one action. Without chunks the row says which stage it is, so the cell need not."""
-    # Of a schedule with faults a row may be too short, and a cell may hold anything.
+    # A schedule with faults may have rows that are too short, and anything in a cell.
     action = row[tick] if tick < len(row) else None
     if action is None:
         return _IDLE

@@ -97,7 +97,7 @@ def _find_fault_of_order(schedule: Grid) -> tuple[int, str] | None:
 
 def _find_first_ticks(schedule: Grid) -> dict[Action, int]:
     """Finds the first tick of every result."""
-    # Of all rows before any is judged: what comes too late is then told from what is missing.
+    # All rows are read before any is judged, to tell what comes too late from what is missing.
     ticks: dict[Action, int] = {}
     for row in schedule.rows:
         for tick, action in enumerate(row):
