@@ -21,8 +21,9 @@ jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = f"{quick_compiler()} {os.environ.get('XLA_FLAGS', '')}".strip()
 # Workers, processes and notebook kernels share what has been compiled, and the next run does too.
+FOLDER = pathlib.Path(__file__).parents[1] / ".jax_cache"
 CACHE = {
-    "jax_compilation_cache_dir": str(pathlib.Path(__file__).parents[1] / ".jax_cache"),
+    "jax_compilation_cache_dir": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(FOLDER)),
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
