@@ -171,8 +171,8 @@ def null_updates(tree: Any) -> Any:
 def zero_where_old_is_not_finite(new: Any, old: Any) -> Any:
     """Returns `new` with zeros where `old` was not finite already, for a count of what turned bad.
 
-    Some optimizers start from infinity, such as a least loss seen so far; that is no fault of a
-    step.
+    Some optimizers start from infinity, such as a least loss seen so far. The step is not to blame
+    for that.
     """
 
     def choose(new_leaf: Any, old_leaf: Any) -> Any:

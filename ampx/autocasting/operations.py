@@ -83,8 +83,8 @@ def decide(
         return decide_float32(eqn, values, "a sum over an axis of vmap")
     if precision == "half":
         return _decide_requested_half(eqn, values, rule, half)
-    # A collective or a barrier over a tuple: output i has the dtype of operand i, and no operand
-    # speaks for another.
+    # A collective or a barrier over a tuple: output i has the dtype of operand i, and operands do
+    # not influence each other.
     if name in tables.ONE_TO_ONE and len(eqn.outvars) == len(eqn.invars):
         return Decision(
             "half" if any(v.half for v in values) else "float32",

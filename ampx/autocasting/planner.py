@@ -234,7 +234,7 @@ def _warn_of_hidden_functions(jaxpr: Any, decisions: Sequence[Decision]) -> None
 
 
 # A pin is a border's order for the value that crosses it. To the equation that computes the value,
-# a float32 border is one more float32 reader; a half border is no reason to do anything else.
+# a float32 border is one more float32 reader; a half border changes nothing.
 _DEMAND_OF_A_PIN = {Demand.PIN_FLOAT32: Demand.FLOAT32, Demand.PIN_HALF: Demand.KEEP}
 
 

@@ -171,7 +171,7 @@ WITHOUT_HALF_FORM = frozenset(
     triangular_solve tridiagonal tridiagonal_solve symmetric_product""".split()
 )
 # They hold functions of the user's that autocast cannot rewrite. To leave these in float32 is safe,
-# but costs the speed that autocast is for, so a warning tells of it.
+# but costs the speed that autocast is for, so there is a warning.
 HIDING_FUNCTIONS = frozenset(
     """call_hi_primitive call_hi_primitive_linearized jaxpr_call remat_opt xla_metadata_call
     custom_vmap_call linear_call custom_partitioning composite""".split()
@@ -183,8 +183,8 @@ ACCUMULATING = primitives.ADDING | {"scatter-add", "scatter-sub"}
 # These choose among their operands. A constant that is too large for half may become the largest
 # half number here: it is chosen or loses as before, and nothing is computed with it.
 SELECTING = primitives.CHOOSING | {"pad", "concatenate", "scatter"}
-# Each number of a result is one of an operand, but for its sign: what is known of the magnitudes of
-# the operands holds for the result.
+# Each number of a result is one of an operand, perhaps with another sign: what is known of the
+# magnitudes of the operands holds for the result.
 PICKING = SELECTING | frozenset(
     """abs neg sort reduce_max reduce_min cummax cummin gather tile dynamic_update_slice""".split()
 )

@@ -26,7 +26,7 @@ from ampx.jaxprs import folds, reading
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.jaxprs.reading import Equation
 
-_DATA, _FIXED = -1, -2  # labels of what is no leaf, whose labels are their places, 0 and up
+_DATA, _FIXED = -1, -2  # other labels, 0 and up, are the places of leaves
 
 
 def forward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:

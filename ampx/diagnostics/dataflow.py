@@ -32,8 +32,8 @@ from ampx.jaxprs import folds, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.jaxprs.source_info import Frame
 
-# The most elements of a verdict: a count of infinities and one of NaN, or a loss and a weight. No
-# gradient that is worth a thought about overlap is as small.
+# The most elements of a verdict: a count of infinities and one of NaN, or a loss and a weight.
+# Whether so small a gradient overlaps does not matter.
 OF_VERDICTS = 2
 
 

@@ -1,4 +1,4 @@
-"""Exact counts of binary exponents, and what they tell of narrower formats.
+"""Exact counts of binary exponents, and what they tell about narrower formats.
 
 A number is m * 2**e with 1 <= m < 2. For most numbers e alone tells what a cast to a narrower
 format gives. But a cast rounds to nearest, so near the ends of a range m decides, too. In float16:

@@ -338,7 +338,7 @@ def _inherit(explaining: Sequence[Value], flags: Flags) -> Blame | None:
     if not flags.nan:
         return choose_blame(value.remark for value in explaining)
     broken = choose_blame(value.remark for value in explaining if find_flags(value.array).nan)
-    # inf - inf: infinities explain a NaN, but for those of masks, which are not to meet.
+    # inf - inf: infinities explain a NaN, except those of masks, two of which should never meet.
     return broken or choose_blame(v.remark for v in explaining if v.remark.rank > MASKING)
 
 

@@ -288,7 +288,8 @@ def check_overlap(
     )
     report = OverlapReport(tuple(flow.reductions), arrays_of, scalars, (), left)
     wanted = sum(1 << r.place for r in report.gradient_reductions)
-    # Scalars, such as a reported norm, may join all reductions: what leads to them is no culprit.
+    # Scalars, such as a reported norm, may join all reductions: what leads to them is not a
+    # culprit.
     above = [node for node, output in zip(nodes, outputs, strict=True) if output.shape]
     return dataclasses.replace(report, culprits=flow.find_culprits(above, wanted))
 

@@ -147,7 +147,7 @@ def _object_to_forward_overflow(evidence: Evidence, half_dtype: str) -> str:
 
 
 def _object_to_lost_gradients(evidence: Evidence, half_dtype: str) -> str:
-    # A gradient that vanishes is no error, but where many do, parameters stop learning.
+    # A few gradients may vanish, but where many do, parameters stop learning.
     gradients = sum_histograms(evidence.gradients)
     _, high = find_scale_range(gradients, half_dtype)
     lost = gradients.share(gradients.underflows(FORMATS[half_dtype], high))

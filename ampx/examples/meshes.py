@@ -256,7 +256,7 @@ def make_mesh(mesh: str | None) -> Mesh | None:
 def spread(
     step: ampx.TrainStep, params: Any, mesh: Mesh | None
 ) -> tuple[Callable[[Any, Any], Any], ampx.TrainState]:
-    """Maps a step over a mesh: the state is the same on all devices, but for what ZeRO-1 divides.
+    """Maps a step over a mesh: the state is the same on all devices, except what ZeRO-1 divides.
 
     Args:
       step: made with `axis_name="data"` if there is a mesh.

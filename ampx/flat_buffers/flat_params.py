@@ -134,7 +134,7 @@ class FlatParams:
         return FlatParams(tuple(self.layout.layout.flatten(tree)), self.layout)
 
     def shapes(self) -> Any:
-        """The tree as shapes and dtypes; what is no array stands for each of its parameters."""
+        """The tree as shapes and dtypes; a mask's entry stands for each parameter of its buffer."""
 
         # A mask or labels in the layout of parameters have a bool or a str in a buffer's place.
         def of(bucket: Bucket, buffer: Any) -> list[Any]:

@@ -57,7 +57,7 @@ def flatten(
       bucket_bytes: close a buffer once it holds so many, so that the reduction of the last ones may
         begin before the gradients of the first are known. None: one buffer, however large.
       multiple_of: elements that each buffer is padded to a multiple of, for `ampx.zero1` on a
-        number of devices that is no power of two.
+        number of devices that is not a power of two.
 
     Returns:
       A `FlatParams`. Jitted it is one concatenation a buffer.

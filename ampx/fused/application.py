@@ -103,7 +103,7 @@ def apply(
         device, in a mesh of Explicit axes, or in `shard_map` (on GPUs with `check_vma=False`, where
         LAMB's norms are those of the shards). Parameters that kernels cannot update are left to
         XLA: those of NovoGrad; of float64; on TPUs of float16; with float16 moments; of LAMB in
-        flat buffers or with moments that are not float32; with 8-bit moments in rows that are no
+        flat buffers or with moments that are not float32; with 8-bit moments in rows that are not a
         multiple of 256, or on TPUs longer than 8192; and those that are rounded by random bits and
         divided over devices along an axis that is neither the first nor the last.
       verdict: a verdict on the gradients that devices agreed on already.

@@ -13,8 +13,8 @@ It does not enter equations that hold jaxprs: for some analyses a loop is one st
 is a program, so `apply` decides. `bodies_with_operands` tells it what it may enter and with what.
 
 The facts may be arrays, real or traced: a fold then evaluates the program, each equation as `apply`
-likes. `ampx.jaxprs.interpreter` evaluates, too, but is no fold: it runs only what some outputs need
-and drops each array after its last use, so that a whole training step fits.
+likes. `ampx.jaxprs.interpreter` evaluates, too, but is not a fold: it runs only what some outputs
+need and drops each array after its last use, so that a whole training step fits.
 """
 
 from __future__ import annotations

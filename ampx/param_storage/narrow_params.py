@@ -77,7 +77,7 @@ ParamForm = SplitParam | RoundedParam
 class NarrowParam:
     """Stands for a float32 parameter that is stored in a form.
 
-    It is no registered pytree, and so one leaf: optax's wrappers pass it on as they would an array.
+    It is not registered as a pytree, so it is one leaf: optax's wrappers pass it on like an array.
 
     Attributes:
       form: how the parameter is stored.

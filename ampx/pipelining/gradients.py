@@ -134,7 +134,7 @@ def value_and_grad(
             "schedule must be a Schedule, such as ampx.pipelining.one_f_one_b(4, 32), got "
             f"{type(schedule).__name__}"
         )
-    # A faulty schedule could make devices wait for ever, or leave out gradients without a word.
+    # A faulty schedule could make devices wait for ever, or leave out gradients silently.
     schedule.validate()
     for kind in jax.tree.leaves(aux_reduction):
         check_choice("aux_reduction", kind, ("mean", "sum"))

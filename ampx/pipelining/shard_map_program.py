@@ -312,9 +312,9 @@ class PipelineGradients:
         verdict = count_nonfinite(grads, axis_names=self._axes)
         over_data, over_all = self.reductions
         first = jnp.sum(verdict)
-        # Gradients of layers are complete but for the data axes. Those of the ends are made by one
-        # or two devices along the stage axis, and are zeros on the others: one sum over all axes
-        # completes them, ties (`"shared"`) included, and leaves them the same everywhere.
+        # Gradients of layers only lack the sum over the data axes. Those of the ends are made by
+        # one or two devices along the stage axis, and are zeros on the others: one sum over all
+        # axes completes them, ties (`"shared"`) included, and leaves them the same everywhere.
         stages = over_data(grads["stages"], first) if over_data.axes else grads["stages"]
         stages = layout.as_stored(stages, self.axis_name)
         rest = over_all({part: grads[part] for part in grads if part != "stages"}, first)

@@ -6,9 +6,9 @@ verdict: is every gradient finite? One sum S of squares answers both, nearly alw
     S is finite      =>  all its terms are, so all gradients are finite, and the norm is sqrt(S)
     S is not finite  =>  some gradient is not finite, or finite squares overflowed: look again
 
-The square of 1.8e19 overflows float32, and finite gradients that are large are no reason to skip a
-step. So the second look, under a `lax.cond`, sums the squares of g / 2**90. It tells the two cases
-apart, and costs a second pass over memory only in the rare step that needs it.
+The square of 1.9e19 overflows float32, and a step with large finite gradients must not be skipped.
+So the second look, under a `lax.cond`, sums the squares of g / 2**90. It tells the two cases apart,
+and costs a second pass over memory only in the rare step that needs it.
 
 Where a gradient is divided over mapped axes, each device sums the squares of its shard, and the
 sums are added over exactly those axes. A replicated gradient is the same on all devices and is

@@ -52,7 +52,8 @@ class Tail:
       factor: float32 scalar by which every gradient is multiplied; None is 1.
       skip: bool scalar. If it is true, parameters and state keep every bit. None is never.
       max_norm: global norm to which the gradients, times `factor`, are clipped. `fold_clip` turns
-        it into a part of `factor` on the way down, so optimizers never see it. None is no clip.
+        it into a part of `factor` on the way down, so optimizers never see it. None: they are not
+        clipped.
       norm: float32 scalar, global norm of the gradients times `factor`; None if nobody has
         measured it yet.
       new_params: whether to return new parameters in the place of updates.

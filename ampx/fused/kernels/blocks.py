@@ -31,7 +31,7 @@ from ampx.param_storage.rounding import element_index
 # and the blocks of all arrays together must fit into VMEM.
 LONGEST_TPU_ROW = 8192
 BlockFunction = Callable[..., tuple[Sequence[Any], Sequence[jax.Array]]]
-"""`fun(scalars, read, written, cell) -> (new_written, terms)`, elementwise but for `cell`.
+"""`fun(scalars, read, written, cell) -> (new_written, terms)`, elementwise except for `cell`.
 
 `scalars` is a tuple of float32 scalars; `read` and `written` are lists of items in equally shaped
 blocks, in the types of their arrays; the scales of `Int8Blocks` broadcast against its codes. The

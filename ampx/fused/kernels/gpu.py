@@ -8,7 +8,7 @@
 
 Each thread block takes `_ELEMENTS` consecutive elements of one leaf from global memory to registers
 and back. Every number is used once, so there is nothing to gain from shared memory. A leaf whose
-size is no multiple of that ends with a window that overlaps the one before it. A leaf of 3000:
+size is not a multiple of that ends with a window that overlaps the one before it. A leaf of 3000:
 
     0                 1024              1976 2048               3000
     |--- thread block 0 ---|                                          window of 1024

@@ -82,8 +82,8 @@ def map_blocks(
     masked out of the sums. The grid runs in order when there are sums, which add up in SMEM.
 
     Small arrays, and those of short rows, which a kernel would want padded to 128 lanes, are left
-    to XLA. Where the last of several dimensions is no multiple of 128, XLA may copy an array into
-    the layout that a kernel needs, and back.
+    to XLA. Where the last of several dimensions is not a multiple of 128, XLA may copy an array
+    into the layout that a kernel needs, and back.
 
     Args:
       fun: see `blocks.BlockFunction`.
@@ -217,8 +217,8 @@ def _index(
 ) -> tuple[jax.Array, jax.Array]:
     """Where the elements of a window lie in arrays of this shape.
 
-    The view that a kernel has of an array keeps the last dimension, but for vectors that are viewed
-    as rows of 128: their elements all lie in row 0 of the array.
+    The view that a kernel has of an array keeps the last dimension, except for vectors, which are
+    viewed as rows of 128: their elements all lie in row 0 of the array.
     """
 
     def along(axis: int, start: int = 0) -> jax.Array:

@@ -234,8 +234,8 @@ def to_codes(
     code = jnp.where(scale > 0, jnp.clip(top - ((place + noise) >> 19), 0, top), 0)
     if signed:
         return jnp.where(x < 0, -code, code).astype(jnp.int8)
-    # Second moments: never 0 but for 0, whatever the rounding, or an update would be divided by
-    # epsilon alone.
+    # In a block of second moments that has a scale only 0 becomes 0, whatever the rounding: an
+    # update would otherwise be divided by epsilon alone.
     return jnp.where(x > 0, jnp.maximum(code, (scale > 0).astype(jnp.int32)), 0).astype(jnp.uint8)
 
 

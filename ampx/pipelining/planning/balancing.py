@@ -257,7 +257,7 @@ def _make_both_passes(call: Callable[..., Any], key: Any) -> Callable[..., Any]:
 
         # What a pipeline differentiates: floating leaves of parameters and of what is received.
         values, pull, out = jax.vjp(of_floating, [leaves[i] for i in places], has_aux=True)
-        # Any cotangent will do, but for one that is known while compiling: with ones or zeros XLA
+        # Any cotangent will do, except one that is known while compiling: with ones or zeros XLA
         # would leave out a part of the backward.
         return out, pull(values)
 

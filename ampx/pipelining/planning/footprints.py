@@ -208,7 +208,7 @@ class Footprint:
         return _count_bytes(self.batch) // parts
 
     def _find_made(self) -> list[int]:
-        """Finds what the mapped program takes that is no argument of the step, such as casts."""
+        """Finds what the mapped program takes besides arguments of the step, such as casts."""
         given = set(self.outer.invars)
         return [
             i
@@ -217,7 +217,7 @@ class Footprint:
         ]
 
     def _find_used(self) -> dict[int, Any]:
-        """Finds what the mapped program gives that is no result of the step, and what it becomes.
+        """Finds what the mapped program gives besides results of the step, and what that becomes.
 
         Where stages differ, the compiler gathers the results of all stages before it takes out
         those of each.

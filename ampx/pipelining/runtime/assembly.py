@@ -199,7 +199,7 @@ def _trace_programs(
 
 
 def _join_types(before: Any, sent: Any, source: int, target: int) -> Any:
-    """Joins two types, which must be the same but for the axes over which values may differ."""
+    """Joins two types, which may differ in nothing but the axes over which values vary."""
     if before is None:
         return sent
 

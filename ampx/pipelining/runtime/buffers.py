@@ -159,7 +159,7 @@ class Carrier:
 
 def make_carrier(own: Mapping[int, Sequence[ArrayType]]) -> Carrier:
     """Makes a carrier for what each receiver gets."""
-    # Alike but for the axes over which they vary: nothing is packed, and those axes are joined.
+    # Only the axes over which they vary may differ: nothing is packed, and those axes are joined.
     kinds = {tuple((t.shape, t.dtype) for t in types) for types in own.values()}
     if len(kinds) <= 1:
         joined = [

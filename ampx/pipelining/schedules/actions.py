@@ -54,7 +54,7 @@ def parse_action(text: str) -> Action:
 
     Raises:
       ValueError: for any other text, and for what torch adds to a schedule to send, receive,
-        reduce or gather: in ampx that is no part of a schedule.
+        reduce or gather: in ampx these are not in a schedule.
 
     References:
       torch.distributed.pipelining, whose schedules print their actions so.

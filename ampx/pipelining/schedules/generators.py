@@ -148,7 +148,7 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
     of a stage `chunks` times smaller. Every micro-batch goes from device to device `chunks` times
     as often, which is the price.
 
-    Micro-batches go through the chunks in groups of `num_stages`. If they are no multiple of it,
+    Micro-batches go through the chunks in groups of `num_stages`. If they are not a multiple of it,
     those left over are spread over the groups, one for each from the first on. A small last group
     would make devices wait, or wait for ever; larger groups cost only memory.
 

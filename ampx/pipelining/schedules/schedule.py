@@ -305,7 +305,7 @@ class Schedule(Grid):
 
         Raises:
           OSError: if a file cannot be read.
-          ValueError: if a cell is no action, or the devices of the stages are not clear.
+          ValueError: if a cell is not an action, or the devices of the stages are not clear.
 
         Examples:
           >>> from ampx.pipelining.schedules.schedule import Schedule
