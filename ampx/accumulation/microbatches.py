@@ -50,7 +50,7 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
 
 
 def reshape_into_microbatches(batch: Any, num_microbatches: int) -> Any:
-    """The same split without moving anything: leaves of shape (B/k, k, ...).
+    """Splits as `split_microbatches` does, but moves nothing: leaves of shape (B/k, k, ...).
 
     Element [r, i] is row r * k + i, so column i is micro-batch i. The rows stay the major axis, and
     the reshape keeps the sharding along them.

@@ -121,7 +121,7 @@ class Reduction:
         return self.reduce(grads, first)[0]
 
     def reduce(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, ReductionState]:
-        """Reduces gradients, and tells what was handed over for it."""
+        """Reduces gradients; the state tells how much was sent for it."""
         if any(self._is_unreduced(leaf) for leaf in jax.tree.leaves(grads)):
             reduced, sent = self._reshard(grads)
         else:
@@ -130,7 +130,7 @@ class Reduction:
         return reduced, reduction_state(sent)
 
     def with_op(self, op: Op | None) -> Reduction:
-        """The same with another operation; None keeps it.
+        """Makes a reduction with another operation; None keeps this one.
 
         The part of a step that made the gradients knows whether they were divided already, and
         hands the operation that fits them down to the reduction.

@@ -48,7 +48,7 @@ class BucketTimeline(NamedTuple):
 
     @property
     def total_time(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         spans = np.concatenate([np.asarray(part, float) for part in self[1:]])
         return float(spans.max() - spans.min())
 

@@ -93,7 +93,7 @@ def _is_inexact(array: Any) -> bool:
 
 
 class Blame(NamedTuple):
-    """Who made a value not finite. The higher rank comes first, then the earlier number.
+    """What made a value not finite. The higher rank comes first, then the earlier number.
 
     Attributes:
       rank: how sure it is that nobody meant it; see below.

@@ -54,7 +54,7 @@ class Segments(NamedTuple):
         return lax.broadcast_in_dim(of_rows, (len(of_rows), self.row), (0,)).reshape(-1)
 
     def without_padding(self, x: jax.Array) -> jax.Array:
-        """The same with zeros between parameters.
+        """Replaces whatever lies in the padding between parameters by zeros.
 
         Padding is zero in gradients and parameters, but 0 / 0 in a direction without epsilon.
         """
@@ -92,7 +92,7 @@ def find_segments(tree: Any) -> list[Segments | None]:
 
 
 def as_per_parameter(slots: Any) -> Any:
-    """Slots that are one number for each array, as one for each parameter of a flat buffer."""
+    """Turns slots of one number for an array into one for each parameter of a flat buffer."""
 
     def of(node: Any) -> Any:
         if not is_flat(node):

@@ -198,7 +198,7 @@ def split_scan(eqn: Equation, operands: Sequence[Any]) -> tuple[list[Any], list[
 
 
 def split_while(eqn: Equation, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """The same of a while loop: constants of its condition, constants of its body, the carry."""
+    """Splits values of a while loop: constants of its condition, those of its body, the carry."""
     of_condition, of_body = while_sizes(eqn)
     values, consts = list(operands), of_condition + of_body
     return values[:of_condition], values[of_condition:consts], values[consts:]

@@ -47,7 +47,7 @@ class SplitParam(NamedTuple):
         return join(self.half, self.error)
 
     def narrow(self, value: jax.Array, bits: Any = None) -> SplitParam:
-        """New float32 numbers in as many error bits; nothing is drawn for it."""
+        """Stores new float32 numbers with as many error bits; it uses no random `bits`."""
         del bits
         return SplitParam(*split(value, 8 * self.error.dtype.itemsize))
 
@@ -66,7 +66,7 @@ class RoundedParam(NamedTuple):
         return self.half.astype(jnp.float32)
 
     def narrow(self, value: jax.Array, bits: Any) -> RoundedParam:
-        """New float32 numbers, rounded by `bits`, uniform uint32 of their shape."""
+        """Stores new float32 numbers, rounded by `bits`, uniform uint32 of their shape."""
         return RoundedParam(stochastic_round(value, bits))
 
 
@@ -92,12 +92,12 @@ class NarrowParam:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the parameter."""
+        """The shape of the parameter."""
         return self.form.half.shape
 
     @property
     def ndim(self) -> int:
-        """That of the parameter."""
+        """The number of axes of the parameter."""
         return len(self.shape)
 
     def widen(self) -> jax.Array:
@@ -105,18 +105,18 @@ class NarrowParam:
         return self.form.widen()
 
     def narrow(self, value: jax.Array) -> ParamForm:
-        """New float32 numbers of the whole parameter, in its form."""
+        """Stores new float32 numbers of the whole parameter in its form."""
         if self.words is None:
             return self.form.narrow(value, None)
         bits = element_bits(*element_index(value.shape), self.words)
         return self.form.narrow(value, bits)
 
-    def __jax_array__(self) -> jax.Array:  # to whoever looks at it on its way
+    def __jax_array__(self) -> jax.Array:  # for code on its way that computes with it
         return self.widen()
 
 
 def as_arrays(params: Any) -> Any:
-    """Parameters as arrays, for a function that looks at them."""
+    """Widens every `NarrowParam` in a tree, for a function that needs arrays."""
     return jax.tree.map(lambda p: p.widen() if isinstance(p, NarrowParam) else p, params)
 
 

@@ -180,7 +180,7 @@ class PipelineGradients:
         *,
         key: jax.Array | None = None,
     ) -> GradResult:
-        """The same as a call, for `ampx.pipelining.plan`: tells `observe` of the executor.
+        """Does what a call does, and shows `observe` the executor; for `ampx.pipelining.plan`.
 
         Args:
           params: as above.

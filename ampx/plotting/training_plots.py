@@ -223,7 +223,7 @@ def _mark_switches(panels: Sequence[Axes], phase: np.ndarray, color: str) -> Non
 
 
 def _name_switches(axes: Axes, phases: Sequence[np.ndarray]) -> None:
-    """Once for each step, however many runs switch there."""
+    """Writes a label once for each step after which a run switches, however many runs do."""
     # Beside the dashed line and along it, since switches may be close to each other.
     for step in sorted({step for phase in phases for step in _switches(phase)}):
         axes.annotate(

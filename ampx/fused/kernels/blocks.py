@@ -184,5 +184,5 @@ def map_whole(
 
 
 def as_vector(sums: Sequence[jax.Array]) -> jax.Array:
-    """Scalar sums as one float32 vector, which may be empty."""
+    """Stacks scalar sums to one float32 vector, which may be empty."""
     return jnp.stack(sums) if sums else jnp.zeros((0,), jnp.float32)

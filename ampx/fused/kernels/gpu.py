@@ -158,7 +158,7 @@ class _Part(NamedTuple):
         return pl.cdiv(self.size, self.elements) if self.shares_scales else self.size // self.block
 
     def windows(self, index: Any, size: int) -> list[_Window]:
-        """Those of the thread block `index` of this leaf, which has `size` elements to do."""
+        """Finds the windows of this leaf's thread block `index`, which works on `size` elements."""
         # Loads of 4 neighbours a thread where each has as many: 16 bytes of float32, the widest.
         vector = min(4, self.block // _THREADS)
         begin = index * self.elements
@@ -233,10 +233,10 @@ def _ref(array: jax.Array) -> Any:
 
 
 def _dispatch(part: _Part, index: jax.Array, update: Callable[[Sequence[_Window]], None]) -> None:
-    """Call `update` with the windows of this thread block, if it is one of this leaf.
+    """Calls `update` with the windows of this thread block, if it is one of this leaf.
 
-    The number of windows must be static, so thread blocks that are full and the last one, which has
-    a rest to do, are two branches.
+    The number of windows must be static. So there are two branches: one for thread blocks that are
+    full, and one for the last, which has the rest of the leaf.
     """
     rest = part.size % part.elements
     full = part.programs - bool(rest)
@@ -260,7 +260,7 @@ def _update(
     num_sums: int,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Update some windows of one leaf, all loaded before any is stored, and sum their terms."""
+    """Updates some windows of one leaf, all loaded before any is stored, and sums their terms."""
     scalars, read, written = refs
 
     # Arrays of one window must agree in how threads hold them: thread t has elements

@@ -141,7 +141,7 @@ def _spec(leaf: Any) -> Any:
 
 
 def _shard(spec: Any, shape: tuple[int, ...]) -> Shard:
-    """This device's part of an array of a whole shape, in `shard_map`."""
+    """Finds this device's part of an array, in `shard_map`; `shape` is that of the whole."""
     parts = [part if isinstance(part, tuple) else (part,) * (part is not None) for part in spec]
     parts += [()] * (len(shape) - len(parts))
 

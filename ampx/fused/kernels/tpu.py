@@ -281,7 +281,7 @@ def _inside(view: tuple[int, ...], block: tuple[int, ...]) -> jax.Array | None:
 
 
 def _accumulate(sums: Any, terms: Sequence[jax.Array], inside: jax.Array | None) -> None:
-    """Add the terms of one block to the sums, which the first step of the grid clears."""
+    """Adds the terms of one block to the sums, which the first step of the grid clears."""
     # SMEM keeps its numbers from step to step, as the block of sums is the same for all.
     steps = [pl.program_id(axis) for axis in range(terms[0].ndim)]
 

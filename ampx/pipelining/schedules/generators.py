@@ -334,7 +334,7 @@ def _alternate(
     chunks: int = 1,
     groups: Sequence[range] | None = None,
 ) -> Schedule:
-    """So many forwards ahead on each device, then a backward and a forward in turn.
+    """Makes a schedule of some forwards ahead, then a backward and a forward in turn.
 
     With warm-up forwards w (`ahead_of(device)`) and n in all, the order of a device is
 
