@@ -100,9 +100,9 @@ def all_reduce(
     def init(params: optax.Params) -> ReductionState:
         return reduction_state(())
 
-    # Wrappers hand two extra arguments down. `overflow` is the verdict of a loss scale, for which
-    # the first bucket waits. `reduce_op` comes from `train_step`, whose gradients are divided by
-    # the weight of all devices already.
+    # Two extra arguments may be handed down. `overflow` is the verdict of a loss scale around this,
+    # for which the first bucket waits. `reduce_op` overrides `op`: code that makes gradients knows
+    # whether they were divided already.
     def update(
         updates: Any,
         state: Any,

@@ -132,8 +132,8 @@ class Reduction:
     def with_op(self, op: Op | None) -> Reduction:
         """Makes a reduction with another operation; None keeps this one.
 
-        The part of a step that made the gradients knows whether they were divided already, and
-        hands the operation that fits them down to the reduction.
+        Code that makes gradients knows whether they were divided already. `train_step` hands the
+        operation that fits its gradients down to `ampx.zero1`.
         """
         if op in (None, self.op):
             return self

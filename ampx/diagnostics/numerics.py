@@ -185,8 +185,8 @@ def numerics_report(
     written in: give the float32 program. Each result of each equation counts, calls and loops by
     what runs inside, and so do the parameters and the arrays that `fun` closes over. From the
     counts follow, exactly, the shares of the values that a narrower format turns into zero, a
-    subnormal number or infinity, the loss scales that fit, and which rung of the ladder O2 with
-    128, O1 with 128, O1 with a dynamic scale, bfloat16, float32 to try.
+    subnormal number or infinity, and the loss scales that fit. They also tell what to try first:
+    O2 with a scale of 128, O1 with 128, O1 with a dynamic scale, bfloat16 or float32.
 
     It is exact for a cast of each value, not for what a program in half would make of rounded
     operands, and it knows no sums that overflow only in half before they cancel. Inside a

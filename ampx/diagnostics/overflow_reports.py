@@ -1,4 +1,4 @@
-"""What is told of an infinity or a NaN: the equation that made it, and what it led to.
+"""What is reported about an infinity or a NaN: the equation that made it, and what it reached.
 
 A record holds what was seen; its hint says what usually helps. Hints depend on what the operation
 can do wrong (a division by zero, a logarithm of zero), on the dtype (in float16 too large a number

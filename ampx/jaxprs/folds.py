@@ -1,8 +1,8 @@
 """Walks over jaxprs that are not about arrays alone: one fold, and one list of all equations.
 
-An analysis of a program says what it knows of each value (which parameter it is made of, which
-reduction it waits for, along which axis it is divided) and how an equation makes the results' facts
-from those of its operands. `fold` does what all such analyses share:
+An analysis of a program knows a fact about each value: which parameter it is made of, which
+reduction it waits for, along which axis it is divided. It also says how the facts of an equation's
+results follow from those of its operands. `fold` does what all such analyses share:
 
     { lambda a b. let              facts = {a: fact of operand 0, b: fact of operand 1}
         c = mul a 2.0              facts[c], = apply(mul, [facts[a], literal(2.0)])

@@ -5,11 +5,12 @@ multiplied by S, the chain rule multiplies every gradient by S, so the backward 
 range of float16; afterwards the gradients are divided by S in float32. If S is too large gradients
 overflow: the step is skipped, and a dynamic scale falls.
 
-The scale lives inside the optimizer's state, in an optax wrapper around any transformation. An
-update of the wrapper judges the scaled gradients, agrees on the verdict with all devices, unscales
-by the scale held so far, runs the inner transformation, undoes its whole transition if the verdict
-was bad, and only then moves the scale. `ampx.loss_scaling.scaled_update` is that path, and
-`ampx.loss_scaling.dynamics` the rule by which a dynamic scale moves.
+The scale is a part of the optimizer's state, in an optax wrapper around any transformation. An
+update of the wrapper first looks for infinities and NaN in the scaled gradients, and all devices
+agree on the verdict. It divides by the scale held so far and runs the inner transformation. If the
+verdict was bad, it undoes the whole transition. Only then does it move the scale.
+`ampx.loss_scaling.scaled_update` is that path, and `ampx.loss_scaling.dynamics` has the rule by
+which a dynamic scale moves.
 """
 
 from __future__ import annotations

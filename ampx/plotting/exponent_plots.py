@@ -220,7 +220,7 @@ def _label(name: str, shares: np.ndarray, edges: np.ndarray, own: _Range) -> str
         "too large": lower >= own.largest,
     }
     told = {kind: float(shares[where].sum()) for kind, where in parts.items()}
-    # A share is told however small it is: a few infinite gradients are enough to skip a step.
+    # A share is named however small it is: a few infinite gradients are enough to skip a step.
     named = ", ".join(
         f"{f'{share:.1%}' if share >= 5e-4 else '<0.1%'} {kind}"
         for kind, share in told.items()

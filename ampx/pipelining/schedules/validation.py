@@ -6,7 +6,7 @@ Three passes, each of which may rely on what the ones before have found right:
   2. order    tick by tick: each action is a known one, on its device, new, after all it needs
   3. missing  nothing that should be there is absent
 
-Only the first fault is told, with the ticks around it: later ones are often its consequences.
+Only the first fault is reported, with the ticks around it: later ones are often its consequences.
 """
 
 from __future__ import annotations
