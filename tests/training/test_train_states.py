@@ -271,7 +271,7 @@ def test_states_of_another_optimizer_are_refused(kind, fix):
 
 def test_init_refuses_nnx_models():
     step = ampx.train_step(nnx_loss, optax.sgd(0.1))
-    with pytest.raises(TypeError, match=r"make the pair \(model, nnx.Optimizer"):
+    with pytest.raises(TypeError, match=r"call the step with the pair \(model, nnx.Optimizer"):
         step.init(NnxNet(nnx.Rngs(0)))
 
 
