@@ -247,6 +247,24 @@ def merge_nnx(graphdef: Any, params: Any, rest: Any) -> Any:
     return find_imported("flax.nnx").merge(graphdef, params, rest, copy=True)
 
 
+def as_pure(state: Any) -> Any:
+    """An nnx state as nested dicts of arrays, as optax gets it."""
+    return find_imported("flax.nnx").as_pure(state)
+
+
+def replace_params(model: Any, params: Any, wrt: Any = None) -> Any:
+    """A copy of an nnx model with other parameters.
+
+    Args:
+      model: an nnx module, which is not changed.
+      params: nested dicts of arrays in the place of what `wrt` picks, as optax sees them.
+      wrt: an nnx filter; None picks the parameters.
+    """
+    copy = merge_nnx(*split_nnx(model, wrt))
+    find_imported("flax.nnx").update(copy, params)
+    return copy
+
+
 def select_nnx_rest(model: Any, wrt: Any = None) -> Any:
     """Selects what `wrt` does not pick: statistics, random counters, caches.
 

@@ -104,6 +104,7 @@ def value_and_grad(
     Returns:
       `g(params, batch, *, loss_scale=1.0, key=None, model_state=None) -> GradResult`. Micro-batch
       i gets the key `fold_in(key, i)`. The state that one micro-batch returns is given to the next.
+      With `differentiate=False` it computes the loss alone, and `grads` is None.
       For an nnx module, `wrt=` takes the filter of what to differentiate, `nnx.Param` by default;
       the rest comes back as `model_state`.
 
@@ -135,6 +136,7 @@ def value_and_grad(
         key: jax.Array | None = None,
         model_state: Any = None,
         wrt: Any = None,
+        differentiate: bool = True,
     ) -> GradResult:
         # `params` become the arrays to differentiate by, and `fun` a function of them. From the
         # outside in it makes an nnx module, or the tree of a flat buffer, of these arrays, casts
@@ -175,11 +177,16 @@ def value_and_grad(
         @jax.named_scope("ampx.micro_batch")
         def one(microbatch: Any, mask: Any, index: Any, state: Any) -> tuple[Any, ...]:
             read, collect = read_tables(params, microbatch, tables)
-            differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
-            (_, (loss, weight, aux, new_state)), grads = differentiate(
-                read, microbatch, mask, index, state
-            )
-            grads = collect(jax.tree.map(lambda g: _widen(g, accumulator_dtype), grads))
+            if differentiate:
+                (_, (loss, weight, aux, new_state)), grads = jax.value_and_grad(
+                    scaled_loss, has_aux=True
+                )(read, microbatch, mask, index, state)
+                grads = collect(jax.tree.map(lambda g: _widen(g, accumulator_dtype), grads))
+            else:
+                _, (loss, weight, aux, new_state) = scaled_loss(
+                    read, microbatch, mask, index, state
+                )
+                grads = None
             _check_same_structure(new_state, state)
             return grads, cast_like(new_state, state), (loss, weight, aux)
 
@@ -194,8 +201,14 @@ def value_and_grad(
             per_microbatch = jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, weight, aux))
         else:
             split = split_microbatches((batch, mask), num_microbatches)
+            zeros = None
+            if differentiate:
+                zeros = map_by_path(
+                    params,
+                    lambda name, leaf: None if name in tables else _zeros(leaf, accumulator_dtype),
+                )
             grads, model_state, per_microbatch = _scan(
-                one, params, tables, split, num_microbatches, model_state, accumulator_dtype
+                one, zeros, split, num_microbatches, model_state
             )
         if axes:
             # A sum over devices adds arrays element by element. Rows of different indices must not
@@ -214,14 +227,12 @@ def value_and_grad(
 
 def _scan(
     one: Callable[..., Any],
-    params: Any,
-    tables: Mapping[str, Any],
+    zeros: Any,
     split: Any,
     num_microbatches: int,
     model_state: Any,
-    accumulator_dtype: DTypeLike,
 ) -> tuple[Any, Any, Any]:
-    """Runs `one` on each micro-batch in turn, and sums gradients.
+    """Runs `one` on each micro-batch in turn, and adds its gradients to `zeros`.
 
     Returns:
       Gradients, the last model state, and (losses, weights, auxiliary outputs) with a leading axis
@@ -240,13 +251,9 @@ def _scan(
         sums = jax.tree.map(jnp.add, sums, dense)
         return (sums, state), (sparse, outputs)
 
-    zeros = map_by_path(
-        params, lambda name, leaf: None if name in tables else _zeros(leaf, accumulator_dtype)
-    )
     (sums, model_state), (sparse, outputs) = jax.lax.scan(
         body, (zeros, model_state), (split, jnp.arange(num_microbatches))
     )
-
     return merge_sparse(sums, sparse), model_state, outputs
 
 

@@ -31,6 +31,7 @@ import optax
 from ampx import trees
 from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_choice, check_positive_int, check_transformation
+from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes, mark_varying
@@ -66,6 +67,8 @@ class MultiStepsState(NamedTuple):
     window_is_bad: jax.Array
     dropped_total: jax.Array
     inner_state: optax.OptState
+
+    b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
 
 def multi_steps(
@@ -126,7 +129,7 @@ def multi_steps(
     if not callable(every_k):
         check_positive_int("every_k", every_k)
     settings = _Settings(
-        inner=optax.with_extra_args_support(inner),
+        inner=accept_extra_args(inner),
         window_length=every_k if callable(every_k) else lambda _: every_k,
         normalize=normalize,
         on_nonfinite=on_nonfinite,
@@ -292,9 +295,8 @@ def _update_when_due(
         divisor = jnp.where(window.weight_sum == 0, 1.0, window.weight_sum)
         total = 1.0 if settings.normalize == "sum" else divisor
         grads = jax.tree.map(lambda g: g / jnp.asarray(total, g.dtype), window.grad_sum)
-        new_updates, inner_state = settings.inner.update(
-            grads, state.inner_state, params, **extra_args
-        )
+        about = {**extra_args, "grad": grads} if "grad" in extra_args else extra_args
+        new_updates, inner_state = settings.inner.update(grads, state.inner_state, params, **about)
         return new_updates, trees.cast_like(inner_state, state.inner_state)
 
     update_shapes, _ = jax.eval_shape(run, None)

@@ -40,6 +40,7 @@ from ampx.data_parallel.reduction import (
 )
 from ampx.data_parallel.shard_exchange import ShardExchange
 from ampx.data_parallel.sharded_updates import Part, choose_shard_dim, run_on_shards, take_own_shard
+from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.mesh_axes import as_axes
 from ampx.trees import find_nodes, path_name
 
@@ -65,6 +66,8 @@ class Zero1State(NamedTuple):
     reduction: ReductionState
     inner_state: Any
     gradient_norm: jax.Array
+
+    b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
 
 def zero1(
@@ -134,7 +137,7 @@ def zero1(
       ((4,), True)
     """
     check_transformation("inner", inner)
-    inner = optax.with_extra_args_support(inner)
+    inner = accept_extra_args(inner)
     reduction = make_reduction(
         axis_name, op=op, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, tail_overlap=False
     )
@@ -169,7 +172,8 @@ def zero1(
 
         # The extra arguments are constants of the trace: values that every device holds whole.
         def inner_update(grads: Any, inner_state: Any, params: Any) -> Any:
-            return inner.update(grads, inner_state, params, **extra_args)
+            about = {**extra_args, "grad": grads} if "grad" in extra_args else extra_args
+            return inner.update(grads, inner_state, params, **about)
 
         parts, structure = run_on_shards(
             inner_update, whole, list(map(Part, jax.tree.leaves(held), dims)), axes

@@ -34,6 +34,7 @@ from jax.typing import DTypeLike
 
 from ampx import trees
 from ampx.checking import check_choice, check_positive_int, check_transformation
+from ampx.extra_args import accept_extra_args
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
@@ -89,7 +90,8 @@ class Call(NamedTuple):
       params: the parameters, or None if nobody gave them.
       verdict: a judgement that somebody else has made, or None.
       tail: what the caller asks for besides updates, or None.
-      extra_args: further arguments, handed to the inner transformation.
+      extra_args: further arguments, handed to the inner transformation. If the gradients are among
+        them as `grad`, the inner transformation gets them unscaled.
     """
 
     grads: Any
@@ -149,7 +151,7 @@ def wrap_with_scale(
     """A loss scale around `inner` that moves by `advance`; the rest as in `dynamic_loss_scale`."""
     check_transformation("inner", inner)
     axes = as_axes(axis_names, "axis_names", may_be_empty=True)
-    inner = optax.with_extra_args_support(inner)
+    inner = accept_extra_args(inner)
     settings = Settings(inner, advance, num_losses, axes, saturation_dtype, nonfinite_updates)
 
     def init(params: optax.Params) -> LossScaleState:
@@ -286,9 +288,12 @@ def _run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transiti
     state, params, tail = call.state, call.params, call.tail
     per_loss = _split_by_loss(call.grads, settings.num_losses)
     grads = _unscale_and_sum(per_loss, state.loss_scale.reshape(settings.num_losses))
+    extra_args = dict(call.extra_args)
+    if "grad" in extra_args:
+        # optax's line searches take the gradient of `value` there. The caller's is still scaled.
+        extra_args["grad"] = grads
     if tail is not None and tail.max_norm is not None:
         grads, _ = optax.clip_by_global_norm(tail.max_norm).update(grads, optax.EmptyState())
-    extra_args = dict(call.extra_args)
     if has_mark(state.inner_state, "reduces_gradients"):
         # The reduction inside lets its first bucket wait for this number: see `Reduction`.
         extra_args["overflow"] = jnp.sum(judgement.counts)
@@ -331,9 +336,12 @@ def _run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transiti
         norm=judgement.norm,
     )
     tail = fold_clip(tail, call.grads)
+    # Unscaled gradients do not exist here, and a fused optimizer does not ask for any. Handed on,
+    # `grad` would be scaled, and whatever read it would be silently wrong.
+    extra_args = {name: value for name, value in call.extra_args.items() if name != "grad"}
     with jax.named_scope("ampx.update"):
         results, inner_state = settings.inner.update(
-            call.grads, call.state.inner_state, call.params, tail=tail, **call.extra_args
+            call.grads, call.state.inner_state, call.params, tail=tail, **extra_args
         )
     # The optimizer has chosen between old and new where each number is made, before it is written.
     # To choose here, behind the update, would need old and new moments in memory at once, and XLA

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx import trees
+from ampx.extra_args import schedule_free_field
 from ampx.trees import find_nodes
 
 
@@ -55,6 +56,8 @@ class LossScaleState(NamedTuple):
     bad_update_total: jax.Array
     floor_flag: jax.Array
     inner_state: optax.OptState
+
+    b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
 
 def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:

@@ -21,6 +21,7 @@ from typing import Any
 import optax
 from jax.typing import DTypeLike
 
+from ampx.extra_args import accept_extra_args
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, check_scale, parse_choice
 from ampx.loss_scaling.scaled_update import NonfiniteUpdates, wrap_with_scale
 
@@ -197,7 +198,7 @@ def no_loss_scale(inner: optax.GradientTransformation) -> optax.GradientTransfor
       >>> float(ampx.current_loss_scale(state))
       1.0
     """
-    return optax.with_extra_args_support(inner)
+    return accept_extra_args(inner)
 
 
 def loss_scale(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
+from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.param_storage.wide_updates import answer_tail, update_wide
 from ampx.trees import cast_floating, cast_like, find_nodes
 from ampx.updates.tails import Tail
@@ -41,6 +42,8 @@ class MasterWeightsState(NamedTuple):
 
     master_params: Any
     inner_state: optax.OptState
+
+    b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
     hands_on_tail = True
 
@@ -81,7 +84,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
       (Array([0.999], dtype=float16), Array([0.99902344], dtype=float32))
     """
     check_transformation("inner", inner)
-    inner = optax.with_extra_args_support(inner)
+    inner = accept_extra_args(inner)
 
     def init(params: optax.Params) -> MasterWeightsState:
         # A copy even of float32 leaves: state and parameters may both be donated.

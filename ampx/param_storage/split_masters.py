@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
+from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.param_storage.narrow_params import NarrowParam, SplitParam
 from ampx.param_storage.wide_updates import update_narrow, widen
 from ampx.updates.tails import Tail
@@ -41,6 +42,8 @@ class SplitMastersState(NamedTuple):
 
     error_bits: Any
     inner_state: optax.OptState
+
+    b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
     hands_on_tail = True
 
@@ -91,7 +94,7 @@ def split_masters(
     check_transformation("inner", inner)
     if error_bits not in (8, 16):
         raise ValueError(f"error_bits must be 8 or 16, got {error_bits!r}")
-    inner = optax.with_extra_args_support(inner)
+    inner = accept_extra_args(inner)
     dtype = jnp.int8 if error_bits == 8 else jnp.int16
 
     def init(params: optax.Params) -> SplitMastersState:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
+from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.param_storage.narrow_params import NarrowParam, RoundedParam
 from ampx.param_storage.rounding import draw_words
 from ampx.param_storage.wide_updates import update_narrow, widen
@@ -42,6 +43,8 @@ class StochasticRoundingState(NamedTuple):
 
     rounding_count: jax.Array
     inner_state: optax.OptState
+
+    b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
     hands_on_tail = True
 
@@ -88,7 +91,7 @@ def stochastic_rounding(
     check_transformation("inner", inner)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, got {seed!r}")
-    inner = optax.with_extra_args_support(inner)
+    inner = accept_extra_args(inner)
 
     def init(params: optax.Params) -> StochasticRoundingState:
         inner_state = inner.init(jax.tree.map(widen, params))

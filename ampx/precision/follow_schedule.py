@@ -26,6 +26,7 @@ import numpy as np
 import optax
 
 from ampx.checking import check_transformation
+from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
@@ -54,6 +55,8 @@ class PrecisionScheduleState(NamedTuple):
     steps_seen: jax.Array
     parked_scale: jax.Array
     inner_state: Any
+
+    b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
     hands_on_tail = True  # see `ampx.updates.tails.takes_tail`
     wraps_loss_scale = True  # the scale inside still counts as outermost
@@ -101,7 +104,7 @@ def follow_schedule(
         raise TypeError(
             f"schedule must be an ampx.PrecisionSchedule, got {type(schedule).__name__}"
         )
-    inner = optax.with_extra_args_support(inner)
+    inner = accept_extra_args(inner)
     # One entry for each phase, known while tracing. The device looks up its phase in them.
     scales = [parse_choice(recipe.loss_scale) for recipe in schedule.recipes]
     is_dynamic = np.array([scale == 0 for scale in scales])  # bool[num_phases]

@@ -10,7 +10,8 @@
       │                                                  over the weight, still times the scale
       │  3  verdict = count_nonfinite(grads)             i32[2]: arrays with inf, with NaN   ┐ with
       │  4  reduction.reduce(grads, verdict)             f32, in buckets, after the verdict  ┘ axes
-      │  5  tx.update(grads, opt_state, params)          from the outside in:
+      │  5  tx.update(grads, opt_state, params,          from the outside in:
+      │       value=loss, grad=grads, ...)               (`step_arguments`)
       │       loss scale   reads the verdict, or takes one; multiplies by 1/scale
       │       clip         by the global norm, f32[]
       │       optimizer    updates and new state
@@ -41,13 +42,14 @@ from ampx.accumulation.results import GradResult
 from ampx.accumulation.sparse_rows import densify
 from ampx.data_parallel.reduction import Reduction, ReductionState
 from ampx.data_parallel.zero1 import Zero1State
+from ampx.extra_args import explain_refused
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite, unscale
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale
 from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.precision_schedules import PrecisionSchedule
-from ampx.training import train_states
+from ampx.training import step_arguments, train_states
 from ampx.training.step_reports import StepReport, measure_groups
 from ampx.training.train_states import TrainState
 from ampx.trees import cast_like, find_nodes
@@ -56,7 +58,9 @@ from ampx.updates.applying import apply_updates
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """A pure function `step(state, batch, *, key=None) -> (state, StepReport)`, to be jitted.
+    """A pure function `step(state, batch, *, key=None, **extra_args) -> (state, StepReport)`.
+
+    It is to be jitted.
 
     With `jax.jit`, or `nnx.jit` for an nnx model, which keeps shared parameters shared.
 
@@ -113,10 +117,11 @@ class TrainStep:
         stored, key, model_state = jax.tree.map(jnp.copy, (stored, key, model_state))
         step = jnp.zeros((), jnp.int32)
         state = TrainState(step, stored, self.tx.init(stored), key, model_state)
+        state = train_states.separate_buffers(state)
         return train_states.place_beside(params, state)
 
     def __call__(
-        self, state: Any, batch: Any, *, key: jax.Array | None = None
+        self, state: Any, batch: Any, *, key: jax.Array | None = None, **extra_args: Any
     ) -> tuple[Any, StepReport]:
         """Takes one step.
 
@@ -125,14 +130,18 @@ class TrainStep:
             nnx.Optimizer).
           batch: a pytree of arrays with a leading batch axis.
           key: a random key for this step, instead of the state's own.
+          **extra_args: handed to the optimizer, beside `value`, `grad`, `value_fn`, `obj_fn`,
+            `grad_fn` and `weight`, which it always gets; of these, `value` and the functions may
+            be given to replace the step's own. See `ampx.training.step_arguments`.
 
         Returns:
           The next state, of the same kind, and a `StepReport`.
 
         Raises:
-          TypeError: for a state of another kind.
+          TypeError: for a state of another kind, or an extra argument that is the step's own.
           ValueError: for a flax state that was made with another optimizer than `step.tx`.
         """
+        step_arguments.check_given(extra_args)
         now = train_states.as_train_state(state, self.tx)
         # The key advances on a skipped step too, as the data do, so that no two steps draw the same
         # dropout masks. A key that the caller gives leaves the state's own untouched.
@@ -142,35 +151,36 @@ class TrainStep:
         train_states.check_loss_scale_is_outermost(now.opt_state)
         scale = current_loss_scale(now.opt_state)  # f32[], held from before this step
         is_nnx = train_states.is_nnx_pair(state)
+        model, wrt = (state[0], state[1].wrt) if is_nnx else (None, None)
         phase: dict[str, Any] = {}
         if self.schedule is not None:
             phase["phase"] = precision_phase(now.opt_state)
-        result = self.grads_of(
-            now.params,
-            batch,
-            loss_scale=scale,
-            key=key,
-            model_state=now.model_state,
-            wrt=state[1].wrt if is_nnx else None,
-            **phase,
-        )
+        about = {"key": key, "model_state": now.model_state, **phase}
+        result = self.grads_of(now.params, batch, loss_scale=scale, wrt=wrt, **about)
         # Rows of lookup tables become dense only here, after all micro-batches.
         result = result._replace(grads=densify(result.grads))
-        extra_args: dict[str, Any] = {"weight": result.weight}
-        if phase:  # a schedule that waits for a loss reads it as `value`, as optax's own do
-            extra_args["value"] = result.loss
         grads, of_reduction, sent = self._reduce(result, now.opt_state)
         result = result._replace(grads=grads)
-        extra_args |= of_reduction
+        # `grad` is scaled here, as `grads` are; a loss scale hands it on unscaled.
+        own = {"weight": result.weight, "value": result.loss, "grad": grads, **of_reduction}
+        functions = step_arguments.make_functions(
+            step_arguments.Evaluation(self.grads_of, model, wrt),
+            step_arguments.Inputs(batch, scale, about),
+            now.opt_state,
+            self.reduction,
+            {*own, *extra_args},
+        )
+        extra_args = {**own, **functions, **extra_args}
         # Both branches undo what a skip must not change. For nnx the optimizer's own method applies
         # the update, so that a subclass of `nnx.Optimizer` keeps its say.
         if is_nnx:
-            with jax.named_scope("ampx.update"):
+            with jax.named_scope("ampx.update"), explain_refused(extra_args):
                 new_state = train_states.apply_to_nnx(state, grads, result.model_state, extra_args)
             new_opt_state = train_states.as_train_state(new_state, self.tx).opt_state
             norm = None
         else:
-            params, new_opt_state, norm = self._apply(grads, now, extra_args)
+            with explain_refused(extra_args):
+                params, new_opt_state, norm = self._apply(grads, now, extra_args)
             following = train_states.advance(
                 now, params, new_opt_state, next_key, result.model_state
             )

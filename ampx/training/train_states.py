@@ -79,6 +79,23 @@ def place_beside(params: Any, state: Any) -> Any:
     return jax.tree.map(place, state)
 
 
+def separate_buffers(state: Any) -> Any:
+    """Copies arrays that stand at several places of a first state, so that it can be donated.
+
+    Some of optax's transformations put the parameters themselves into their state: `contrib.sam`,
+    `contrib.cocob`, `contrib.dog`. A buffer that is donated twice is an error.
+    """
+    seen: set[int] = set()
+
+    def separate(leaf: Any) -> Any:
+        if id(leaf) in seen and isinstance(leaf, jax.Array):
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(separate, state)
+
+
 def is_nnx_pair(state: Any) -> bool:
     """Whether a state is the pair (nnx model, nnx optimizer)."""
     return (

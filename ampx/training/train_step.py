@@ -16,6 +16,7 @@ from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_transformation
 from ampx.data_parallel.reduction import Reduction, make_reduction
 from ampx.data_parallel.zero1 import Zero1State
+from ampx.extra_args import accept_extra_args
 from ampx.loss_scaling.state import LossScaleState
 from ampx.loss_scaling.wrappers import loss_scale as wrap_loss_scale
 from ampx.mesh_axes import as_axes
@@ -175,7 +176,7 @@ def _wrap(
     """
     if max_grad_norm is not None:
         tx = _clip(tx, max_grad_norm)
-    tx = optax.with_extra_args_support(wrap_loss_scale(loss_scale, tx))
+    tx = accept_extra_args(wrap_loss_scale(loss_scale, tx))
     return follow_schedule(tx, schedule) if schedule else tx
 
 

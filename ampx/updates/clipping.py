@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.gradient_norms import compute_norm, fold_clip, measure_norm
 from ampx.updates.tails import Tail, takes_tail, unwrap_results
 
@@ -33,6 +34,8 @@ class ClippedState(NamedTuple):
     inner_state: Any
     gradient_norm: jax.Array
 
+    b1, z = schedule_free_field("b1"), schedule_free_field("z")
+
     hands_on_tail = True
 
 
@@ -49,7 +52,7 @@ def clipped(
       A transformation whose state is a `ClippedState`.
     """
     clip = optax.clip_by_global_norm(max_norm)
-    inner = optax.with_extra_args_support(inner)
+    inner = accept_extra_args(inner)
 
     def init(params: optax.Params) -> ClippedState:
         return ClippedState(clip.init(params), inner.init(params), jnp.zeros((), jnp.float32))

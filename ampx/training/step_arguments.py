@@ -1,0 +1,181 @@
+"""The extra arguments of optax that a training step hands to its optimizer.
+
+Some of optax's transformations need more than gradients. They get, by these names,
+
+    value       f32[], the loss of the step, unscaled            momo, polyak_sgd, reduce_on_plateau
+    grad        unscaled gradients, before any clip              line searches: lbfgs
+    value_fn    params -> f32[], the loss of this batch          line searches: lbfgs
+    obj_fn      the same                                         sophia
+    grad_fn     (params, i) -> unscaled gradients of this batch  sam(opaque_mode=True)
+    weight      f32[], of all micro-batches                      ampx.multi_steps
+
+and whatever the caller gives the step by name. Functions cost nothing unless somebody calls them.
+
+The functions see the whole batch of the step, all its micro-batches, with the step's own random
+key, model state and precision: at the step's parameters `value_fn` is `value`. They exist only
+where one batch makes one update on one whole gradient; elsewhere they raise when they are called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from ampx import flax_modules
+from ampx.accumulation.multi_steps import MultiStepsState
+from ampx.accumulation.results import GradResult
+from ampx.accumulation.sparse_rows import densify
+from ampx.data_parallel.reduction import Reduction
+from ampx.data_parallel.zero1 import Zero1State
+from ampx.loss_scaling.nonfinite import unscale
+from ampx.mesh_axes import tracks_varying
+from ampx.pipelining.shard_map_program import PipelineGradients
+from ampx.trees import find_nodes
+
+# What the step computes itself, or what its parts tell each other.
+_OWN = ("grad", "weight", "verdict", "reduce_op", "overflow", "tail")
+
+
+class Inputs(NamedTuple):
+    """What a loss is computed from besides parameters.
+
+    Attributes:
+      batch: the batch of the step.
+      scale: float32 scalar, the loss scale of the step.
+      about: the other arguments of `grads_of`: key, model state, phase.
+    """
+
+    batch: Any
+    scale: jax.Array
+    about: dict[str, Any]
+
+
+class Evaluation(NamedTuple):
+    """What evaluates the loss of a step at other parameters.
+
+    Attributes:
+      grads_of: see `ampx.training.step_execution.TrainStep`.
+      model: the nnx model whose parameters are evaluated; None for a pytree of parameters.
+      wrt: the nnx filter of the parameters, or None.
+    """
+
+    grads_of: Callable[..., GradResult]
+    model: Any = None
+    wrt: Any = None
+
+    def compute_value(self, inputs: Inputs, params: Any) -> jax.Array:
+        """The unscaled loss at other parameters; float32 scalar."""
+        return self._call(inputs, params, differentiate=False).loss
+
+    def compute_grads(self, inputs: Inputs, params: Any) -> Any:
+        """The unscaled gradients at other parameters, float32.
+
+        They are computed with the loss scale of the step, since half gradients need it.
+        """
+        grads = densify(self._call(inputs, params, loss_scale=inputs.scale).grads)
+        if self.model is not None:
+            grads = flax_modules.as_pure(grads)
+        return unscale(grads, inputs.scale)
+
+    def _call(self, inputs: Inputs, params: Any, **options: Any) -> GradResult:
+        if self.model is not None:
+            params = flax_modules.replace_params(self.model, params, self.wrt)
+        return self.grads_of(params, inputs.batch, wrt=self.wrt, **inputs.about, **options)
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """Refuses arguments of a caller that a step hands to its optimizer itself.
+
+    Raises:
+      TypeError: if one of them is among `given`.
+    """
+    if taken := [name for name in given if name in _OWN]:
+        raise TypeError(
+            f"the step hands {taken[0]!r} to the optimizer itself: leave it out. What is given by "
+            f"name is for the optimizer, and all names but {_OWN} are free"
+        )
+
+
+def make_functions(
+    evaluation: Evaluation,
+    inputs: Inputs,
+    opt_state: Any,
+    reduction: Reduction | None,
+    names: Iterable[str],
+) -> dict[str, Callable[..., Any]]:
+    """Makes `value_fn`, `obj_fn` and `grad_fn` for one step.
+
+    Args:
+      evaluation: what they evaluate.
+      inputs: at what batch and key.
+      opt_state: the optimizer's state, which tells what is around the transformation that calls.
+      reduction: of the gradients over mapped axes, if the step does one.
+      names: of all other extra arguments. optax's line searches call `value_fn` with those that its
+        signature names, and refuse to run if one is left over.
+
+    Returns:
+      From name to function. They are pytrees of their inputs, so that an `update` which somebody
+      has put under `jax.jit` takes them as it takes arrays.
+    """
+
+    def value_fn(inputs: Inputs, params: Any, **ignored: Any) -> jax.Array:
+        del ignored
+        _check_can_evaluate(evaluation, opt_state, reduction)
+        return evaluation.compute_value(inputs, params)
+
+    def obj_fn(inputs: Inputs, params: Any) -> jax.Array:
+        return value_fn(inputs, params)
+
+    def grad_fn(inputs: Inputs, params: Any, step: Any = 0) -> Any:
+        del step  # of sam's inner loop, all of whose steps see one batch
+        if reduction is not None:
+            raise ValueError(
+                f"grad_fn is not there with axis_name={reduction.axes}: the gradients of other "
+                "parameters would have to be reduced too. Hand a grad_fn of your own to the step"
+            )
+        _check_can_evaluate(evaluation, opt_state, reduction)
+        return evaluation.compute_grads(inputs, params)
+
+    functions = {"value_fn": value_fn, "obj_fn": obj_fn, "grad_fn": grad_fn}
+    # `value`, `grad` and `value_fn` are the line searches' own, and never left over.
+    ignored = {*names, *functions} - {"value", "grad", "value_fn"}
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, by_name) for name in ("inputs", "params")]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in sorted(ignored)
+    ]
+    value_fn.__signature__ = inspect.Signature(parameters)
+    return {name: jax.tree_util.Partial(fun, inputs) for name, fun in functions.items()}
+
+
+def _check_can_evaluate(
+    evaluation: Evaluation, opt_state: Any, reduction: Reduction | None
+) -> None:
+    """Refuses to evaluate where the result would not be the loss that the update is for.
+
+    Raises:
+      ValueError: if so.
+    """
+    if isinstance(evaluation.grads_of, PipelineGradients):
+        where = "inside a pipeline, which computes loss and gradients together"
+    elif find_nodes(opt_state, MultiStepsState) or find_nodes(opt_state, optax.MultiStepsState):
+        where = "with multi_steps: the earlier batches of the window are gone"
+    elif find_nodes(opt_state, Zero1State):
+        where = "inside zero1, where each device has a share of the parameters"
+    elif reduction is not None and not all(map(tracks_varying, reduction.axes)):
+        where = (
+            f"with axis_name={reduction.axes} under check_vma=False, where JAX does not sum its "
+            "gradient over the devices"
+        )
+    else:
+        return
+    raise ValueError(
+        "the optimizer evaluates the loss at other parameters (by value_fn, obj_fn or grad_fn), "
+        f"which cannot be done {where}: use an optimizer without a line search, or hand the "
+        "function to the step by its name"
+    )
