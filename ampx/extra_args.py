@@ -34,11 +34,12 @@ def accept_extra_args(
     is_optax = isinstance(tx, optax.GradientTransformation)
     if is_optax and not isinstance(tx, optax.GradientTransformationExtraArgs):
         return optax.with_extra_args_support(tx)
-    names = _find_argument_names(tx.update)
-    if names is None:
+    found = _find_argument_names(tx.update)
+    if found is None:
         if is_optax:
             return tx
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    names: frozenset[str] = found
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         known = {name: value for name, value in extra_args.items() if name in names}

@@ -99,6 +99,19 @@ def resolve_choice(choice: Any, tree: Any) -> Any:
     return choice(tree) if is_function else choice
 
 
+def count_up(count: jax.Array, by: Any = True) -> jax.Array:
+    """A counter plus one where `by`, a bool array, is true; at the largest number it stays.
+
+    An int32 that went on counting after 2**31 - 1 would turn to -2**31.
+    """
+    return count + (by & ~is_largest(count)).astype(count.dtype)
+
+
+def is_largest(count: jax.Array) -> jax.Array:
+    """Whether an integer is the largest of its dtype; bool, elementwise."""
+    return count == jnp.iinfo(count.dtype).max
+
+
 def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:
     """All nodes of a type, outermost first; not the ones inside them."""
 

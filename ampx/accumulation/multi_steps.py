@@ -258,9 +258,8 @@ def _add_call(settings: _Settings, state: MultiStepsState, grads: Any, weight: A
     # A call that is left out leaves sums and count as they were, bit for bit, and ends no window.
     grad_sum = jax.tree.map(add, state.grad_sum, grads)
     weight_sum = state.weight_sum + jnp.where(leave_out, 0.0, weight)
-    counted = (~leave_out).astype(jnp.int32)
-    micro_step = state.micro_step + counted
-    is_due = (counted > 0) & (micro_step >= settings.window_length(state.gradient_step))
+    micro_step = trees.count_up(state.micro_step, ~leave_out)
+    is_due = ~leave_out & (micro_step >= settings.window_length(state.gradient_step))
 
     def sum_overflows() -> jax.Array:
         sums = (grad_sum, weight_sum)
@@ -319,10 +318,10 @@ def _next_state(
     dropped = window.leaves_out_call | window.drop
     return MultiStepsState(
         micro_step=jnp.where(is_due, 0, window.micro_step),
-        gradient_step=state.gradient_step + is_due.astype(jnp.int32),
+        gradient_step=trees.count_up(state.gradient_step, is_due),
         grad_sum=cleared,
         weight_sum=jnp.where(is_due, 0.0, window.weight_sum),
         window_is_bad=window.is_bad & ~is_due,
-        dropped_total=state.dropped_total + dropped.astype(jnp.int32),
+        dropped_total=trees.count_up(state.dropped_total, dropped),
         inner_state=inner_state,
     )

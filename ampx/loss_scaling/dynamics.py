@@ -47,6 +47,7 @@ import jax.numpy as jnp
 
 from ampx.checking import check_choice, check_positive_int
 from ampx.loss_scaling.state import LossScaleState
+from ampx.trees import count_up
 
 Refill = Literal["growth", "finite", "change"]
 OnFloor = Literal["hold", "raise-flag"]
@@ -100,7 +101,7 @@ class ScaleDynamics:
             by itself.
           bad: bool[*losses], whether the gradients of a loss held an infinity or a NaN.
         """
-        finite_steps = state.growth_tracker + 1
+        finite_steps = count_up(state.growth_tracker)
         # ">=" and not "==": a run that was resumed with a shorter interval may have counted past it
         # already, and with "==" its scale would never grow again.
         grow = ~bad & (finite_steps >= self.growth_interval)
@@ -122,7 +123,7 @@ class ScaleDynamics:
             loss_scale=jnp.where(grow, grown, jnp.where(back_off, reduced, scale)),
             growth_tracker=jnp.where(bad | grow, 0, finite_steps),
             hysteresis_tracker=jnp.where(refilled, self.hysteresis, jnp.maximum(tolerance, 0)),
-            floor_hits=state.floor_hits + at_floor.astype(jnp.int32),
+            floor_hits=count_up(state.floor_hits, at_floor),
             floor_flag=floor_flag,
         )
 

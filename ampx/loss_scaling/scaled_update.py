@@ -400,10 +400,10 @@ def _move(
     }
     return moved._replace(
         **own,
-        inf_total=state.inf_total + found[..., 0].astype(jnp.int32),
-        nan_total=state.nan_total + found[..., 1].astype(jnp.int32),
+        inf_total=trees.count_up(state.inf_total, found[..., 0]),
+        nan_total=trees.count_up(state.nan_total, found[..., 1]),
         overflow=transition.skip,
-        skipped_total=state.skipped_total + transition.skip.astype(jnp.int32),
-        bad_update_total=state.bad_update_total + transition.is_bad_update.astype(jnp.int32),
+        skipped_total=trees.count_up(state.skipped_total, transition.skip),
+        bad_update_total=trees.count_up(state.bad_update_total, transition.is_bad_update),
         inner_state=transition.inner_state,
     )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ampx import trees
@@ -196,13 +197,17 @@ def raise_if_exhausted(opt_state: optax.OptState) -> None:
         return
     # An infinity comes from a scale that is too high, or from gradients that are too large. A NaN
     # needs inf - inf, 0 * inf or 0 / 0 in the model, which lowering the scale does not cure.
-    nans, infs = int(jnp.sum(state.nan_total)), int(jnp.sum(state.inf_total))
+    # Over the losses, as Python ints: two counts of 2**31 - 1 do not add up in int32.
+    nans, infs, hits = (
+        sum(np.atleast_1d(count).tolist())
+        for count in (state.nan_total, state.inf_total, state.floor_hits)
+    )
     advice = (
         "NaN gradients do not come from the scale: the model itself produces them"
         if nans >= infs
         else "gradients overflow even unscaled: lower the learning rate, clip, or use bfloat16"
     )
     raise FloatingPointError(
-        f"overflow at the smallest loss scale {state.loss_scale}: {int(jnp.sum(state.floor_hits))} "
+        f"overflow at the smallest loss scale {state.loss_scale}: {hits} "
         f"floor hits, {infs} steps with inf, {nans} with NaN; {advice}"
     )

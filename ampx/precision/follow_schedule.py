@@ -30,7 +30,7 @@ from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
-from ampx.trees import find_nodes
+from ampx.trees import count_up, find_nodes
 
 
 class PrecisionScheduleState(NamedTuple):
@@ -145,7 +145,7 @@ def follow_schedule(
             )
         about = extra_args if value is None else {**extra_args, "value": value}
         updates, new = inner.update(updates, state.inner_state, params, **about)
-        steps_seen = state.steps_seen + 1
+        steps_seen = count_up(state.steps_seen)
         phase = schedule.next_phase(state.precision_phase, steps_seen, value)
         parked = state.parked_scale
         if isinstance(new, LossScaleState):

@@ -149,7 +149,7 @@ def make_functions(
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
         for name in sorted(ignored)
     ]
-    value_fn.__signature__ = inspect.Signature(parameters)
+    value_fn.__dict__["__signature__"] = inspect.Signature(parameters)
     return {name: jax.tree_util.Partial(fun, inputs) for name, fun in functions.items()}
 
 

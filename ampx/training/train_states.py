@@ -25,7 +25,7 @@ from ampx import flax_modules, trees
 from ampx.accumulation.multi_steps import MultiStepsState
 from ampx.loss_scaling.state import LossScaleState, find_loss_scale_state, is_skipped
 from ampx.precision.follow_schedule import PrecisionScheduleState
-from ampx.trees import find_nodes
+from ampx.trees import find_nodes, is_largest
 
 
 class TrainState(NamedTuple):
@@ -169,13 +169,21 @@ def compare_states(old_opt_state: optax.OptState, new_opt_state: optax.OptState)
     if not after:
         return Outcome(skipped, ~skipped)
     pairs = list(zip(before, after, strict=True))
-    completed = jnp.any(jnp.stack([new.gradient_step > old.gradient_step for old, new in pairs]))
+    completed = jnp.any(jnp.stack([_has_completed(old, new) for old, new in pairs]))
     # A loss scale inside speaks of the last window, until the next one is completed.
     judged_inside = any(find_nodes(new.inner_state, LossScaleState) for new in after)
     skipped &= completed | (not judged_inside)
     for old, new in pairs:
         skipped |= new.window_is_bad | (new.dropped_total > old.dropped_total)
     return Outcome(skipped, completed & ~skipped)
+
+
+def _has_completed(old: MultiStepsState, new: MultiStepsState) -> jax.Array:
+    """Whether a window ended with this call."""
+    # A count that has reached its largest number stands still. A window's end is then seen by its
+    # first micro-step alone, which a call that was left out there shows as well.
+    is_full = is_largest(old.gradient_step) & (new.micro_step == 0)
+    return (new.gradient_step > old.gradient_step) | is_full
 
 
 def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
@@ -221,7 +229,10 @@ def apply_to_nnx(
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
     skipped, applied = compare_states(old_opt_state, opt_state)
     # `nnx.Optimizer.update` counts every call; here a step counts only if it was applied.
-    optimizer.step[...] = trees.hold(~applied, optimizer.step[...], state[1].step[...])
+    # At its largest number the count stays, where nnx's own would begin again.
+    old_step = state[1].step[...]
+    stays = ~applied | is_largest(old_step)
+    optimizer.step[...] = trees.hold(stays, optimizer.step[...], old_step)
     # The rest is what is not differentiated: random counters, which go on as keys do, and
     # statistics, of which a skip keeps the old.
     random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)
@@ -238,7 +249,7 @@ def advance(
     """Makes the next state: on a skip the step count and the model's state stand still."""
     # A weakly typed increment keeps the type of flax's step, a Python int: one trace, not two.
     skipped, applied = compare_states(state.opt_state, opt_state)
-    step = state.step + jnp.where(applied, 1, 0)
+    step = state.step + jnp.where(applied & ~is_largest(state.step), 1, 0)
     if state.model_state is not None:
         new_model_state = trees.hold(skipped, new_model_state, state.model_state)
     return TrainState(step, params, opt_state, key, new_model_state)
