@@ -109,7 +109,7 @@ def count_up(count: jax.Array, by: Any = True) -> jax.Array:
 
 def is_largest(count: jax.Array) -> jax.Array:
     """Whether an integer is the largest of its dtype; bool, elementwise."""
-    return count == jnp.iinfo(count.dtype).max
+    return count == np.array(jnp.iinfo(count.dtype).max, count.dtype)  # nnx counts in uint32
 
 
 def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:

@@ -303,23 +303,31 @@ class TrainStep:
         local_norm = size = None
         if self.group_of is not None:
             local_norm, size = measure_groups(grads, self.group_of)
+        skipped, applied = train_states.compare_states(now.opt_state, new_opt_state)
         return StepReport(
             loss=result.loss,
-            overflow=train_states.compare_states(now.opt_state, new_opt_state).skipped,
+            overflow=skipped,
             loss_scale=scale,
-            learning_rate=self._learning_rate(now, new_opt_state),
+            learning_rate=self._learning_rate(now.step, applied, new_opt_state),
             global_norm=norm,
             local_norm=local_norm,
             size=size,
             aux=result.aux,
         )
 
-    def _learning_rate(self, now: TrainState, new_opt_state: Any) -> jax.Array | None:
+    def _learning_rate(
+        self, step: jax.Array, applied: jax.Array, new_opt_state: Any
+    ) -> jax.Array | None:
+        """The rate of the last update that was applied; before any, that of the first."""
         rate = self.learning_rate
         if rate is None:
-            # inject_hyperparams stores the rate it has just used, beside the schedule's own state.
+            # inject_hyperparams stores the rate it has just used, beside the schedule's own state;
+            # on a skip its state stands still.
             found = optax.tree.get_all_with_path(
                 new_opt_state, "learning_rate", lambda _, value: isinstance(value, jax.Array)
             )
             return found[0][1] if len(found) == 1 else None
-        return jnp.asarray(rate(now.step) if callable(rate) else rate, jnp.float32)
+        if callable(rate):
+            # `step` updates were applied before this call; the last of them had number step - 1.
+            rate = rate(jnp.where(applied, step, jnp.maximum(step, 1) - 1))
+        return jnp.asarray(rate, jnp.float32)

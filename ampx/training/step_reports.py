@@ -26,12 +26,13 @@ class StepReport(NamedTuple):
       overflow: bool scalar, whether the step was skipped. Inside a window of `ampx.multi_steps`:
         whether the window, or the micro-step, is dropped.
       loss_scale: float32 scalar, the scale that this step used; 1 without a loss scale.
-      learning_rate: float32 scalar, the rate that this step used; None where it is not known. A
-        skipped step moves no schedule.
+      learning_rate: float32 scalar, the rate of the last update that was applied: this step's, or,
+        if it was skipped or its window of `ampx.multi_steps` goes on, that of an earlier one.
+        Before any update it is the rate of the first. None where it is not known.
       global_norm: float32 scalar, norm of the unscaled, reduced gradients before any clipping.
       local_norm: dict from parameter group to its norm, a float32 scalar; None unless asked for.
-      size: dict from parameter group to its number of elements, an int32 scalar; None unless asked
-        for.
+      size: dict from parameter group to its number of elements, an int32 scalar, or from 2**31 on
+        a float32 scalar; None unless asked for.
       aux: the loss function's auxiliary output, or None.
       phase: int32 scalar, the phase of the precision schedule that this step was in, from 0; None
         without one.
@@ -73,7 +74,7 @@ def measure_groups(
 
     Returns:
       Two dicts from group: to its norm, a float32 scalar, and to its number of elements, an int32
-      scalar.
+      scalar, or a float32 scalar where it does not fit.
     """
     # Flat parameters are seen as the tree that lies in them, so groups are named alike.
     groups: dict[str, list[jax.Array]] = {}
@@ -81,8 +82,12 @@ def measure_groups(
         name = group_of(path_name(path))
         groups.setdefault(name, []).append(leaf)
     norms = {name: optax.tree.norm(leaves) for name, leaves in groups.items()}
-    sizes = {
-        name: jnp.asarray(sum(leaf.size for leaf in leaves), jnp.int32)
-        for name, leaves in groups.items()
-    }
+    sizes = {name: as_size(sum(leaf.size for leaf in own)) for name, own in groups.items()}
     return norms, sizes
+
+
+def as_size(number: int) -> jax.Array:
+    """A number of elements as a scalar: int32 if it fits, else float32."""
+    # All stages of a pipeline are one group, and 41 billion does not fit into int32. JAX has no
+    # int64 by default; float32 holds the first seven digits.
+    return jnp.asarray(number, jnp.int32 if number < 2**31 else jnp.float32)

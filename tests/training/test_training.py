@@ -15,6 +15,7 @@ from flax.training import train_state
 from helpers import assert_bit_equal, make_mesh, types_of
 
 import ampx
+from ampx.training import step_reports
 from ampx.updates.clipping import clipped
 
 STEPS = 50
@@ -324,8 +325,61 @@ def test_learning_rate_is_the_one_used_and_held_on_skips(source):
         if not report.overflow:
             np.testing.assert_allclose(state.params["a"], before * (1 - rates[-1]), atol=1e-6)
     assert [rates[0], rates[1], rates[3]] == [0.25, 0.5, 0.75]
-    assert rates[2] == (0.75 if source == "schedule" else 0.5)  # the next one, the last one
+    assert rates[2] == 0.5, "that of the last update"
     assert steps == [1, 2, 2, 3]
+
+
+RATE_SOURCES = {
+    "schedule": (optax.sgd(double_rate), double_rate),
+    "injected": (optax.inject_hyperparams(optax.sgd)(learning_rate=double_rate), None),
+    "fused": (ampx.fused.sgd(double_rate), double_rate),
+    "injected, fused": (
+        optax.inject_hyperparams(ampx.fused.sgd)(learning_rate=double_rate),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("window", [None, 2], ids=["", "window"])
+@pytest.mark.parametrize("source", RATE_SOURCES)
+def test_the_rate_is_that_of_the_last_update_whoever_tells_it(source, window):
+    tx, rate = RATE_SOURCES[source]
+    if window:
+        tx = ampx.multi_steps(tx, window)
+    step = ampx.train_step(quadratic, tx, loss_scale="dynamic", learning_rate=rate)
+    state, jitted, rates = step.init(QUADRATIC), jax.jit(step), []
+    for batch in (BAD, ONES, BAD, ONES, BAD, ONES, ONES):
+        before = state.params["a"]
+        state, report = jitted(state, batch)
+        rates.append(float(report.learning_rate))
+        if not window and not report.overflow:
+            np.testing.assert_allclose(state.params["a"], before * (1 - rates[-1]), atol=1e-6)
+    # The scale judges each call, so bad ones are left out of the windows.
+    expected = [1, 1, 1, 1, 1, 1, 2] if window else [1, 1, 1, 2, 2, 3, 4]
+    assert rates == [0.25 * number for number in expected]
+
+
+@pytest.mark.parametrize("num_layers", [1, 40, 2000])
+def test_groups_may_have_more_elements_than_int32_can_count(num_layers):
+    """B4: all stages of a pipeline are one group. Shapes alone: 41 billion numbers are not made."""
+    params = {"stages": jax.ShapeDtypeStruct((num_layers, 1024, 1024), jnp.float32)}
+
+    def loss(params, batch):
+        return jnp.sum(params["stages"][:, 0, 0]) * jnp.mean(batch)
+
+    step = ampx.train_step(loss, optax.sgd(0.1), local_norm=True)
+    state = jax.eval_shape(step.init, params)
+    _, report = jax.eval_shape(step, state, jnp.ones(4))
+    fits = num_layers * 2**20 < 2**31
+    assert report.size["stages"].dtype == (jnp.int32 if fits else jnp.float32)
+    assert report.local_norm["stages"].dtype == jnp.float32
+
+
+def test_large_sizes_are_right_to_seven_digits():
+    sizes = [2**31 - 1, 2**31, 41_004_011_520, 10**13]
+    found = [step_reports.as_size(size) for size in sizes]
+    np.testing.assert_allclose([float(size) for size in found], sizes, rtol=1e-7)
+    assert found[0].dtype == jnp.int32 and int(found[0]) == sizes[0]
 
 
 def test_learning_rate_that_is_set_by_hand():
