@@ -56,17 +56,25 @@ class Leaf(NamedTuple):
 def compute_dtype(leaf: Leaf) -> np.dtype:
     """The dtype of a parameter's arithmetic: float32, or float64 for a float64 parameter.
 
+    Integers are computed with in float32 as well, unless their gradient is float64.
+
     Raises:
-      TypeError: for complex numbers and integers.
+      TypeError: for complex numbers, and for what is no number.
     """
     like = leaf.grad if leaf.param is None else leaf.param
-    if not is_floating(like) or jnp.iscomplexobj(like) or jnp.iscomplexobj(leaf.grad):
+    if any(not _is_real(x) for x in (like, leaf.grad)):
         raise TypeError(
             f"a fused update of a parameter of dtype {like.dtype} with a gradient of dtype "
-            f"{leaf.grad.dtype}: it takes real floating numbers; leave other parameters to optax "
-            "with optax.partition"
+            f"{leaf.grad.dtype}: it takes real numbers; leave other parameters to optax with "
+            "optax.partition"
         )
-    return wider_dtype(like.dtype, jnp.float32)
+    decides = like if is_floating(like) else leaf.grad
+    return wider_dtype(decides.dtype if is_floating(decides) else jnp.float32, jnp.float32)
+
+
+def _is_real(x: Any) -> bool:
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    return is_integer or (is_floating(x) and not jnp.iscomplexobj(x))
 
 
 def update_leaf(
@@ -93,6 +101,9 @@ def _update(
     # `param` may be None, an empty tree, and stays so.
     g, p = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param))
     slots = tuple(widen_slot(slot, wide) for slot in leaf.slots)
+    if not is_floating(leaf.grad):
+        # No loss scale has multiplied integers, so none divides them: see `nonfinite.unscale`.
+        h = h._replace(factor=None)
     if rule.needs_squares:
         # NovoGrad: |factor * g|**2, whole, before anything else is done with the gradient.
         scaled = g if h.factor is None else g * h.factor
@@ -164,7 +175,8 @@ def _answer_tail(
     # In the wide dtype: a half update might overflow where its sum with the parameter does not.
     # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
     value, stays = (new, leaf.param) if new_params else (step, jnp.full_like(step, -0.0))
-    return jnp.where(is_finite(new) & ~skip, value, stays), bad
+    is_sound = is_finite(new if is_floating(new) else step)  # an integer is always finite
+    return jnp.where(is_sound & ~skip, value, stays), bad
 
 
 def hold_nonfinite(skip: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -209,6 +221,9 @@ def sum_parameter(x: jax.Array, segments: Segments | None = None) -> jax.Array:
 
 def _update_dtype(leaf: Leaf) -> np.dtype:
     """The dtype that optax's update has: that of the widest number that goes into it."""
+    if leaf.param is not None and not is_floating(leaf.param):
+        # Not the parameter's: optax adds floats, and rounds the sum towards zero.
+        return compute_dtype(leaf)
     dtype = leaf.grad.dtype if leaf.param is None else leaf.param.dtype
     for other in (leaf.grad, *leaf.slots):
         if isinstance(other, jax.Array):

@@ -29,7 +29,7 @@ from ampx.fused.moments.formats import SlotDtype, as_format
 from ampx.fused.segments import as_per_parameter, find_segments
 from ampx.fused.update_rules import UpdateRule
 from ampx.param_storage.narrow_params import NarrowParam, as_arrays
-from ampx.trees import is_float0
+from ampx.trees import is_float0, is_floating
 from ampx.updates.tails import Tail, TailResult, TakesTail
 
 
@@ -110,7 +110,10 @@ def fused_transformation(
     def init(params: optax.Params) -> Any:
         state = mark_own_part(reference.init(params))
         at = find_own_part(state)
-        kept = {name: as_per_parameter(getattr(state[at], name)) for name in rule.slots}
+        kept = {
+            name: jax.tree.map(_as_floating, as_per_parameter(getattr(state[at], name)))
+            for name in rule.slots
+        }
         for name, dtype in (slot_dtypes or {}).items():
             # Among the slots that can be int8 only `nu` is a mean of squares, without signs to
             # store.
@@ -167,6 +170,14 @@ def fused_transformation(
         return new_updates, (*next_state[:at], own, *next_state[at + 1 :])
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_floating(slot: jax.Array) -> jax.Array:
+    """A fresh slot, in float32 where optax makes it as integer as its parameter is.
+
+    There it becomes float32 with the first update, or every sum in it is rounded to an integer.
+    """
+    return slot if is_floating(slot) else slot.astype(jnp.float32)
 
 
 def _array(leaf: Any) -> Any:

@@ -41,7 +41,8 @@ from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes
 from ampx.trees import find_nodes, has_mark
 from ampx.updates.applying import apply_updates
-from ampx.updates.gradient_norms import fold_clip, measure_and_judge
+from ampx.updates.clipping import find_clip
+from ampx.updates.gradient_norms import compute_norm, fold_clip, measure_and_judge
 from ampx.updates.tails import Applied, Tail, hold_wrappers, takes_tail, unwrap_results
 
 NonfiniteUpdates = Literal["hold", "skip"]
@@ -234,16 +235,23 @@ def _judge_plain(settings: Settings, call: Call) -> Judgement:
 def _judge_fused(settings: Settings, call: Call) -> Judgement:
     """The judgement by a sum of squares, which a clip needs anyway: one pass for norm and verdict.
 
-    With a verdict from outside and no clip to prepare, the gradients are not read at all.
+    With a verdict from outside and no clip, the gradients are not read at all.
     """
     axes = _find_axes(settings, call)
     tail = call.tail or Tail()
     counts, norm = None if call.verdict is None else call.verdict.counts, None
-    if counts is None or tail.max_norm is not None:
+    # A clip measures the norm in any case. Measured here, it is known before anything is written.
+    if counts is None or _is_clipped(call):
         factor = 1 / call.state.loss_scale
         norm, local_counts = measure_and_judge(call.grads, factor, tail.squares)
         counts = nonfinite.agree_on(local_counts, axes) if counts is None else counts
     return Judgement(counts, jnp.any(counts > 0), np.array(True), axes, norm)
+
+
+def _is_clipped(call: Call) -> bool:
+    """Whether gradients are clipped by a global norm that this loss scale can know."""
+    asked_for = call.tail is not None and call.tail.max_norm is not None
+    return asked_for or find_clip(call.state.inner_state) is not None
 
 
 def _find_axes(settings: Settings, call: Call) -> tuple[str, ...]:
@@ -292,7 +300,9 @@ def _run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transiti
     if "grad" in extra_args:
         # optax's line searches take the gradient of `value` there. The caller's is still scaled.
         extra_args["grad"] = grads
+    norm = None
     if tail is not None and tail.max_norm is not None:
+        norm = compute_norm(grads)
         grads, _ = optax.clip_by_global_norm(tail.max_norm).update(grads, optax.EmptyState())
     if has_mark(state.inner_state, "reduces_gradients"):
         # The reduction inside lets its first bucket wait for this number: see `Reduction`.
@@ -308,12 +318,19 @@ def _run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transiti
     nothing = trees.null_updates(updates)
 
     is_bad = _is_bad_outcome(settings, judgement.axes, updates, inner_state, state.inner_state)
+    skip = judgement.overflow
+    if clip := find_clip(inner_state):
+        norm = clip.gradient_norm
+    if norm is not None:
+        # A clip by an infinite norm multiplies finite gradients by 0. What would come out is an
+        # update that nobody asked for, with nothing in it that is not finite.
+        too_large = _is_infinite(norm, judgement.axes)
+        is_bad, skip = is_bad | too_large, skip | too_large
     if settings.nonfinite_updates == "skip":
-        skip = judgement.overflow | is_bad
+        skip |= is_bad
     else:
         # Elements that are not finite are held one by one. This is elementwise and fuses into the
         # update. To know of all of them before the first is written would cost a pass over memory.
-        skip = judgement.overflow
         updates = trees.keep_finite(updates, nothing)
         inner_state = trees.keep_finite(inner_state, state.inner_state)
     # A select and no `lax.cond`: it is made leaf by leaf, so that each parameter waits for the
@@ -329,10 +346,15 @@ def _run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transiti
 
 def _run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transition:
     """The fused transition: the optimizer below multiplies, clips, and holds its own state."""
+    skip, too_large = judgement.overflow, None
+    if _is_clipped(call) and judgement.norm is not None:
+        # Finite gradients whose true norm is beyond float32: clipped, they would all be 0.
+        too_large = _is_infinite(judgement.norm, judgement.axes)
+        skip |= too_large
     tail = dataclasses.replace(
         call.tail or Tail(),
         factor=1 / call.state.loss_scale,
-        skip=judgement.overflow,
+        skip=skip,
         norm=judgement.norm,
     )
     tail = fold_clip(tail, call.grads)
@@ -349,8 +371,10 @@ def _run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transiti
     updates, is_bad = unwrap_results(results)
     if tail.new_params:
         updates = Applied(updates, judgement.norm)
-    inner_state = hold_wrappers(judgement.overflow, inner_state, call.state.inner_state)
-    return Transition(updates, inner_state, judgement.overflow, is_bad & ~judgement.overflow)
+    if too_large is not None:
+        is_bad |= too_large
+    inner_state = hold_wrappers(skip, inner_state, call.state.inner_state)
+    return Transition(updates, inner_state, skip, is_bad & ~judgement.overflow)
 
 
 def _unscale_and_sum(per_loss: list[Any], scales: jax.Array) -> Any:
@@ -376,6 +400,11 @@ def _is_bad_outcome(
     skips = settings.nonfinite_updates == "skip"
     judged = trees.zero_where_old_is_not_finite(new_inner, old_inner) if skips else ()
     return jnp.any(nonfinite.count_nonfinite((updates, judged), axis_names=axes) > 0)
+
+
+def _is_infinite(norm: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Whether the norm of gradients is not finite on any device; bool scalar."""
+    return nonfinite.agree_on((~jnp.isfinite(norm)).astype(jnp.int32), axes) > 0
 
 
 # --- move ----------------------------------------------------------------------------------------

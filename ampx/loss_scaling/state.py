@@ -34,7 +34,8 @@ class LossScaleState(NamedTuple):
       floor_hits: int32[losses], overflows that found the scale at `min_scale` already.
       overflow: bool, whether the last update was skipped.
       skipped_total: int32, updates skipped so far.
-      bad_update_total: int32, updates that came out non-finite from finite gradients.
+      bad_update_total: int32, updates that came out non-finite from finite gradients, or were
+        undone because the norm of finite gradients was infinite under `max_grad_norm`.
       floor_flag: bool, whether there has been a floor hit; stays False unless
         `on_floor="raise-flag"`.
       inner_state: the wrapped transformation's state.

@@ -39,6 +39,16 @@ class ClippedState(NamedTuple):
     hands_on_tail = True
 
 
+def find_clip(state: Any) -> ClippedState | None:
+    """The state of a clip around the whole optimizer with this state, or None.
+
+    Wrappers that see the same gradients in the same step may stand around it.
+    """
+    while getattr(type(state), "hands_on_tail", False) and not isinstance(state, ClippedState):
+        state = state.inner_state
+    return state if isinstance(state, ClippedState) else None
+
+
 def clipped(
     inner: optax.GradientTransformation, max_norm: float
 ) -> optax.GradientTransformationExtraArgs:
