@@ -31,11 +31,11 @@ import optax
 from ampx import trees
 from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_choice, check_positive_int, check_transformation
-from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes, mark_varying
 from ampx.trees import find_nodes, has_mark, wider_dtype
+from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 
 OnNonfinite = Literal["drop_window", "drop_micro_step"]
 

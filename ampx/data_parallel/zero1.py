@@ -40,9 +40,9 @@ from ampx.data_parallel.reduction import (
 )
 from ampx.data_parallel.shard_exchange import ShardExchange
 from ampx.data_parallel.sharded_updates import Part, choose_shard_dim, run_on_shards, take_own_shard
-from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.mesh_axes import as_axes
 from ampx.trees import find_nodes, path_name
+from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 
 
 class Zero1State(NamedTuple):

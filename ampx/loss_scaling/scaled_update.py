@@ -34,7 +34,6 @@ from jax.typing import DTypeLike
 
 from ampx import trees
 from ampx.checking import check_choice, check_positive_int, check_transformation
-from ampx.extra_args import accept_extra_args
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
@@ -42,6 +41,7 @@ from ampx.mesh_axes import as_axes
 from ampx.trees import find_nodes, has_mark
 from ampx.updates.applying import apply_updates
 from ampx.updates.clipping import find_clip
+from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.gradient_norms import compute_norm, fold_clip, measure_and_judge
 from ampx.updates.tails import Applied, Tail, hold_wrappers, takes_tail, unwrap_results
 

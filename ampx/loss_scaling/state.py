@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from ampx import trees
-from ampx.extra_args import schedule_free_field
 from ampx.trees import find_nodes
+from ampx.updates.extra_args import schedule_free_field
 
 
 class LossScaleState(NamedTuple):

@@ -21,9 +21,9 @@ from typing import Any
 import optax
 from jax.typing import DTypeLike
 
-from ampx.extra_args import accept_extra_args
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, check_scale, parse_choice
 from ampx.loss_scaling.scaled_update import NonfiniteUpdates, wrap_with_scale
+from ampx.updates.extra_args import accept_extra_args
 
 
 def dynamic_loss_scale(

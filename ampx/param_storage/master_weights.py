@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
-from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.param_storage.wide_updates import answer_tail, update_wide
 from ampx.trees import cast_floating, cast_like, find_nodes
+from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.tails import Tail
 
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
-from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.param_storage.narrow_params import NarrowParam, SplitParam
 from ampx.param_storage.wide_updates import update_narrow, widen
+from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.tails import Tail
 
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
-from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.param_storage.narrow_params import NarrowParam, RoundedParam
 from ampx.param_storage.rounding import draw_words
 from ampx.param_storage.wide_updates import update_narrow, widen
 from ampx.trees import hold
+from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.tails import Tail
 
 

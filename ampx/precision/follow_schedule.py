@@ -26,11 +26,11 @@ import numpy as np
 import optax
 
 from ampx.checking import check_transformation
-from ampx.extra_args import accept_extra_args, schedule_free_field
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.trees import count_up, find_nodes
+from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 
 
 class PrecisionScheduleState(NamedTuple):

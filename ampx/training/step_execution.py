@@ -42,7 +42,6 @@ from ampx.accumulation.results import GradResult
 from ampx.accumulation.sparse_rows import densify
 from ampx.data_parallel.reduction import Reduction, ReductionState
 from ampx.data_parallel.zero1 import Zero1State
-from ampx.extra_args import explain_refused
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite, unscale
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale
@@ -54,6 +53,7 @@ from ampx.training.step_reports import StepReport, measure_groups
 from ampx.training.train_states import TrainState
 from ampx.trees import cast_like, find_nodes
 from ampx.updates.applying import apply_updates
+from ampx.updates.extra_args import explain_refused
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ from ampx.accumulation.normalization import Normalize
 from ampx.checking import check_transformation
 from ampx.data_parallel.reduction import Reduction, make_reduction
 from ampx.data_parallel.zero1 import Zero1State
-from ampx.extra_args import accept_extra_args
 from ampx.loss_scaling.state import LossScaleState
 from ampx.loss_scaling.wrappers import loss_scale as wrap_loss_scale
 from ampx.mesh_axes import as_axes
@@ -28,6 +27,7 @@ from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.training.step_execution import TrainStep
 from ampx.trees import find_nodes
 from ampx.updates.clipping import clipped
+from ampx.updates.extra_args import accept_extra_args
 
 
 def train_step(

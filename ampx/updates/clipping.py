@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.extra_args import accept_extra_args, schedule_free_field
+from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.gradient_norms import compute_norm, fold_clip, measure_norm
 from ampx.updates.tails import Tail, takes_tail, unwrap_results
 

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from optax_optimizers import NAMES, TAKES, make, table
 
 import ampx
-from ampx.extra_args import accept_extra_args
 from ampx.pipelining import one_f_one_b, value_and_grad
 from ampx.updates.clipping import clipped
+from ampx.updates.extra_args import accept_extra_args
 
 STEPS = 4
 ROOT = pathlib.Path(__file__).parents[2]
