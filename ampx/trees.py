@@ -99,17 +99,23 @@ def resolve_choice(choice: Any, tree: Any) -> Any:
     return choice(tree) if is_function else choice
 
 
-def count_up(count: jax.Array, by: Any = True) -> jax.Array:
-    """A counter plus one where `by`, a bool array, is true; at the largest number it stays.
+def count_up(count: jax.Array, by: Any = None) -> jax.Array:
+    """A counter plus one, or plus the bool array `by`; at the largest number it stays.
 
     An int32 that went on counting after 2**31 - 1 would turn to -2**31.
     """
-    return count + (by & ~is_largest(count)).astype(count.dtype)
+    has_room = count != _largest(count)
+    return count + (has_room if by is None else by & has_room).astype(count.dtype)
 
 
 def is_largest(count: jax.Array) -> jax.Array:
     """Whether an integer is the largest of its dtype; bool, elementwise."""
-    return count == np.array(jnp.iinfo(count.dtype).max, count.dtype)  # nnx counts in uint32
+    return count == _largest(count)
+
+
+def _largest(count: jax.Array) -> np.ndarray:
+    # In the array's own dtype: nnx counts in uint32, whose largest number is no int32.
+    return np.array(jnp.iinfo(count.dtype).max, count.dtype)
 
 
 def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:

@@ -57,7 +57,8 @@ def train_step(
     Args:
       loss_fn: see `ampx.value_and_grad`. Or what `ampx.pipelining.value_and_grad` returns; the
         arguments that are about gradients are then its own, and not given here.
-      tx: any optax transformation. It may hold its loss scale already.
+      tx: any optax transformation, also one that asks for the loss or for a function of it: see
+        `TrainStep.__call__`. It may hold its loss scale already.
       policy: a `Policy`, a `Recipe`, or a string: `"O2"`, `"p=f32,c=bf16,o=f32"`. Or a
         `PrecisionSchedule`, such as `ampx.precision_schedule("fast|step|0.9", total_steps=1000)`.
       loss_scale: what `ampx.loss_scale` takes, or a function that wraps a transformation, such as
@@ -71,8 +72,8 @@ def train_step(
       accumulator_dtype: see `ampx.value_and_grad`.
       remainder: see `ampx.value_and_grad`.
       sparse_rows: see `ampx.value_and_grad`; made dense once, after accumulation.
-      learning_rate: the rate or schedule that `tx` was built with, for the report; schedules are
-        read at the number of applied steps. Not needed with `optax.inject_hyperparams`.
+      learning_rate: the rate or schedule that `tx` was built with, for the report; a schedule is
+        read at the last step that was applied. Not needed with `optax.inject_hyperparams`.
       local_norm: report norm and size of every parameter group. True groups by the first component
         of a parameter's path; a function maps the path, joined by "/", to a group.
       axis_name: mapped axes that the batch is split over, inside `shard_map`. Gradients are then

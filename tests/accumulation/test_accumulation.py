@@ -66,6 +66,40 @@ def make_mesh(n, axis_type=AxisType.Auto):
     return jax.make_mesh((n,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:n])
 
 
+# --- the loss alone ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("normalize", LOSSES)
+def test_the_loss_alone_is_that_of_a_call_with_gradients(normalize, k):
+    params, batch = data()
+    grads_of = ampx.value_and_grad(LOSSES[normalize], num_microbatches=k, normalize=normalize)
+    both = jax.jit(functools.partial(grads_of, differentiate=False))(params, batch)
+    expected = jax.jit(grads_of)(params, batch)
+    np.testing.assert_allclose(both.loss, expected.loss, rtol=1e-6)
+    assert both.weight == expected.weight and both.grads is None
+    slope = jax.grad(lambda p: grads_of(p, batch, differentiate=False).loss)(params)
+    chex.assert_trees_all_close(slope, expected.grads, rtol=1e-5, atol=1e-6)
+    program = str(jax.make_jaxpr(functools.partial(grads_of, differentiate=False))(params, batch))
+    assert program.count("dot_general[") == 2, "those of the loss"
+
+
+def test_the_loss_alone_reads_tables_and_moves_states():
+    table, indices = jnp.arange(12.0).reshape(6, 2), jnp.array([0, 5, 5, 3])
+
+    def loss(params, batch, *, model_state):
+        return jnp.mean(params["table"] ** 2), model_state + jnp.sum(batch)
+
+    grads_of = ampx.value_and_grad(
+        loss, num_microbatches=2, sparse_rows={"table": lambda batch: batch}
+    )
+    options = dict(model_state=jnp.array(0))
+    expected = grads_of({"table": table}, indices, **options)
+    alone = grads_of({"table": table}, indices, differentiate=False, **options)
+    assert alone.loss == expected.loss and alone.model_state == expected.model_state
+    assert alone.grads is None
+
+
 # --- equivalence ---------------------------------------------------------------------------------
 
 

@@ -365,6 +365,9 @@ def test_eval_params_of_schedule_free_are_found_in_every_state(wrap):
     bare = optax.tree.get(state, "ScheduleFreeState")
     expected = optax.contrib.schedule_free_eval_params(bare, PARAMS)
     assert_bit_equal(optax.contrib.schedule_free_eval_params(state, PARAMS), expected)
+    sharded = ampx.zero1(wrap(inner), "data").init(PARAMS)
+    found = optax.contrib.schedule_free_eval_params(sharded, PARAMS)
+    assert jax.tree.structure(found) == jax.tree.structure(PARAMS)
     without = wrap(optax.sgd(0.1)).init(PARAMS)
     if hasattr(without, "inner_state"):
         with pytest.raises(AttributeError, match="no optax.contrib.schedule_free inside"):
