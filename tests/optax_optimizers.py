@@ -5,6 +5,7 @@ A name that a new optax brings runs with `learning_rate=0.01` alone, or fails un
 
 import inspect
 
+import jax
 import optax
 
 RATE = 0.01
@@ -30,6 +31,18 @@ SETTINGS = {
         optax.sgd(RATE), optax.contrib.reduce_on_plateau(patience=1)
     ),
     "contrib.sam": lambda: optax.contrib.sam(optax.sgd(RATE), _adversary()),
+    # It takes matrices alone, and wants to be told of each which axes are which.
+    "contrib.scale_by_muon": lambda: optax.chain(
+        optax.masked(
+            optax.contrib.scale_by_muon(
+                weight_dimension_numbers=lambda tree: jax.tree.map(
+                    lambda _: optax.contrib.MuonDimensionNumbers(), tree
+                )
+            ),
+            lambda tree: jax.tree.map(lambda leaf: leaf.ndim == 2, tree),
+        ),
+        optax.scale(-RATE),
+    ),
     "contrib.schedule_free": lambda: optax.contrib.schedule_free(
         optax.adam(RATE, b1=0.0), learning_rate=RATE
     ),
