@@ -90,6 +90,7 @@ BYTES = {
 }
 
 
+@pytest.mark.slow_but("split 8 and int8", "stochastic and int8")
 @low_bit
 def test_training_reaches_the_loss_of_float32_in_fewer_bytes(name, float32_loss):
     params, state = trained(LOW_BIT[name](), parameters(name))

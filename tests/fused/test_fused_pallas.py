@@ -249,6 +249,7 @@ def put(tree, mesh, specs=SPECS):
     return jax.device_put(tree, shardings)
 
 
+@pytest.mark.slow_but("lamb-float32")
 @pytest.mark.parametrize(
     "case, dtype", [("adamw", "float32"), ("adamw", "float16"), ("lamb", "float32")]
 )
@@ -268,6 +269,7 @@ def test_explicit_shards_are_updated_where_they_lie(case, dtype):
     near(new, by("xla", tx, params, [grads]), 2e-6 if dtype == "float32" else 2.0**-9)
 
 
+@pytest.mark.slow
 def test_the_mesh_of_arrays_is_known_without_entering_it():
     """In a process of its own, where the fixture has entered no mesh."""
     in_a_process("""
@@ -319,6 +321,7 @@ def test_a_norm_by_kernel_is_that_by_xla():
         assert traced == [0, 4]
 
 
+@pytest.mark.slow
 def test_a_norm_by_kernel_is_that_of_all_shards():
     mesh, tx = make_mesh(*AXES, "Explicit"), dynamic(fused.adamw(0.1))
     params, grads = normal(0), normal(1)

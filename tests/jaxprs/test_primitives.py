@@ -62,11 +62,13 @@ def commutes_with_slicing(primitive):
     return None
 
 
+@pytest.mark.slow_but("add", "select_n", "integer_pow", "clamp", "polygamma")
 @pytest.mark.parametrize("name", sorted(primitives.ELEMENTWISE & set(PUBLIC)))
 def test_what_is_elementwise_commutes_with_slicing(name):
     assert commutes_with_slicing(PUBLIC[name]) is True
 
 
+@pytest.mark.slow
 def test_no_other_primitive_commutes_with_slicing():
     others = set(PUBLIC) - primitives.ELEMENTWISE - TRANSPARENT - BROADCASTING
     assert not [name for name in sorted(others) if commutes_with_slicing(PUBLIC[name])]

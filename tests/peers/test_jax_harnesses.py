@@ -160,10 +160,9 @@ def check_all(check: Callable[[Any], None], harnesses: list[Any]) -> None:
     assert not set(passed) & set(EXCLUDED), "these pass now: take them off the list"
 
 
-def test_one_program_of_every_group_is_traced():
-    check_all(
-        functools.partial(check_traced, halves=HALVES[:1]), [group[0] for group in GROUPS.values()]
-    )
+def test_one_program_of_every_third_group_is_traced():
+    chosen = [group[0] for group in GROUPS.values()][::3]
+    check_all(functools.partial(check_traced, halves=HALVES[:1]), chosen)
 
 
 @pytest.mark.slow

@@ -154,6 +154,7 @@ def test_what_is_stashed_changes_no_gradient(schedule, stash):
     assert_equal_to(reference(3), result)
 
 
+@pytest.mark.slow_but("interleaved S=2 V=2 M=3-(1, 4, 2, 1)-Auto")
 @pytest.mark.parametrize(
     ("schedule", "layers_per_stage", "kind"),
     [
@@ -243,6 +244,7 @@ def at_precision(recipe):
     return cast, float(jnp.finfo(half).eps)
 
 
+@pytest.mark.slow_but("zero-bubble S=4 V=1 M=3-<class 'jax.numpy.float16'>")
 @pytest.mark.parametrize(
     ("schedule", "half_dtype"),
     [
@@ -287,6 +289,7 @@ def test_accumulators_may_be_wider_or_as_narrow_as_gradients():
     assert {leaf.dtype for leaf in jax.tree.leaves(wide)} == {np.dtype("float32")}
 
 
+@pytest.mark.slow_but("Explicit")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_the_mesh_may_be_set_around_the_call(kind):
     schedule = interleaved(2, 3)
@@ -297,6 +300,7 @@ def test_the_mesh_may_be_set_around_the_call(kind):
     assert_equal_to(reference(3, 2), result)
 
 
+@pytest.mark.slow_but("Auto")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_parameters_may_lie_as_shardings_says(kind):
     schedule = interleaved(2, 3)

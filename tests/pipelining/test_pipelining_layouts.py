@@ -42,6 +42,7 @@ def collectives(text):
 # --- where parameters lie ------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("interleaved")
 @pytest.mark.parametrize(
     "schedule",
     [one_f_one_b(2, 4), interleaved(2, 4), zero_bubble_v(2, 4)],
@@ -133,7 +134,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow_but("1 stage", "2 stages, uneven")
+@pytest.mark.slow_but("2 stages, uneven")
 @pytest.mark.parametrize("name", OTHERS)
 def test_training_goes_on_with_other_stages(name, saved):
     path, state, (expected, expected_losses) = saved

@@ -153,7 +153,7 @@ CASES = {
 LOOSE = "1f1b, unequal stages", "1f1b, dropout"
 
 
-@pytest.mark.slow_but("1f1b", "gpipe, dots")
+@pytest.mark.slow_but("1f1b")
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_the_compiler_says_of_the_real_program(name):
     schedule, shape, options, more = CASES[name]
