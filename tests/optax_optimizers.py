@@ -4,6 +4,7 @@ A name that a new optax brings runs with `learning_rate=0.01` alone, or fails un
 """
 
 import inspect
+import warnings
 
 import jax
 import optax
@@ -95,7 +96,9 @@ def make(name):
     home, _, own = name.rpartition(".")
     build = getattr(optax.contrib if home else optax, own)
     if "learning_rate" in inspect.signature(build).parameters:
-        return build(learning_rate=RATE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # old names, too
+            return build(learning_rate=RATE)
     return optax.chain(build(), optax.scale(-RATE))  # scale_by_...
 
 
