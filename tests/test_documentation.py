@@ -125,6 +125,16 @@ def test_the_api_pages_list_every_public_name_once() -> None:
         assert hasattr(importlib.import_module(module), name), path
 
 
+def test_lines_printed_in_the_data_parallel_guide_are_those_of_the_code() -> None:
+    text = (ROOT / "docs/guides/data_parallel.md").read_text()
+    printed = set(re.findall(r"(\w+\.py):(\d+):(\d+) \(", text))
+    assert len(printed) == 2
+    for name, line, column in printed:
+        (path,) = (ROOT / "ampx").rglob(name)
+        code = path.read_text().splitlines()[int(line) - 1]
+        assert re.match(r"(jax\.)?lax\.psum", code[int(column) :]), (path, code)
+
+
 def test_readme_links_exist() -> None:
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
