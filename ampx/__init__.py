@@ -47,14 +47,13 @@ from ampx.loss_scaling.wrappers import (
 from ampx.param_storage.master_weights import MasterWeightsState, master_params, master_weights
 from ampx.precision.follow_schedule import PrecisionScheduleState, follow_schedule, precision_phase
 from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
-from ampx.precision.policies import Policy, get_policy, is_norm_path, norm_rule
+from ampx.precision.policies import Policy, cast_floating, get_policy, is_norm_path, norm_rule
 from ampx.precision.precision_schedules import Phase, PrecisionSchedule, precision_schedule
 from ampx.training.monitoring import metrics, progress_bar
 from ampx.training.step_execution import TrainStep
 from ampx.training.step_reports import StepReport
 from ampx.training.train_states import TrainState
 from ampx.training.train_step import train_step
-from ampx.trees import cast_floating
 from ampx.updates.applying import apply_updates
 
 __version__ = "0.1.0"

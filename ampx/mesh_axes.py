@@ -62,6 +62,31 @@ def as_axes(
     return axes
 
 
+def check_axes_of_mesh(argument: str, axes: Iterable[str], mesh: Any) -> None:
+    """Refuses axes that a mesh lacks.
+
+    Args:
+      argument: the names of the arguments that name the axes, for the error.
+      axes: names.
+      mesh: a `Mesh` or an `AbstractMesh`.
+
+    Raises:
+      TypeError: if it is no mesh.
+      ValueError: for the first axis that it lacks.
+    """
+    if not hasattr(mesh, "axis_names") or not hasattr(mesh, "shape"):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh, as jax.make_mesh((4,), ('data',)) makes it, got "
+            f"{mesh!r}"
+        )
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"the mesh has axes {mesh.axis_names}, and none named {axis!r}, which {argument} "
+                "asks for"
+            )
+
+
 def count_devices(axes: Sequence[str]) -> int:
     """Counts the devices along mapped axes together.
 

@@ -18,28 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-DTYPE_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 # Policies cast between these. Leaves in float64 or float8 stay as they are.
-CASTABLE = tuple(jnp.dtype(name) for name in DTYPE_NAMES.values())
+CASTABLE = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32"))
 Node = TypeVar("Node")
 
 
-def cast_floating(tree: Any, dtype: DTypeLike) -> Any:
-    """Casts the float16, bfloat16 and float32 leaves of `tree` to `dtype`; the rest stays.
-
-    Args:
-      tree: any pytree.
-      dtype: float16, bfloat16 or float32.
-
-    Returns:
-      A tree of the same structure and shapes.
-
-    Examples:
-      >>> import ampx, jax.numpy as jnp
-      >>> tree = {"w": jnp.ones(2), "ids": jnp.arange(2)}
-      >>> {name: x.dtype.name for name, x in ampx.cast_floating(tree, jnp.bfloat16).items()}
-      {'ids': 'int32', 'w': 'bfloat16'}
-    """
+def cast_castable(tree: Any, dtype: DTypeLike) -> Any:
+    """Casts the leaves that can be cast to `dtype`, unchecked; see `ampx.cast_floating`."""
     return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree)
 
 
@@ -58,23 +43,6 @@ def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:
     # Under `jax_numpy_dtype_promotion="strict"` any two unequal dtypes are an error.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(first, second)
-
-
-def as_castable_dtype(dtype: DTypeLike, field: str) -> np.dtype:
-    """Converts a name such as "bf16" to the dtype that it stands for, if casts handle it.
-
-    Raises:
-      ValueError: for another dtype; `field` names the argument in the message.
-    """
-    try:
-        resolved = jnp.dtype(DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
-    except TypeError:
-        resolved = None
-    if resolved not in CASTABLE:
-        raise ValueError(
-            f"{field} must be float16, bfloat16 or float32 (or f16, bf16, f32), got {dtype!r}"
-        )
-    return resolved
 
 
 def path_name(path: Any) -> str:

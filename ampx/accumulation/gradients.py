@@ -43,8 +43,14 @@ from ampx.accumulation.normalization import (
     unpack_output,
 )
 from ampx.accumulation.results import GradResult
-from ampx.accumulation.sparse_rows import densify, merge_sparse, read_tables, split_sparse
-from ampx.checking import check_choice, check_positive_int
+from ampx.accumulation.sparse_rows import (
+    as_tables,
+    densify,
+    merge_sparse,
+    read_tables,
+    split_sparse,
+)
+from ampx.checking import as_bool, as_dtype, as_positive_int, check_callable, check_choice
 from ampx.flat_buffers.flat_params import as_tree, has_flat
 from ampx.mesh_axes import as_axes, fold_in_device, mark_varying, reduced_axes, unreduced_zeros
 from ampx.precision.opt_levels import Recipe, as_recipe
@@ -109,8 +115,9 @@ def value_and_grad(
       the rest comes back as `model_state`.
 
     Raises:
-      TypeError: for a policy, or an auxiliary leaf, of the wrong kind.
-      ValueError: for an argument outside its choices, or a batch that cannot be split.
+      TypeError: for an argument, or an auxiliary leaf, of the wrong kind.
+      ValueError: for an argument outside its choices, a dtype that is not floating, or a batch that
+        cannot be split.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -123,9 +130,13 @@ def value_and_grad(
       >>> print(result.loss, result.grads / 8.0, result.weight)
       1.6666666 5.3333335 3.0
     """
-    _check_arguments(num_microbatches, normalize, remainder, aux_reduction)
+    check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
+    _check_choices(normalize, remainder, aux_reduction)
+    num_microbatches = as_positive_int("num_microbatches", num_microbatches)
+    has_aux = as_bool("has_aux", has_aux)
+    accumulator_dtype = as_dtype("accumulator_dtype", accumulator_dtype, "sum")
     axes = as_axes(axis_name, may_be_empty=True)
-    tables = dict(sparse_rows or {})
+    tables = as_tables(sparse_rows)
 
     def grads_at(
         recipe: Recipe | None,
@@ -306,10 +317,7 @@ def _check_same_structure(new_state: Any, state: Any) -> None:
         )
 
 
-def _check_arguments(
-    num_microbatches: Any, normalize: Any, remainder: Any, aux_reduction: Any
-) -> None:
-    check_positive_int("num_microbatches", num_microbatches)
+def _check_choices(normalize: Any, remainder: Any, aux_reduction: Any) -> None:
     check_choice("normalize", normalize, get_args(Normalize))
     check_choice("remainder", remainder, get_args(Remainder))
     for kind in jax.tree.leaves(aux_reduction):

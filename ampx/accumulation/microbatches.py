@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ampx.checking import check_positive_int
+from ampx.checking import as_positive_int
 
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
@@ -55,7 +55,7 @@ def reshape_into_microbatches(batch: Any, num_microbatches: int) -> Any:
     Element [r, i] is row r * k + i, so column i is micro-batch i. The rows stay the major axis, and
     the reshape keeps the sharding along them.
     """
-    check_positive_int("num_microbatches", num_microbatches)
+    num_microbatches = as_positive_int("num_microbatches", num_microbatches)
     size = batch_size(batch)
     if size % num_microbatches:
         raise ValueError(

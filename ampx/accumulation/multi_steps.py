@@ -26,11 +26,18 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ampx import trees
 from ampx.accumulation.normalization import Normalize
-from ampx.checking import check_choice, check_positive_int, check_transformation
+from ampx.checking import (
+    as_positive_int,
+    check_callable,
+    check_choice,
+    check_state,
+    check_transformation,
+)
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes, mark_varying
@@ -110,7 +117,9 @@ def multi_steps(
       parameter), and the inner state does not change.
 
     Raises:
-      TypeError: if `inner` is not a gradient transformation or `every_k` neither int nor function.
+      TypeError: if `inner` is not a gradient transformation, `every_k` neither int nor function, or
+        `drop_if` no function; in `update`, if what `drop_if` returns is no bool scalar, or for the
+        state of another transformation.
       ValueError: for `every_k` < 1, an unknown choice, a missing weight, a reduction inside
         without `axis_names`, or `"drop_micro_step"` around a loss scale, which would then never see
         an overflow.
@@ -127,7 +136,9 @@ def multi_steps(
     """
     check_transformation("inner", inner)
     if not callable(every_k):
-        check_positive_int("every_k", every_k)
+        every_k = as_positive_int("every_k", every_k)
+    if drop_if is not None:
+        check_callable("drop_if", drop_if, "drop_if(grads)")
     settings = _Settings(
         inner=accept_extra_args(inner),
         window_length=every_k if callable(every_k) else lambda _: every_k,
@@ -148,6 +159,7 @@ def multi_steps(
         weight: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, MultiStepsState]:
+        check_state("multi_steps", state, MultiStepsState)
         window = _add_call(settings, state, updates, weight)
         new_updates, inner_state = _update_when_due(settings, state, window, params, extra_args)
         return new_updates, _next_state(state, window, inner_state)
@@ -232,13 +244,31 @@ def _judge_call(settings: _Settings, grads: Any, weight: jax.Array) -> tuple[jax
     # vote is enough to leave a call out.
     counts = nonfinite.count_nonfinite((grads, weight), axis_names=settings.axes)
     is_bad = jnp.sum(counts) > 0
-    leave_out = jnp.asarray(False if settings.drop_if is None else settings.drop_if(grads), bool)
+    leave_out = jnp.asarray(False if settings.drop_if is None else _ask(settings.drop_if, grads))
     if settings.axes and settings.drop_if is not None:
         votes = mark_varying(leave_out.astype(jnp.int32), settings.axes)
         leave_out = jax.lax.psum(votes, settings.axes) > 0
     if settings.on_nonfinite == "drop_micro_step":
         return leave_out | is_bad, jnp.zeros((), bool)
     return leave_out, is_bad & ~leave_out
+
+
+def _ask(drop_if: Callable[[Any], Any], grads: Any) -> Any:
+    """What `drop_if` says of the gradients of a call.
+
+    Raises:
+      TypeError: if that is no bool. The word "no" would drop every call, and a norm any but 0.
+    """
+    answer = drop_if(grads)
+    is_array = isinstance(answer, bool | np.bool_ | np.ndarray | jax.Array)
+    is_bool = is_array and jnp.issubdtype(jnp.result_type(answer), np.bool_)
+    if not is_bool or jnp.shape(answer) != ():
+        given = jax.typeof(answer) if is_array else repr(answer)
+        raise TypeError(
+            f"drop_if must return a bool scalar, got {given} of type {type(answer).__name__}: "
+            "compare what it computes, as in optax.tree.norm(grads) > 100.0"
+        )
+    return answer
 
 
 def _add_call(settings: _Settings, state: MultiStepsState, grads: Any, weight: Any) -> _Window:

@@ -22,8 +22,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
+from ampx.checking import check_hyperparameter
 from ampx.mesh_axes import count_devices, divide_sum, mark_varying
 from ampx.trees import is_floating, wider_dtype
 
@@ -54,9 +56,12 @@ def as_scale(loss_scale: ArrayLike) -> jax.Array:
     """Converts the factor for a loss to a float32 scalar.
 
     Raises:
+      TypeError: if it is no number.
       ValueError: if it is not a scalar. A state with several losses has a vector of scales, of
         which each loss takes its own: `ampx.current_loss_scale(opt_state, loss_id)`.
     """
+    if np.shape(loss_scale) == ():
+        check_hyperparameter("loss_scale", loss_scale, may_be_infinite=True)
     scale = jnp.asarray(loss_scale, jnp.float32)
     if scale.shape:
         raise ValueError(

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ampx.checking import check_callable
 from ampx.trees import map_by_path, wider_dtype
 
 
@@ -128,6 +129,25 @@ def densify_rows() -> optax.GradientTransformationExtraArgs:
     """
     transformation = optax.stateless(lambda updates, params: densify(updates))
     return optax.with_extra_args_support(transformation)
+
+
+def as_tables(sparse_rows: Any) -> dict[str, Callable[[Any], jax.Array]]:
+    """Converts the argument `sparse_rows` of `ampx.value_and_grad` to a dict; None is empty.
+
+    Raises:
+      TypeError: if it is no mapping from paths to functions.
+    """
+    if sparse_rows is None:
+        return {}
+    is_mapping = isinstance(sparse_rows, Mapping)
+    if not is_mapping or not all(isinstance(path, str) for path in sparse_rows):
+        raise TypeError(
+            "sparse_rows must be a mapping from the path of a table to a function of the batch, "
+            f"such as {{'embed/table': lambda batch: batch['tokens']}}, got {sparse_rows!r}"
+        )
+    for path, indices_of in sparse_rows.items():
+        check_callable(f"sparse_rows[{path!r}]", indices_of, "indices_of(batch)")
+    return dict(sparse_rows)
 
 
 def read_tables(

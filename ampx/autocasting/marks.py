@@ -27,6 +27,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
+from ampx.checking import as_dtype, check_callable
 from ampx.jaxprs import pure_calls
 from ampx.jaxprs.pure_calls import is_array, split_arrays
 
@@ -96,6 +97,7 @@ def _under_autocast(
     fun: Callable[..., Any], run: Callable[[Any, Any, Any], Any]
 ) -> Callable[..., Any]:
     """`fun` outside of autocast, and `run(half_dtype, args, kwargs)` where autocast traces."""
+    check_callable("fun", fun, "fun(*args)")
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -253,9 +255,7 @@ def cast(tree: Any, dtype: DTypeLike) -> Any:
       >>> f(jnp.ones((2, 2))).dtype.name
       'float32'
     """
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype must be floating, got {dtype}")
+    dtype = as_dtype("dtype", dtype, "floating")
     converted = _cast_floating(tree, dtype)
     if dtype != jnp.float32:
         return converted

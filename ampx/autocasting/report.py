@@ -35,6 +35,7 @@ from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.tables import DEFAULTS, HALF_BY_DEFAULT
 from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
 from ampx.autocasting.values import AS_TRACED, is_float32
+from ampx.checking import check_callable
 from ampx.jaxprs import pure_calls, reading, source_info
 from ampx.jaxprs.reading import Jaxpr
 from ampx.text_tables import format_rows
@@ -189,6 +190,7 @@ def explain(
       (1, 1)
     """
     settings = make_settings(half_dtype, rules, output, custom_vjp)
+    check_callable("fun", fun, "fun(*args)")
 
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:

@@ -17,12 +17,17 @@ can decide otherwise. Rules are hashable, and part of the key by which plans are
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ampx.autocasting.tables import Precision
+import jax
+import jax.numpy as jnp
+import jax.scipy.special
+
+from ampx.autocasting.tables import DEFAULTS, Precision
 from ampx.jaxprs import reading, source_info
 from ampx.jaxprs.reading import Equation
 
@@ -129,7 +134,9 @@ class Rules:
     A target is one of:
 
     - a name: of a primitive (`"dot_general"`), of a jitted function (`"silu"`), or of a scope such
-      as a linen module's path (`"encoder/head"`: any run of scope names);
+      as a linen module's path (`"encoder/head"`: any run of scope names). Any name may come to
+      exist, with a library that is imported later, so an unknown one is taken. Refused is what is
+      one slip of the pen away from a primitive that autocast knows, such as `"dot_genral"`;
     - a Python function or a class such as a flax module: the operations traced inside it;
     - `when=predicate`, a function from a `jax.extend.core.JaxprEqn` to bool.
 
@@ -192,11 +199,54 @@ def _describe_target(target: Any) -> str:
     return getattr(target, "__qualname__", None) or repr(target)
 
 
+# Jitted functions of JAX bear the names of public ones, some of them close to a primitive's:
+# `isfinite` to "is_finite", `erfinv` to "erf_inv".
+_FUNCTIONS_OF_JAX = (jax, jnp, jnp.fft, jnp.linalg, jax.lax, jax.nn, jax.random, jax.scipy.special)
+_LEAST_LENGTH = 6  # of a name that is checked: "lgo" may be anything, "dot_genral" hardly
+
+
+def _check_spelling(name: str) -> None:
+    """Refuses a name that nothing has and that is one slip away from a known primitive's.
+
+    A rule of that name would be idle without a word. Names of functions and modules are free, and
+    so are those of primitives to come: a path, a capital letter, a digit or an ending (`squared`)
+    is no slip.
+
+    Raises:
+      ValueError: naming the primitive that was probably meant.
+    """
+    is_plain = "/" not in name and name == name.lower() and len(name) >= _LEAST_LENGTH
+    if not is_plain or name in DEFAULTS or any(hasattr(m, name) for m in _FUNCTIONS_OF_JAX):
+        return
+    # A slip changes at most two letters of either name, so nothing below this ratio is one.
+    close = difflib.get_close_matches(name, DEFAULTS, n=5, cutoff=0.8)
+    meant = [known for known in close if len(known) >= _LEAST_LENGTH and _is_slip(name, known)]
+    if meant:
+        raise ValueError(
+            f"no primitive is called {name!r}: did you mean {meant[0]!r}? For a function or module "
+            "of this name give the function or class itself, or when=predicate"
+        )
+
+
+def _is_slip(name: str, known: str) -> bool:
+    """Whether a letter is missing, wrong, too many (not at the end), or has changed places."""
+    same = [a == b for a, b in zip(name, known, strict=False)]
+    start = same.index(False) if False in same else len(same)  # of what differs
+    rest, known_rest = name[start:], known[start:]
+    if len(rest) != len(known_rest):
+        longer, shorter = sorted((rest, known_rest), key=len, reverse=True)
+        return longer[1:] == shorter and not longer[:1].isdigit() and known_rest != ""
+    if rest[1:] == known_rest[1:]:
+        return not (rest[:1].isdigit() or known_rest[:1].isdigit())
+    return rest[:2] == known_rest[1::-1] and rest[2:] == known_rest[2:]
+
+
 def _make_entry(precision: Precision, target: Any) -> _Entry:
     """Makes a rule of a target, or raises if nothing could ever match it."""
     if isinstance(target, str):
         if not target:
             raise ValueError("the name of a rule's target must not be empty")
+        _check_spelling(target)
         return _Entry(precision, name=target, label=repr(target))
     if reading.is_inlined(target):
         raise TypeError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from ampx.autocasting.plans import Plan, Settings
 from ampx.autocasting.rewriter import Rewriter
 from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
 from ampx.autocasting.values import Demand, describe_input
-from ampx.checking import check_choice
+from ampx.checking import as_bool, as_dtype, check_callable, check_choice
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.pure_calls import PureCall, split_arrays
 from ampx.jaxprs.reading import Jaxpr
@@ -100,16 +100,37 @@ def make_settings(
       ValueError: for a dtype that is not half, or an unknown choice.
       TypeError: if `rules` are not rules.
     """
-    half = np.dtype(half_dtype)
-    if half not in (jnp.float16, jnp.bfloat16):
-        raise ValueError(f"half_dtype must be float16 or bfloat16, got {half}")
+    half = as_dtype("half_dtype", half_dtype, "half")
     check_choice("output", output, get_args(Output))
     check_choice("custom_vjp", custom_vjp, get_args(CustomVjp))
     return Settings(half, check_rules(rules), custom_vjp)
 
 
+@overload
 def autocast(
     fun: Callable[..., Any],
+    *,
+    half_dtype: DTypeLike = ...,
+    rules: Rules = ...,
+    enabled: bool = ...,
+    output: Output = ...,
+    custom_vjp: CustomVjp = ...,
+) -> Callable[..., Any]: ...
+
+
+@overload
+def autocast(
+    *,
+    half_dtype: DTypeLike = ...,
+    rules: Rules = ...,
+    enabled: bool = ...,
+    output: Output = ...,
+    custom_vjp: CustomVjp = ...,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+def autocast(
+    fun: Callable[..., Any] | None = None,
     *,
     half_dtype: DTypeLike = jnp.bfloat16,
     rules: Rules = DEFAULT_RULES,
@@ -128,8 +149,9 @@ def autocast(
 
     Args:
       fun: a function of pytrees; anything that is not an array is passed on as it is. Like `jit`,
-        it must not branch in Python on the values of its arrays.
-      half_dtype: `jnp.bfloat16` or `jnp.float16` (which needs a loss scale).
+        it must not branch in Python on the values of its arrays. Left out, as in
+        `@ampx.autocast(half_dtype="fp16")`, a decorator with these settings is returned.
+      half_dtype: bfloat16, or float16 (which needs a loss scale); also as a word, such as "bf16".
       rules: which operations run in what; see `ampx.Rules`.
       enabled: if False, `fun` runs as written, inside another autocast too.
       output: `"as_is"` gives outputs in the dtype they were computed in, `"original"` in the dtypes
@@ -140,10 +162,11 @@ def autocast(
     Returns:
       A function with the signature of `fun`. It composes with every transformation; jit it, or what
       it is part of, for speed: called alone it is traced at every call, as `jax.grad` does.
+      Without `fun`, a decorator that makes such a function.
 
     Raises:
       ValueError: if `half_dtype` is not half, or for an unknown choice.
-      TypeError: if `rules` are not rules.
+      TypeError: if `fun` is no function, `rules` are not rules, or `enabled` is no bool.
 
     References:
       `torch.autocast`; Apex O1 (`apex.amp.initialize(opt_level="O1")`).
@@ -156,8 +179,24 @@ def autocast(
       >>> half_loss = ampx.autocast(loss)
       >>> half_loss(w, x).dtype.name, jax.jit(jax.grad(half_loss))(w, x).dtype.name
       ('float32', 'float32')
+      >>> @ampx.autocast(half_dtype="fp16")
+      ... def product(w, x):
+      ...     return x @ w
+      >>> product(w, x).dtype.name
+      'float16'
     """
     settings = make_settings(half_dtype, rules, output, custom_vjp)
+    enabled = as_bool("enabled", enabled)
+    if fun is None:
+        return functools.partial(
+            autocast,
+            half_dtype=settings.half_dtype,
+            rules=rules,
+            enabled=enabled,
+            output=output,
+            custom_vjp=custom_vjp,
+        )
+    check_callable("fun", fun, "fun(*args)")
 
     @functools.wraps(fun)
     def at_mixed_precision(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.flat_buffers.buckets import bucket_layout
+from ampx.checking import as_number, as_positive_int, check_callable
+from ampx.flat_buffers.buckets import as_order, bucket_layout
 
 
 def clip_by_bucket_norm(
@@ -40,7 +41,8 @@ def clip_by_bucket_norm(
       An optax transformation without state.
 
     Raises:
-      ValueError: if `max_norm` is not positive.
+      TypeError: for an argument of the wrong kind.
+      ValueError: if a number is not positive.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -49,8 +51,12 @@ def clip_by_bucket_norm(
       >>> print(*(g.round(3) for g in tx.update(grads, tx.init(grads))[0]))
       [0.6 0.8] [0.3 0.4]
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}")
+    max_norm = as_number("max_norm", max_norm, above=0, may_be_infinite=True)
+    if bucket_bytes is not None:
+        bucket_bytes = as_positive_int("bucket_bytes", bucket_bytes)
+    if group_of is not None:
+        check_callable("group_of", group_of, "group_of(path, leaf)")
+    order = None if order is None else as_order(order)
 
     def update(updates: Any, params: Any = None) -> Any:
         # From shapes alone, so the buckets are those of an `ampx.all_reduce` with equal arguments.

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from ampx.checking import check_callable
 from ampx.jaxprs import folds, reading
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.jaxprs.reading import Equation
@@ -46,6 +47,7 @@ def forward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple
       `order` of `ampx.bucket_layout` and `ampx.all_reduce`.
 
     Raises:
+      TypeError: if `loss_fn` is no function.
       ValueError: if a leaf of `params` is not an array.
 
     Examples:
@@ -57,6 +59,7 @@ def forward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple
       >>> forward_order(loss, params, jnp.arange(2))  # "attention" is leaf 0
       (1, 0)
     """
+    check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
     leaves = jax.tree.leaves(params)
     arrays, merge = split_arrays((params, args))
     if len(split_arrays(params)[0]) != len(leaves):

@@ -34,8 +34,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.checking import check_choice
-from ampx.flat_buffers.buckets import bucket_layout
+from ampx.checking import (
+    as_bool,
+    as_dtype,
+    as_number,
+    as_positive_int,
+    check_callable,
+    check_choice,
+)
+from ampx.flat_buffers.buckets import as_order, bucket_layout
 from ampx.flat_buffers.flat_params import is_flat
 from ampx.mesh_axes import (
     as_axes,
@@ -290,15 +297,22 @@ def make_reduction(axis_name: str | Sequence[str], **options: Any) -> Reduction:
     """Checks settings and makes a `Reduction` of them.
 
     Raises:
+      TypeError: for settings of the wrong kind.
       ValueError: for settings that have no meaning, alone or together.
     """
     axes = as_axes(axis_name)
     check_choice("op", options.get("op", "mean"), get_args(Op))
-    for name in ("reduce_dtype", "wire_dtype"):
+    if "reduce_dtype" in options:
+        options["reduce_dtype"] = as_dtype("reduce_dtype", options["reduce_dtype"], "sum")
+    if options.get("wire_dtype") is not None:
+        options["wire_dtype"] = as_dtype("wire_dtype", options["wire_dtype"], "floating")
+    if options.get("bucket_bytes") is not None:
+        options["bucket_bytes"] = as_positive_int("bucket_bytes", options["bucket_bytes"])
+    for name in ("hierarchical", "tail_overlap"):
         if options.get(name) is not None:
-            options[name] = np.dtype(options[name])
-            if not jnp.issubdtype(options[name], jnp.floating):
-                raise ValueError(f"{name} must be a floating dtype, got {options[name]}")
+            options[name] = as_bool(name, options[name])
+    if options.get("group_of") is not None:
+        check_callable("group_of", options["group_of"], "group_of(path, leaf)")
     if options.get("hierarchical") and len(axes) < 2:
         raise ValueError(
             f"hierarchical needs at least two axes, the slow one first, got {axes}: for example "
@@ -307,12 +321,13 @@ def make_reduction(axis_name: str | Sequence[str], **options: Any) -> Reduction:
     if options.get("hierarchical") and options.get("wire_dtype") is not None:
         raise ValueError("hierarchical and wire_dtype exclude each other: leave out one of them")
     factor = options.get("gradient_predivide_factor")
-    if factor is not None and not factor > 0:
-        raise ValueError(f"gradient_predivide_factor must be positive, got {factor}")
+    if factor is not None:
+        factor = as_number("gradient_predivide_factor", factor, above=0)
+        options["gradient_predivide_factor"] = factor
     if factor is not None and options.get("op") == "sum":
         raise ValueError("gradient_predivide_factor is for op='mean': a sum divides by nothing")
     if options.get("order") is not None:
-        options["order"] = tuple(options["order"])
+        options["order"] = as_order(options["order"])
     return Reduction(axes, **options)
 
 

@@ -31,7 +31,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from ampx.checking import check_transformation
+from ampx.checking import check_state, check_transformation
 from ampx.data_parallel.reduction import (
     Op,
     ReductionState,
@@ -40,7 +40,7 @@ from ampx.data_parallel.reduction import (
 )
 from ampx.data_parallel.shard_exchange import ShardExchange
 from ampx.data_parallel.sharded_updates import Part, choose_shard_dim, run_on_shards, take_own_shard
-from ampx.mesh_axes import as_axes
+from ampx.mesh_axes import as_axes, check_axes_of_mesh
 from ampx.trees import find_nodes, path_name
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 
@@ -158,6 +158,7 @@ def zero1(
     ) -> tuple[Any, Zero1State]:
         if params is None:
             raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
+        check_state("zero1", state, Zero1State)
         exchange = ShardExchange(reduction.with_op(reduce_op), params)
         # What a checkpoint holds. Shapes alone: nothing is allocated for it.
         whole_state = jax.eval_shape(inner.init, params)
@@ -264,7 +265,8 @@ def zero1_specs(
       `shard_map`, and with the mesh for the shardings of `jax.jit(tx.init, out_shardings=...)`.
 
     Raises:
-      ValueError: if there is no `zero1` in `tx`.
+      TypeError: if `tx` is not a gradient transformation or `mesh` no mesh.
+      ValueError: if there is no `zero1` in `tx`, or the mesh has no such axis.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp, optax
@@ -274,7 +276,9 @@ def zero1_specs(
       >>> tuple(specs.inner_state[0].mu), tuple(specs.inner_state[0].count)
       ((None, 'data'), ())
     """
+    check_transformation("tx", tx)
     axes = as_axes(axis_name)
+    check_axes_of_mesh("axis_name", axes, mesh)
     count = math.prod(mesh.shape[axis] for axis in axes)
     state = jax.eval_shape(tx.init, params)
     if not find_nodes(state, Zero1State):

@@ -21,6 +21,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ampx.checking import as_bool, as_number, as_number_array
+
 Span = tuple[float, float]  # start and end, in seconds
 
 
@@ -122,21 +124,20 @@ def bucket_timeline(
       tail   13 s, of them 1 s idle
       True   12 s, of them 0 s idle
     """
-    sizes = np.asarray(bucket_bytes, float)
+    sizes = as_number_array("bucket_bytes", bucket_bytes)
     if sizes.ndim != 1 or not sizes.size or not np.all(sizes > 0):
         raise ValueError(
             f"bucket_bytes must hold a positive number for each bucket, got {bucket_bytes}"
         )
-    if not bandwidth > 0:
-        raise ValueError(f"bandwidth must be positive, in bytes per second, got {bandwidth}")
-    seconds = dict(
-        backward_seconds=backward_seconds, update_seconds=update_seconds, latency=latency
+    bandwidth = as_number(
+        "bandwidth", bandwidth, above=0, may_be_infinite=True, unit="bytes per second"
     )
-    for name, value in seconds.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be at least 0, got {value}")
-    if overlap not in (True, False, "tail"):
+    backward_seconds = as_number("backward_seconds", backward_seconds, least=0)
+    update_seconds = as_number("update_seconds", update_seconds, least=0)
+    latency = as_number("latency", latency, least=0)
+    if isinstance(overlap, str) and overlap != "tail":
         raise ValueError(f"overlap must be True, False or 'tail', got {overlap!r}")
+    overlap = overlap if overlap == "tail" else as_bool("overlap", overlap)
 
     # No layer is known to be slower than others, so time goes with the bytes of parameters.
     shares = sizes / sizes.sum()

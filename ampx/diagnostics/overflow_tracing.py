@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from ampx import flax_modules
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
+from ampx.checking import check_callable
 from ampx.diagnostics.overflow_blame import (
     COMPILED_ONLY,
     MASKING,
@@ -98,9 +99,12 @@ def trace_overflow(
       >>> first.primitive, first.kind, first.scope, first.largest_inputs
       ('dot_general', 'inf', 'head', (100.0, 100.0))
     """
+    check_callable("fun", fun, "fun(*args)")
     if half_dtype is None and rules != DEFAULT_RULES:
         raise ValueError("rules are those of autocast: give the half_dtype to cast to, too")
-    settings = None if half_dtype is None else make_settings(half_dtype, rules, output, custom_vjp)
+    half = jnp.bfloat16 if half_dtype is None else half_dtype
+    checked = make_settings(half, rules, output, custom_vjp)
+    settings = None if half_dtype is None else checked
 
     @functools.wraps(fun)
     def reported(*args: Any, **kwargs: Any) -> OverflowReport:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ampx.checking import as_bool, check_callable
 from ampx.diagnostics.dataflow import Culprit, Flow, ReductionRecord
 from ampx.diagnostics.hlo import CompiledReduction, find_waits_of_outputs
 from ampx.jaxprs import pure_calls
@@ -226,6 +227,7 @@ def check_overlap(
       An `OverlapReport`; print it.
 
     Raises:
+      TypeError: if `step` is no function or `compiled` no bool.
       ValueError: if no array that the step gives waits for a gradient reduction.
 
     References:
@@ -245,6 +247,8 @@ def check_overlap(
       >>> report.overlaps, report.culprits[0].name
       (False, 'clip_by_global_norm')
     """
+    check_callable("step", step, "step(*args)")
+    compiled = as_bool("compiled", compiled)
     call = pure_calls.as_pure_call(step, args, kwargs)
     arrays, merge = split_arrays(call.operands)
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.checking import check_positive_int
+from ampx.checking import as_int, as_positive_int, check_callable
 from ampx.trees import is_float0, path_name
 
 # What a link carries in the time that it takes to start a reduction: 50 microseconds at 10 GB/s.
@@ -234,8 +234,8 @@ def bucket_layout(
       >>> [(b.dtype.name, b.size) for b in ampx.bucket_layout(tree, bucket_bytes=16).buckets]
       [('int32', 2), ('float32', 4), ('float32', 3)]
     """
-    check_positive_int("multiple_of", multiple_of)
-    check_positive_int("align", align)
+    multiple_of = as_positive_int("multiple_of", multiple_of)
+    align = as_positive_int("align", align)
     leaves, structure = jax.tree.flatten(tree)
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
@@ -247,11 +247,10 @@ def bucket_layout(
     held = {i for i, size in enumerate(sizes) if size and dtypes[i] is not None}
     if bucket_bytes is None:
         bucket_bytes = default_bucket_bytes(sum(sizes[i] * dtypes[i].itemsize for i in held))
-    check_positive_int("bucket_bytes", bucket_bytes)
-    if order is not None and sorted(order) != list(range(len(leaves))):
-        raise ValueError(
-            f"order must be a permutation of the {len(leaves)} leaves, got {list(order)}"
-        )
+    bucket_bytes = as_positive_int("bucket_bytes", bucket_bytes)
+    order = None if order is None else as_order(order, len(leaves))
+    if group_of is not None:
+        check_callable("group_of", group_of, "group_of(path, leaf)")
 
     # One bucket is open for each dtype and group; a leaf goes into that of its own.
     open_buckets: dict[Any, list[int]] = {}
@@ -272,6 +271,28 @@ def bucket_layout(
     closed.sort(key=lambda item: -place[item[1][-1]])
     buckets = tuple(_bucket(key, places, sizes, multiple_of, align) for key, places in closed)
     return BucketLayout(buckets, structure, shapes)
+
+
+def as_order(order: Any, count: int | None = None) -> tuple[int, ...]:
+    """Converts the argument `order` of `bucket_layout` to a tuple of Python's ints.
+
+    Args:
+      order: places of leaves.
+      count: how many leaves there are; None where no tree is at hand yet.
+
+    Raises:
+      TypeError: if it is no sequence of ints.
+      ValueError: if it is no permutation of the leaves.
+    """
+    if isinstance(order, str) or not isinstance(order, Iterable):
+        raise TypeError(
+            f"order must be a sequence of ints, as ampx.forward_order gives it, got {order!r}"
+        )
+    places = tuple(as_int("order", place) for place in order)
+    count = len(places) if count is None else count
+    if sorted(places) != list(range(count)):
+        raise ValueError(f"order must be a permutation of the {count} leaves, got {list(places)}")
+    return places
 
 
 def _bucket(

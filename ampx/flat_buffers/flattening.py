@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.checking import check_positive_int
+from ampx.checking import as_positive_int, check_callable
 from ampx.flat_buffers.buckets import bucket_layout
 from ampx.flat_buffers.flat_params import FlatLayout, FlatParams, has_flat, is_flat
 from ampx.trees import path_name, resolve_choice
@@ -87,8 +87,11 @@ def flatten(
     # A buffer in a buffer would lose which parameters lie in it.
     if has_flat(params):
         raise ValueError("these parameters are flat already: flatten the tree, flat.tree()")
-    for name, value in (("row", row), ("multiple_of", multiple_of)):
-        check_positive_int(name, value)
+    row, multiple_of = as_positive_int("row", row), as_positive_int("multiple_of", multiple_of)
+    if bucket_bytes is not None:
+        bucket_bytes = as_positive_int("bucket_bytes", bucket_bytes)
+    if group_of is not None:
+        check_callable("group_of", group_of, "group_of(path, leaf)")
     params = jax.tree.map(jnp.asarray, params)
     # By path, since `bucket_layout` asks for the group of a path.
     choices: dict[str, Any] = {}

@@ -27,11 +27,17 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
-from ampx.checking import check_choice, check_transformation
+from ampx.checking import (
+    as_dtype,
+    as_number,
+    check_choice,
+    check_hyperparameter,
+    check_transformation,
+)
 from ampx.fused.kernels.pallas_updates import make_kernel_squares, resolve_backend
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, is_skipped
-from ampx.trees import cast_floating
+from ampx.trees import cast_castable
 from ampx.updates.gradient_norms import fold_clip, measure_and_judge
 from ampx.updates.tails import Applied, Backend, Tail, takes_tail, unwrap_results
 
@@ -129,8 +135,13 @@ def apply(
     """
     check_transformation("tx", tx)
     check_choice("backend", backend, get_args(Backend))
-    if isinstance(max_norm, int | float) and not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}: None is off")
+    if max_norm is not None:
+        bounds: dict[str, Any] = dict(above=0, may_be_infinite=True, fix="None is off")
+        check_hyperparameter("max_norm", max_norm, **bounds)
+        if not isinstance(max_norm, jax.Array):
+            max_norm = as_number("max_norm", max_norm, **bounds)
+    if half_dtype is not None:
+        half_dtype = as_dtype("half_dtype", half_dtype, "castable")
     if not can_apply(opt_state):
         raise TypeError(
             "fused.apply needs a fused optimizer, such as ampx.fused.adamw, and around it nothing "
@@ -157,5 +168,5 @@ def apply(
         results, new_state = tx.update(grads, opt_state, params, tail=tail, **extra_args)
         new_params, _ = unwrap_results(results)
     # Fused with the update by XLA: the new parameter is at hand.
-    half = None if half_dtype is None else cast_floating(new_params, half_dtype)
+    half = None if half_dtype is None else cast_castable(new_params, half_dtype)
     return new_params, new_state, ApplyReport(norm, is_skipped(new_state), scale, half)

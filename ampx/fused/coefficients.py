@@ -20,9 +20,35 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from ampx.checking import check_hyperparameter
+
 # From the number of the step, int32 from 1 on, or None where the optimizer does not count, to a
 # NamedTuple of the optimizer's own numbers; the three shared fields are filled in later.
 CoefficientsAt = Callable[[Any], Any]
+
+
+def check_decays(*, corrects_bias: bool = False, **decays: Any) -> None:
+    """Refuses decays that are not from 0 to 1, or to below 1 where a bias is corrected.
+
+    With a decay of 1 a mean stays 0 for ever, and what undoes its bias is 1 / (1 - 1**t), infinite.
+    """
+    for name, decay in decays.items():
+        if corrects_bias:
+            check_hyperparameter(name, decay, least=0, below=1)
+        else:
+            check_hyperparameter(name, decay, least=0, most=1)
+
+
+def check_offsets(**offsets: Any) -> None:
+    """Refuses what is added to a root, or under it, unless it is finite and not negative."""
+    for name, offset in offsets.items():
+        check_hyperparameter(name, offset, least=0)
+
+
+def check_rate(learning_rate: Any, weight_decay: Any = 0.0) -> None:
+    """Refuses a learning rate or a weight decay that is neither a finite number nor a schedule."""
+    check_hyperparameter("learning_rate", learning_rate, may_be_schedule=True)
+    check_hyperparameter("weight_decay", weight_decay, may_be_schedule=True)
 
 
 def advance(

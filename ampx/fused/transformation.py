@@ -29,7 +29,7 @@ from ampx.fused.moments.formats import SlotDtype, as_format
 from ampx.fused.segments import as_per_parameter, find_segments
 from ampx.fused.update_rules import UpdateRule
 from ampx.param_storage.narrow_params import NarrowParam, as_arrays
-from ampx.trees import is_float0, is_floating
+from ampx.trees import is_float0, is_floating, path_name
 from ampx.updates.tails import Tail, TailResult, TakesTail
 
 
@@ -159,6 +159,7 @@ def fused_transformation(
             Leaf(grad, param, tuple(own), place, step, segments)
             for place, (segments, grad, param, *own) in enumerate(zip(*columns, strict=True))
         ]
+        _check_shapes(rule, updates, leaves)
         decays = _find_decays(mask, updates if params is None else params, structure)
         results = _update_leaves(rule, coefficients, leaves, decays, tail)
         new_updates = structure.unflatten([r if answers else r.value for r, _ in results])
@@ -178,6 +179,33 @@ def _as_floating(slot: jax.Array) -> jax.Array:
     There it becomes float32 with the first update, or every sum in it is rounded to an integer.
     """
     return slot if is_floating(slot) else slot.astype(jnp.float32)
+
+
+def _check_shapes(rule: UpdateRule, updates: Any, leaves: list[Leaf]) -> None:
+    """Refuses gradients that differ in shape from their parameter or from its slots.
+
+    JAX would broadcast one to the other, and a parameter would come out in another shape.
+
+    Raises:
+      ValueError: for the first such gradient.
+    """
+    for place, leaf in enumerate(leaves):
+        others = {} if leaf.param is None else {"parameter": leaf.param.shape}
+        for name, slot in zip(rule.slots, leaf.slots, strict=True):
+            # NovoGrad's `nu` is one number for each parameter, and int8 blocks have no one shape.
+            if isinstance(slot, jax.Array) and not (rule.needs_squares and name == "nu"):
+                others[f"{name} in the state"] = slot.shape
+        for other, shape in others.items():
+            if shape != leaf.grad.shape:
+                path, _ = jax.tree_util.tree_leaves_with_path(updates)[place]
+                raise ValueError(
+                    f"the gradient{_at(path)} has shape {leaf.grad.shape}, and its {other} has "
+                    f"shape {shape}: give the gradients, the parameters and the state of one model"
+                )
+
+
+def _at(path: Any) -> str:
+    return f" at {path_name(path)!r}" if path else ""
 
 
 def _array(leaf: Any) -> Any:

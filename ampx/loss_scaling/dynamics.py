@@ -38,14 +38,14 @@ For H = 2, N = 3, S = 8 and finite steps "o":
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import numbers
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from ampx.checking import check_choice, check_positive_int
+from ampx.checking import as_bool, as_number, as_positive_int, check_choice, suggest
 from ampx.loss_scaling.state import LossScaleState
 from ampx.trees import count_up
 
@@ -76,12 +76,14 @@ class ScaleDynamics:
 
     def __post_init__(self) -> None:
         """Refuses settings that contradict each other or cannot be exact."""
-        check_positive_int("growth_interval", self.growth_interval)
-        check_positive_int("hysteresis", self.hysteresis)
+        convert = functools.partial(object.__setattr__, self)  # the class is frozen
+        for name in ("growth_interval", "hysteresis"):
+            convert(name, as_positive_int(name, getattr(self, name)))
+        convert("powers_of_two", as_bool("powers_of_two", self.powers_of_two))
         check_choice("refill", self.refill, get_args(Refill))
         check_choice("on_floor", self.on_floor, get_args(OnFloor))
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
-            check_scale(name, getattr(self, name), self.powers_of_two)
+            convert(name, as_scale_number(name, getattr(self, name), self.powers_of_two))
         if self.growth_factor < 1 or self.backoff_factor >= 1:
             raise ValueError(
                 f"growth_factor must be >= 1 and backoff_factor < 1, got {self.growth_factor} and "
@@ -161,20 +163,21 @@ def parse_choice(choice: Any) -> float:
     if number not in (-1, 0) and not number >= 1:
         raise ValueError(
             f"loss scale must be None, -1 or 'none' (off), 0 or 'dynamic', or a number >= 1, got "
-            f"{choice!r}"
+            f"{choice!r}{suggest(choice, ('none', 'dynamic'))}"
         )
     return number
 
 
-def check_scale(name: str, value: Any, powers_of_two: bool) -> None:
-    """Raises unless `value` is a number that float32 can hold together with its inverse.
+def as_scale_number(name: str, value: Any, powers_of_two: bool) -> float:
+    """Converts a number that float32 can hold together with its inverse; refuses all others.
 
     With `powers_of_two`, 1/value must be exact too. A power of two is the only number with an exact
     inverse in binary floating point, and multiplying by it changes nothing but the exponent.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    number = float(value)
+    try:
+        number = as_number(name, value)
+    except ValueError:  # not finite
+        number = math.nan
     if not _SMALLEST_SCALE <= number <= _LARGEST_SCALE:
         raise ValueError(f"{name} must be between 2**-126 and 2**126, got {value!r}")
     # frexp splits a number into m * 2**e with 0.5 <= m < 1: m is 0.5 for powers of two alone.
@@ -184,3 +187,4 @@ def check_scale(name: str, value: Any, powers_of_two: bool) -> None:
             f"{name}={value!r} is not a power of two, so unscaling would round every gradient: use "
             f"{below:g} or {2 * below:g}, or pass powers_of_two=False"
         )
+    return number

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ampx.checking import as_dtype
 from ampx.mesh_axes import as_axes, mark_varying
 from ampx.trees import is_floating, wider_dtype
 
@@ -75,11 +76,16 @@ def count_nonfinite(
     Returns:
       int32[2]: arrays with an infinity, arrays with a NaN. An array with both counts in both.
 
+    Raises:
+      ValueError: if `saturation_dtype` is not floating.
+
     Examples:
       >>> import ampx, jax.numpy as jnp
       >>> ampx.count_nonfinite({"a": jnp.array([jnp.inf, jnp.nan]), "b": jnp.ones(3)})
       Array([1, 1], dtype=int32)
     """
+    if saturation_dtype is not None:
+        saturation_dtype = as_dtype("saturation_dtype", saturation_dtype, "floating")
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf) and leaf.size]
     if not leaves:
         return jnp.zeros(2, jnp.int32)

@@ -33,7 +33,13 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx import trees
-from ampx.checking import check_choice, check_positive_int, check_transformation
+from ampx.checking import (
+    as_dtype,
+    as_positive_int,
+    check_choice,
+    check_state,
+    check_transformation,
+)
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
@@ -62,7 +68,10 @@ class Settings:
     nonfinite_updates: NonfiniteUpdates
 
     def __post_init__(self) -> None:
-        check_positive_int("num_losses", self.num_losses)
+        object.__setattr__(self, "num_losses", as_positive_int("num_losses", self.num_losses))
+        if self.saturation_dtype is not None:
+            dtype = as_dtype("saturation_dtype", self.saturation_dtype, "floating")
+            object.__setattr__(self, "saturation_dtype", dtype)
         check_choice("nonfinite_updates", self.nonfinite_updates, get_args(NonfiniteUpdates))
 
     @property
@@ -167,6 +176,7 @@ def wrap_with_scale(
         tail: Tail | None = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
+        check_state("loss_scale", state, LossScaleState)
         call = Call(updates, state, params, verdict, tail, extra_args)
         is_fused = settings.can_fuse and takes_tail(state.inner_state)
         judge, run = (_judge_fused, _run_fused) if is_fused else (_judge_plain, _run_plain)

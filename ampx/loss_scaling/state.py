@@ -7,6 +7,7 @@ All but `raise_if_exhausted` work under `jit`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 
 from ampx import trees
+from ampx.checking import as_int
 from ampx.trees import find_nodes
 from ampx.updates.extra_args import schedule_free_field
 
@@ -112,9 +114,11 @@ def current_loss_scale(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array
       loss_id: which loss, from 0, where there are several.
 
     Returns:
-      float32 scalar; 1.0 where the state has no loss scale.
+      float32 scalar; 1.0 where the optimizer has no loss scale, as with `ampx.no_loss_scale`.
 
     Raises:
+      TypeError: if `opt_state` is no optimizer state but a tree of nothing but arrays, such as the
+        parameters, or `loss_id` is no int.
       IndexError: if `loss_id` is not one of the losses.
 
     Examples:
@@ -123,11 +127,36 @@ def current_loss_scale(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array
       >>> ampx.current_loss_scale(state)
       Array(65536., dtype=float32)
     """
+    if _holds_arrays_alone(opt_state):
+        raise TypeError(
+            "opt_state must be an optimizer state, got a tree of nothing but arrays, which looks "
+            "like parameters: give the state that tx.init(params) or tx.update(...) returned"
+        )
+    return scale_or_one(opt_state, loss_id)
+
+
+def scale_or_one(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array:
+    """`current_loss_scale` of what is known to be an optimizer state, whatever it consists of."""
+    loss_id = as_int("loss_id", loss_id)
     state = find_loss_scale_state(opt_state)
     scales = jnp.ones(1, jnp.float32) if state is None else jnp.atleast_1d(state.loss_scale)
     if not 0 <= loss_id < scales.shape[0]:
         raise IndexError(f"loss_id must be in [0, {scales.shape[0]}), got {loss_id}")
     return scales[loss_id]
+
+
+def _holds_arrays_alone(tree: Any) -> bool:
+    """Whether a tree has arrays in nothing but dicts, lists and plain tuples, as parameters do.
+
+    States of optax are NamedTuples, and so are ampx's; those without any array are empty ones.
+    """
+
+    def is_inside(node: Any) -> bool:
+        is_plain_tuple = type(node) is tuple
+        return not (node is None or is_plain_tuple or isinstance(node, list | Mapping))
+
+    leaves = jax.tree.leaves(tree, is_leaf=is_inside)
+    return bool(leaves) and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
 
 
 def is_skipped(opt_state: optax.OptState) -> jax.Array:

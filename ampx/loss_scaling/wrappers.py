@@ -21,7 +21,8 @@ from typing import Any
 import optax
 from jax.typing import DTypeLike
 
-from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, check_scale, parse_choice
+from ampx.checking import check_transformation
+from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, as_scale_number, parse_choice
 from ampx.loss_scaling.scaled_update import NonfiniteUpdates, wrap_with_scale
 from ampx.updates.extra_args import accept_extra_args
 
@@ -125,8 +126,8 @@ def dynamic_loss_scale(
     )
     return wrap_with_scale(
         inner,
-        init_scale,
-        hysteresis,
+        dynamics.init_scale,
+        dynamics.hysteresis,
         dynamics.advance,
         num_losses=num_losses,
         axis_names=axis_names,
@@ -168,7 +169,7 @@ def static_loss_scale(
       >>> updates
       Array([-1.], dtype=float32)
     """
-    check_scale("scale", scale, powers_of_two=False)
+    scale = as_scale_number("scale", scale, powers_of_two=False)
     return wrap_with_scale(
         inner,
         scale,
@@ -192,12 +193,16 @@ def no_loss_scale(inner: optax.GradientTransformation) -> optax.GradientTransfor
     Returns:
       `inner`, taking extra arguments. `ampx.current_loss_scale` of its state is 1.
 
+    Raises:
+      TypeError: if `inner` is not a gradient transformation.
+
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
       >>> state = ampx.no_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
       >>> float(ampx.current_loss_scale(state))
       1.0
     """
+    check_transformation("inner", inner)
     return accept_extra_args(inner)
 
 

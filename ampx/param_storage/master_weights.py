@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.checking import check_transformation
+from ampx.checking import check_state, check_transformation
 from ampx.param_storage.wide_updates import answer_tail, update_wide
-from ampx.trees import cast_floating, cast_like, find_nodes
+from ampx.trees import cast_castable, cast_like, find_nodes
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.tails import Tail
 
@@ -88,7 +88,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
     def init(params: optax.Params) -> MasterWeightsState:
         # A copy even of float32 leaves: state and parameters may both be donated.
-        master = jax.tree.map(jnp.array, cast_floating(params, jnp.float32))
+        master = jax.tree.map(jnp.array, cast_castable(params, jnp.float32))
         return MasterWeightsState(master, inner.init(master))
 
     def update(
@@ -96,6 +96,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     ) -> tuple[Any, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights needs params: call update(grads, state, params)")
+        check_state("master_weights", state, MasterWeightsState)
         master, bad, inner_state = update_wide(
             inner, updates, state.inner_state, state.master_params, tail, extra_args
         )

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.checking import check_transformation
+from ampx.checking import as_int, check_state, check_transformation
 from ampx.param_storage.narrow_params import NarrowParam, SplitParam
 from ampx.param_storage.wide_updates import update_narrow, widen
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
@@ -92,7 +92,7 @@ def split_masters(
       Array([0.996094], dtype=bfloat16)
     """
     check_transformation("inner", inner)
-    if error_bits not in (8, 16):
+    if as_int("error_bits", error_bits) not in (8, 16):
         raise ValueError(f"error_bits must be 8 or 16, got {error_bits!r}")
     inner = accept_extra_args(inner)
     dtype = jnp.int8 if error_bits == 8 else jnp.int16
@@ -109,6 +109,7 @@ def split_masters(
     ) -> tuple[Any, SplitMastersState]:
         if params is None:
             raise ValueError("split_masters needs params: call update(grads, state, params)")
+        check_state("fused.split_masters", state, SplitMastersState)
         leaves, structure = jax.tree.flatten(params)
         old_errors = structure.flatten_up_to(state.error_bits)
         # The dtype says which parameters are split, in `init` and in every step.

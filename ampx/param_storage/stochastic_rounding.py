@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.checking import check_transformation
+from ampx.checking import as_int, check_state, check_transformation
 from ampx.param_storage.narrow_params import NarrowParam, RoundedParam
 from ampx.param_storage.rounding import draw_words
 from ampx.param_storage.wide_updates import update_narrow, widen
@@ -89,8 +89,7 @@ def stochastic_rounding(
       0.996
     """
     check_transformation("inner", inner)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an int, got {seed!r}")
+    seed = as_int("seed", seed)
     inner = accept_extra_args(inner)
 
     def init(params: optax.Params) -> StochasticRoundingState:
@@ -102,6 +101,7 @@ def stochastic_rounding(
     ) -> tuple[Any, StochasticRoundingState]:
         if params is None:
             raise ValueError("stochastic_rounding needs params: call update(grads, state, params)")
+        check_state("fused.stochastic_rounding", state, StochasticRoundingState)
         leaves = jax.tree.leaves(params)
         # Each leaf has bits of its own, by its number: equal parameters must not round alike.
         words = [

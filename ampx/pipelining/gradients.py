@@ -7,7 +7,7 @@ is put together in `ampx.pipelining.shard_map_program`, and run by `ampx.pipelin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ampx.accumulation.normalization import Normalize
-from ampx.checking import check_choice
+from ampx.checking import as_bool, as_dtype, as_int, check_choice
 from ampx.data_parallel.reduction import make_reduction
 from ampx.mesh_axes import as_axes
 from ampx.pipelining.runtime.models import Model, Stash
@@ -134,6 +134,11 @@ def value_and_grad(
             "schedule must be a Schedule, such as ampx.pipelining.one_f_one_b(4, 32), got "
             f"{type(schedule).__name__}"
         )
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name must be the name of one mesh axis, got {axis_name!r}")
+    for name, value in (("skips", skips), ("param_specs", param_specs)):
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"{name} must be a mapping, got {value!r}")
     # A faulty schedule could make devices wait for ever, or leave out gradients silently.
     schedule.validate()
     for kind in jax.tree.leaves(aux_reduction):
@@ -148,8 +153,8 @@ def value_and_grad(
         schedule=schedule,
         recipe=recipe,
         normalize=normalize,
-        has_aux=has_aux,
-        has_aux_loss=has_aux_loss,
+        has_aux=as_bool("has_aux", has_aux),
+        has_aux_loss=as_bool("has_aux_loss", has_aux_loss),
         stash=stash,
         skips=dict(skips or {}),
     )
@@ -176,9 +181,18 @@ def value_and_grad(
         data_axes=data,
         mesh=mesh,
         aux_reduction=aux_reduction,
-        accumulator_dtype=accumulator_dtype,
-        layers_per_stage=None if layers_per_stage is None else tuple(layers_per_stage),
+        accumulator_dtype=as_dtype("accumulator_dtype", accumulator_dtype, "sum"),
+        layers_per_stage=None if layers_per_stage is None else _as_counts(layers_per_stage),
         param_specs=param_specs,
-        check_vma=check_vma,
+        check_vma=as_bool("check_vma", check_vma),
         reductions=(dataclasses.replace(over_all, axes=data), over_all),
     )
+
+
+def _as_counts(layers_per_stage: Any) -> tuple[int, ...]:
+    if isinstance(layers_per_stage, str) or not isinstance(layers_per_stage, Iterable):
+        raise TypeError(
+            "layers_per_stage must be a sequence of ints, as ampx.pipelining.balance gives it, got "
+            f"{layers_per_stage!r}"
+        )
+    return tuple(as_int("layers_per_stage", count) for count in layers_per_stage)

@@ -38,7 +38,14 @@ from ampx.accumulation.normalization import as_scale, normalize_sums
 from ampx.accumulation.results import GradResult
 from ampx.data_parallel.reduction import Reduction
 from ampx.loss_scaling.nonfinite import count_nonfinite
-from ampx.mesh_axes import axes_of_spec, fold_in_device, is_spec, mark_varying, place
+from ampx.mesh_axes import (
+    axes_of_spec,
+    check_axes_of_mesh,
+    fold_in_device,
+    is_spec,
+    mark_varying,
+    place,
+)
 from ampx.pipelining.runtime.assembly import assemble, make_stage_parameters
 from ampx.pipelining.runtime.executor import Executor, Totals
 from ampx.pipelining.runtime.layouts import Layout, make_separate_layout, make_stacked_layout
@@ -108,6 +115,11 @@ class PipelineGradients:
     param_specs: Any
     check_vma: bool
     reductions: tuple[Reduction, Reduction]
+
+    def __post_init__(self) -> None:
+        # A mesh that is set around by `jax.set_mesh` is known only when the program is called.
+        if self.mesh is not None:
+            check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, self.mesh)
 
     def __repr__(self) -> str:
         schedule = self.schedule
@@ -361,12 +373,7 @@ class PipelineGradients:
             raise ValueError(
                 "no mesh: give value_and_grad mesh=..., or call it under jax.set_mesh(mesh)"
             )
-        for axis in self._axes:
-            if axis not in mesh.shape:
-                raise ValueError(
-                    f"the mesh has axes {mesh.axis_names}, and none named {axis!r}, which "
-                    "axis_name, data_axes or param_specs asks for"
-                )
+        check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, mesh)
         size, wanted = mesh.shape[self.axis_name], self.schedule.num_devices
         if size != wanted:
             raise ValueError(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from ampx.checking import as_number
 from ampx.drawing import COLORS, format_scale, make_axes, width_in_points
 
 if TYPE_CHECKING:
@@ -91,8 +92,7 @@ def plot_exponents(
         raise ValueError("counts is empty: give at least one line, as in {'gradients': counts}")
     if not formats:
         raise ValueError("formats is empty: name at least one, as in ('float16',)")
-    if not 0 < loss_scale < math.inf:
-        raise ValueError(f"loss_scale must be positive and finite, got {loss_scale}")
+    loss_scale = as_number("loss_scale", loss_scale, above=0)
     edges = _edges(exponents) + math.log2(loss_scale)
     shares = {name: _shares(name, own, len(edges) - 1) for name, own in counts.items()}
     ranges = [_range_of(dtype) for dtype in formats]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ampx.checking import as_positive_int
 from ampx.drawing import COLORS, import_pyplot
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ def plot_training(
     if not runs:
         raise ValueError("histories is empty: give at least one run, as in {'O2': reports}")
     longest = max(len(run.loss) for run in runs.values())
-    width = max(1, longest // 25) if smoothing is None else smoothing
-    if width < 1:
-        raise ValueError(f"smoothing must be a positive number of steps, got {smoothing}")
+    width = max(1, longest // 25) if smoothing is None else as_positive_int("smoothing", smoothing)
     loss_axes, scale_axes = _new_axes() if axes is None else axes
 
     for index, (name, run) in enumerate(runs.items()):

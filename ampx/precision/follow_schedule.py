@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ampx.checking import check_transformation
+from ampx.checking import check_state, check_transformation
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
@@ -139,6 +139,7 @@ def follow_schedule(
         value: jax.Array | None = None,
         **extra_args: Any,
     ) -> tuple[Any, PrecisionScheduleState]:
+        check_state("follow_schedule", state, PrecisionScheduleState)
         if schedule.needs_loss and value is None:
             raise ValueError(
                 f"the schedule '{schedule}' waits for a loss: call update(..., value=loss)"

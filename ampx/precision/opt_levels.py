@@ -27,9 +27,10 @@ from jax.typing import DTypeLike
 from ampx import flax_modules
 from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
 from ampx.autocasting.transform import autocast
+from ampx.checking import as_bool, as_dtype, check_callable
 from ampx.flat_buffers.flattening import on_tree
+from ampx.loss_scaling.dynamics import parse_choice
 from ampx.precision.policies import PathRule, Policy, cast_by_path, get_policy, is_norm_path
-from ampx.trees import as_castable_dtype
 
 LossScaleChoice = float | Literal["dynamic", "none"] | None
 
@@ -107,6 +108,7 @@ class Recipe:
           computes in float16
           'float32'
         """
+        check_callable("fun", fun, "fun(params, *args)")
 
         @functools.wraps(fun)
         def at_precision(params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -250,13 +252,19 @@ def opt_level(
       >>> print(recipe.policy, recipe.loss_scale, recipe.master_weights)
       p=f32,c=f16,o=f32 128.0 True
     """
-    if level not in ("O0", "O1", "O2", "O3"):
+    if not isinstance(level, str) or level not in ("O0", "O1", "O2", "O3"):
         raise ValueError(
             f"level must be 'O0', 'O1', 'O2' or 'O3' (letter O, not zero), got {level!r}"
         )
-    half = as_castable_dtype(half_dtype, "half_dtype")
+    half = as_dtype("half_dtype", half_dtype, "castable")
     if half == jnp.float32:
         raise ValueError("half_dtype must be float16 or bfloat16, got float32: use level 'O0'")
+    if keep_norm_float32 is not _LEVEL_DEFAULT and not callable(keep_norm_float32):
+        keep_norm_float32 = as_bool("keep_norm_float32", keep_norm_float32)
+    if master_weights is not _LEVEL_DEFAULT:
+        master_weights = as_bool("master_weights", master_weights)
+    if loss_scale is not _LEVEL_DEFAULT and not callable(loss_scale):
+        parse_choice(loss_scale)
     _refuse_contradictions(level, keep_norm_float32, master_weights)
     # O1 is a matter of operations, so its policy is float32 and the half dtype goes to autocast.
     # The other levels are a matter of trees.
@@ -293,11 +301,7 @@ def opt_level(
 
 
 def _refuse_contradictions(level: str, keep_norm: Any, masters: Any) -> None:
-    """Raises for an override of the wrong type, or one that would make the level another one."""
-    for name, value in (("keep_norm_float32", keep_norm), ("master_weights", masters)):
-        is_rule = name == "keep_norm_float32" and callable(value)
-        if not (value is _LEVEL_DEFAULT or isinstance(value, bool) or is_rule):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+    """Raises for an override that would make the level another one."""
     reason = None
     if level == "O0":
         if keep_norm is not _LEVEL_DEFAULT and keep_norm is not True:

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
-from ampx.trees import DTYPE_NAMES, as_castable_dtype, cast_floating, cast_leaf, map_by_path
+from ampx.checking import SHORT_NAMES, as_dtype, suggest
+from ampx.trees import cast_castable, cast_leaf, map_by_path
 
 PathRule = Callable[[str], bool]
 # A name counts if it has one of these as a whole word (`ln_f`, `bn1`, `block_gn`), where "_", a
@@ -43,10 +44,32 @@ _NORM_COMPONENT = re.compile(
 )
 
 
+def cast_floating(tree: Any, dtype: DTypeLike) -> Any:
+    """Casts the float16, bfloat16 and float32 leaves of `tree` to `dtype`; the rest stays.
+
+    Args:
+      tree: any pytree.
+      dtype: float16, bfloat16 or float32, or a word for one of them, such as "bf16".
+
+    Returns:
+      A tree of the same structure and shapes.
+
+    Raises:
+      ValueError: for another dtype: in int32 fractions would be lost.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> tree = {"w": jnp.ones(2), "ids": jnp.arange(2)}
+      >>> {name: x.dtype.name for name, x in ampx.cast_floating(tree, jnp.bfloat16).items()}
+      {'ids': 'int32', 'w': 'bfloat16'}
+    """
+    return cast_castable(tree, as_dtype("dtype", dtype, "castable"))
+
+
 def cast_by_path(tree: Any, dtype: DTypeLike, stays_float32: PathRule | None) -> Any:
     """Casts as `cast_floating` does, but to float32 where `stays_float32(path)` is True."""
     if stays_float32 is None:
-        return cast_floating(tree, dtype)
+        return cast_castable(tree, dtype)
     return map_by_path(
         tree, lambda name, leaf: cast_leaf(leaf, jnp.float32 if stays_float32(name) else dtype)
     )
@@ -143,12 +166,12 @@ class Policy:
         # Every spelling of a dtype becomes the same np.dtype, so that equal policies compare and
         # hash as equal. A frozen dataclass lets only `object.__setattr__` through.
         for field in dataclasses.fields(self):
-            dtype = as_castable_dtype(getattr(self, field.name), field.name)
+            dtype = as_dtype(field.name, getattr(self, field.name), "castable")
             object.__setattr__(self, field.name, dtype)
 
     def __str__(self) -> str:
         """The string that `get_policy` reads back."""
-        short = {jnp.dtype(name): alias for alias, name in DTYPE_NAMES.items()}
+        short = {jnp.dtype(name): alias for alias, name in SHORT_NAMES.items()}
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
         return ",".join(
             f"{key}={short[jnp.dtype(d)]}" for key, d in zip("pco", dtypes, strict=True)
@@ -156,15 +179,15 @@ class Policy:
 
     def cast_to_param(self, tree: Any) -> Any:
         """Casts floating leaves to the storage dtype."""
-        return cast_floating(tree, self.param_dtype)
+        return cast_castable(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: Any) -> Any:
         """Casts floating leaves to the computing dtype."""
-        return cast_floating(tree, self.compute_dtype)
+        return cast_castable(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: Any) -> Any:
         """Casts floating leaves to the result dtype."""
-        return cast_floating(tree, self.output_dtype)
+        return cast_castable(tree, self.output_dtype)
 
 
 def get_policy(name: str) -> Policy:
@@ -178,6 +201,7 @@ def get_policy(name: str) -> Policy:
       A `Policy`; `str(policy)` gives the string back.
 
     Raises:
+      TypeError: if `name` is no string.
       ValueError: for an unknown key or dtype, or a key given twice.
 
     Examples:
@@ -187,6 +211,8 @@ def get_policy(name: str) -> Policy:
       >>> print(ampx.get_policy("bf16"))
       p=bf16,c=bf16,o=bf16
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, such as 'p=f32,c=bf16', got {name!r}")
     if "=" not in name:
         return Policy(name, name, name)
     keys = {"p": "p", "params": "p", "c": "c", "compute": "c", "o": "o", "output": "o"}
@@ -196,6 +222,7 @@ def get_policy(name: str) -> Policy:
         if key not in keys:
             raise ValueError(
                 f"unknown key {key!r} in policy {name!r}: expected one of {list(keys)}"
+                f"{suggest(key, keys)}"
             )
         if keys[key] in given:
             raise ValueError(f"key {key!r} is given twice in policy {name!r}")

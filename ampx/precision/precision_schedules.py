@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal, cast
@@ -25,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.checking import check_choice, check_positive_int
+from ampx.checking import as_number, as_positive_int, check_choice
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
 from ampx.precision.policies import Policy
@@ -67,12 +66,12 @@ class Phase:
             raise TypeError("policy must be a Policy, a Recipe or a string, got None")
         parse_choice(recipe.loss_scale)
         object.__setattr__(self, "policy", recipe)
-        if isinstance(self.until_step, np.integer):
-            object.__setattr__(self, "until_step", int(self.until_step))
         if self.until_step is not None:
-            check_positive_int("until_step", self.until_step)
+            step = as_positive_int("until_step", self.until_step)
+            object.__setattr__(self, "until_step", step)
         if self.until_loss is not None:
-            _check_finite("until_loss", self.until_loss)
+            loss = as_number("until_loss", self.until_loss)
+            object.__setattr__(self, "until_loss", loss)
 
     @property
     def recipe(self) -> Recipe:
@@ -265,13 +264,12 @@ def precision_schedule(
         raise ValueError(f"{useless}={given[useless]} has no meaning for {spec!r}: leave it out")
     low = opt_level(level, half_dtype=half, loss_scale="dynamic" if half == "float16" else None)
     if total_steps is not None:
-        check_positive_int("total_steps", total_steps)
+        total_steps = as_positive_int("total_steps", total_steps)
         # The share as the decimal that was written, not as the float nearest to it: in floats 0.55
         # of 100 steps is 55.00000000000001, whose ceiling is one step too many.
         first = Phase(low, until_step=math.ceil(Fraction(str(ratio)) * total_steps))
     else:
-        _check_finite("final_loss", final_loss)
-        until_loss = ratio * float(cast(float, final_loss))
+        until_loss = ratio * float(as_number("final_loss", final_loss))
         if not until_loss > 0:
             raise ValueError(
                 f"final_loss must be positive, got {final_loss}: the loss that ends the half phase "
@@ -355,13 +353,6 @@ def _check_ends(phases: Sequence[Phase]) -> None:
                     f"at {begin}: count steps from the beginning of training, not of the phase"
                 )
             begin = phase.until_step
-
-
-def _check_finite(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
 
 
 def _name(recipe: Recipe) -> str:

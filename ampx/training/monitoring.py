@@ -22,7 +22,7 @@ import jax
 import optax
 
 from ampx.accumulation.multi_steps import MultiStepsState
-from ampx.checking import check_positive_int
+from ampx.checking import as_bool, as_positive_int
 from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.drawing import format_scale
@@ -179,11 +179,11 @@ def progress_bar(
       >>> float(report.loss)
       0.25
     """
-    check_positive_int("total_steps", total_steps)
-    check_positive_int("refresh_every", refresh_every)
+    total_steps = as_positive_int("total_steps", total_steps)
+    refresh_every = as_positive_int("refresh_every", refresh_every)
     if tokens_per_step is not None:
-        check_positive_int("tokens_per_step", tokens_per_step)
-    if disable:
+        tokens_per_step = as_positive_int("tokens_per_step", tokens_per_step)
+    if as_bool("disable", disable):
         yield lambda report: None
         return
     # No rate of tqdm's own: it would count compilation, and the reports that are still unread.

@@ -40,11 +40,12 @@ import optax
 from ampx import flax_modules
 from ampx.accumulation.results import GradResult
 from ampx.accumulation.sparse_rows import densify
+from ampx.checking import as_int
 from ampx.data_parallel.reduction import Reduction, ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite, unscale
-from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale
+from ampx.loss_scaling.state import find_outermost_loss_scale, scale_or_one
 from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.precision_schedules import PrecisionSchedule
@@ -139,7 +140,7 @@ class TrainStep:
 
         Raises:
           TypeError: for a state of another kind, or an extra argument that is the step's own.
-          ValueError: for a flax state that was made with another optimizer than `step.tx`.
+          ValueError: for a state that was made with another optimizer than `step.tx`.
         """
         step_arguments.check_given(extra_args)
         now = train_states.as_train_state(state, self.tx)
@@ -149,7 +150,7 @@ class TrainStep:
         if key is None and now.key is not None:
             next_key, key = jax.random.split(now.key)
         train_states.check_loss_scale_is_outermost(now.opt_state)
-        scale = current_loss_scale(now.opt_state)  # f32[], held from before this step
+        scale = scale_or_one(now.opt_state)  # f32[], held from before this step
         is_nnx = train_states.is_nnx_pair(state)
         model, wrt = (state[0], state[1].wrt) if is_nnx else (None, None)
         phase: dict[str, Any] = {}
@@ -219,6 +220,7 @@ class TrainStep:
           1
           1
         """
+        number = as_int("number", number)
         phases = () if self.schedule is None else self.schedule.phases
         if not 0 <= number < len(phases):
             raise IndexError(f"number must be that of one of {len(phases)} phases, got {number}")

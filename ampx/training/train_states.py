@@ -111,9 +111,10 @@ def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
 
     Raises:
       TypeError: for a state of another kind.
-      ValueError: for a flax state that was made with another optimizer than `tx`.
+      ValueError: for a state that was made with another optimizer than `tx`.
     """
     if isinstance(state, TrainState):
+        _check_same_structure(state, tx)
         return state
     # The classes of flax are told by what they have, since flax may not be installed.
     if is_nnx_pair(state):
@@ -253,6 +254,51 @@ def advance(
     if state.model_state is not None:
         new_model_state = trees.hold(skipped, new_model_state, state.model_state)
     return TrainState(step, params, opt_state, key, new_model_state)
+
+
+def _check_same_structure(state: TrainState, tx: optax.GradientTransformation) -> None:
+    """Refuses a state whose optimizer state is not of the structure that `tx` makes.
+
+    Nothing is computed: `tx.init` is traced, once for each trace of the step. Where it cannot be
+    traced, as one that looks at values cannot, nothing is known and nothing is refused.
+    """
+    try:
+        due = jax.eval_shape(tx.init, state.params)
+    except Exception:  # of a user's transformation, and of any kind
+        return
+    if jax.tree.structure(due) == jax.tree.structure(state.opt_state):
+        return
+    found, wanted = _outline(state.opt_state), _outline(due)
+    if found == wanted:
+        raise ValueError(
+            f"the state holds an optimizer state, {found}, that was made for other parameters than "
+            "its own: make both together, with step.init(params)"
+        )
+    raise ValueError(
+        f"the state holds the optimizer state {found or 'without any class'}, and this train step "
+        f"makes and takes {wanted or 'one without any class'}: make it with step.init(params) of "
+        "this step. To go on with the arrays of another, use jax.tree.unflatten("
+        "jax.tree.structure(step.tx.init(params)), jax.tree.leaves(opt_state))"
+    )
+
+
+def _outline(node: Any) -> str:
+    """The classes of an optimizer state, nested as in it, without arrays and parameters.
+
+    As in `LossScaleState((ScaleByAdamState, EmptyState))`.
+    """
+    if isinstance(node, tuple):
+        # Of a plain tuple, as of a chain, each part has its place; of a class only what has parts.
+        parts = [_outline(part) for part in node]
+        if hasattr(node, "_fields"):
+            inside = ", ".join(part for part in parts if part)
+            return f"{type(node).__name__}({inside})" if inside else type(node).__name__
+        return f"({', '.join(part or '...' for part in parts)})"
+    if isinstance(node, dict):  # groups of optax.partition
+        named = {key: _outline(part) for key, part in node.items()}
+        inside = ", ".join(f"{key!r}: {part}" for key, part in named.items() if part)
+        return f"{{{inside}}}" if inside else ""
+    return ""
 
 
 def _check_same_tx(found: Any, expected: Any, fix: str) -> None:

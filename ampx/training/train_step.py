@@ -13,7 +13,14 @@ from jax.typing import DTypeLike
 
 from ampx.accumulation.gradients import Remainder, value_and_grad
 from ampx.accumulation.normalization import Normalize
-from ampx.checking import check_transformation
+from ampx.checking import (
+    as_bool,
+    as_number,
+    as_positive_int,
+    check_callable,
+    check_hyperparameter,
+    check_transformation,
+)
 from ampx.data_parallel.reduction import Reduction, make_reduction
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.loss_scaling.state import LossScaleState
@@ -87,7 +94,7 @@ def train_step(
       A `TrainStep`.
 
     Raises:
-      TypeError: if `loss_fn`, `tx`, `policy` or `loss_scale` is of the wrong kind.
+      TypeError: for an argument of the wrong kind.
       ValueError: for a number outside its range; at `init` for two loss scales, or for
         `max_grad_norm` around a loss scale.
 
@@ -102,11 +109,12 @@ def train_step(
       >>> print(report.loss, report.loss_scale, report.overflow)
       1.0 65536.0 False
     """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
+    check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
     check_transformation("tx", tx)
-    if not isinstance(local_norm, bool) and not callable(local_norm):
-        raise TypeError(f"local_norm must be a bool or a function, got {local_norm!r}")
+    if not callable(local_norm):
+        local_norm = as_bool("local_norm, if it is no function,", local_norm)
+    if learning_rate is not None:
+        check_hyperparameter("learning_rate", learning_rate, may_be_schedule=True)
     if isinstance(loss_fn, PipelineGradients):
         _refuse_options(
             policy=policy,
@@ -201,6 +209,9 @@ def _choose_reduction(
     # weight of all devices, so that devices with more tokens count for more.
     if axes := as_axes(axis_name, may_be_empty=True):
         return make_reduction(axes, op="sum", bucket_bytes=bucket_bytes, tail_overlap=tail_overlap)
+    tail_overlap = None if tail_overlap is None else as_bool("tail_overlap", tail_overlap)
+    if bucket_bytes is not None:
+        bucket_bytes = as_positive_int("bucket_bytes", bucket_bytes)
     for name, value in (("tail_overlap", tail_overlap), ("bucket_bytes", bucket_bytes)):
         if value:
             raise ValueError(
@@ -213,10 +224,10 @@ def _choose_reduction(
 def _clip(
     tx: optax.GradientTransformation, max_grad_norm: float
 ) -> optax.GradientTransformationExtraArgs:
-    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
-        raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
-    if not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}: None is off")
+    # Infinity clips nothing, and the norm is measured all the same.
+    max_grad_norm = as_number(
+        "max_grad_norm", max_grad_norm, above=0, may_be_infinite=True, fix="None is off"
+    )
     clipping = clipped(tx, max_grad_norm)
 
     # Both mistakes are seen only in the state, whose structure tells what is inside `tx`.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.trees import cast_like, is_float0, wider_dtype
+from ampx.trees import cast_like, is_float0, path_name, wider_dtype
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
@@ -24,6 +24,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     Returns:
       The sum, computed in the wider of the two dtypes, in the dtypes of `params`.
+
+    Raises:
+      ValueError: for an update of another shape than its parameter.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -41,4 +44,20 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         # Added in the wider dtype and rounded once. Rounded to half before, it would round twice.
         return optax.apply_updates(widen(param, update), widen(update, param))
 
+    _check_shapes(params, updates)
     return cast_like(jax.tree.map(widest_sum, params, updates), params)
+
+
+def _check_shapes(params: Any, updates: Any) -> None:
+    """Refuses updates that JAX would broadcast to their parameter, or it to them."""
+    structure = jax.tree.structure(params)
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(params), structure.flatten_up_to(updates), strict=True
+    )
+    for (path, param), update in leaves:
+        if jnp.shape(param) != jnp.shape(update):
+            where = f" at {path_name(path)!r}" if path else ""
+            raise ValueError(
+                f"the update{where} has shape {jnp.shape(update)}, and its parameter has shape "
+                f"{jnp.shape(param)}: give the updates that tx.update made for these parameters"
+            )

@@ -463,7 +463,10 @@ def test_integers_are_summed_and_have_no_mean():
     [
         (dict(op="max"), "op must be one of"),
         (dict(hierarchical=True), "at least two axes"),
-        (dict(gradient_predivide_factor=0.0), "must be positive"),
+        (
+            dict(gradient_predivide_factor=0.0),
+            "gradient_predivide_factor must be finite and positive, got 0.0",
+        ),
         (dict(gradient_predivide_factor=2.0, op="sum"), "for op='mean'"),
         (dict(reduce_dtype=jnp.int32), "reduce_dtype must be a floating dtype"),
         (dict(wire_dtype=jnp.int8), "wire_dtype must be a floating dtype"),

@@ -211,7 +211,7 @@ def test_halves_of_a_backward_follow_from_what_is_given():
             "weight_grad must be at most backward, got 3.0 of 2.0 for stage 1",
         ),
         ({"backward": 3, "input_grad": 1, "weight_grad": 1}, "backward must be input_grad"),
-        ({"communication": -0.1}, "communication must be a finite time of at least 0, got -0.1"),
+        ({"communication": -0.1}, "communication must be finite and at least 0, got -0.1"),
         ({"forward": 0, "backward": 0}, "takes no time"),
     ],
 )

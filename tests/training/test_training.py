@@ -518,7 +518,13 @@ def test_loss_scales_that_are_refused(choice, error, message):
 @pytest.mark.parametrize(
     "loss_fn, tx, options, error, message",
     [
-        (None, optax.sgd(0.1), {}, TypeError, "loss_fn must be a function, got NoneType"),
+        (
+            None,
+            optax.sgd(0.1),
+            {},
+            TypeError,
+            r"loss_fn must be a function, called as loss_fn\(params, batch\), got None",
+        ),
         (quadratic, None, {}, TypeError, "tx must be .*got NoneType: give the optimizer"),
         # A4: loss scaling asked for, with nothing to scale for.
         (quadratic, None, dict(loss_scale="dynamic"), TypeError, "got NoneType"),

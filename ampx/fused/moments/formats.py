@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ampx.checking import as_dtype
 from ampx.fused.moments.int8_blocks import Int8Blocks, decode, encode
 from ampx.param_storage.rounding import draw_words, element_bits, element_index
 
+# In what form a slot is kept: a floating dtype, int8 in blocks, or None for the parameter's dtype.
 SlotDtype = DTypeLike | Literal["int8"] | None
 # Smaller slots stay float32, as in other 8-bit optimizers: the 12 KiB that 4096 numbers would save
 # are not worth the loss of precision. In rows of fewer than 64 numbers a scale would add more than
@@ -25,6 +27,15 @@ SlotDtype = DTypeLike | Literal["int8"] | None
 _LEAST_ELEMENTS = 4096
 _LEAST_ROW = 64
 _SEED = 8  # of the rounding of second moments; any number would do
+
+
+def as_slot_dtype(name: str, dtype: SlotDtype) -> Any:
+    """Converts what a caller chose for a slot to a dtype; None stays.
+
+    Raises:
+      ValueError: if it is neither floating nor int8.
+    """
+    return None if dtype is None else as_dtype(name, dtype, "moment")
 
 
 def is_int8(dtype: SlotDtype) -> bool:

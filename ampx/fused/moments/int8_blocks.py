@@ -35,7 +35,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ampx.checking import check_positive_int
+from ampx.checking import as_positive_int
 
 BLOCK = 256  # elements that share a scale, unless one says otherwise
 _ONE = 0x3F800000  # the bits of 1.0
@@ -105,7 +105,7 @@ def encode(
       >>> decode(encode(jnp.array([4.0, 1.1, 1e-12, 0.0]), signed=False)).tolist()
       [4.0, 1.125, 9.094947017729282e-13, 0.0]
     """
-    check_positive_int("block", block)
+    block = as_positive_int("block", block)
     if x.dtype != jnp.float32:
         raise TypeError(f"encode takes float32, got {x.dtype}")
     codes, scales = encode_blocks(

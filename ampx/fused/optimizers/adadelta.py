@@ -19,6 +19,7 @@ import optax
 from jax.typing import ArrayLike
 
 from ampx.flat_buffers.flattening import per_buffer
+from ampx.fused.coefficients import check_decays, check_offsets, check_rate
 from ampx.fused.transformation import fused_transformation
 from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
@@ -83,7 +84,7 @@ def adadelta(
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
 
     Raises:
-      TypeError: in `update`, for complex parameters.
+      TypeError: for a number that is none; in `update`, for complex parameters.
       ValueError: in `update`, without params where they decay.
 
     References:
@@ -97,6 +98,9 @@ def adadelta(
       >>> print(f"{updates[0]:.3f}, {updates[1]:.3f}")
       -0.314, 0.315
     """
+    check_rate(1.0 if learning_rate is None else learning_rate, weight_decay)
+    check_decays(rho=rho)
+    check_offsets(eps=eps)
     reference = optax.adadelta(learning_rate, rho, eps, weight_decay, per_buffer(weight_decay_mask))
     coefficients = AdadeltaCoefficients(rho, 1 - rho, eps)
     return fused_transformation(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ampx.fused.coefficients import check_offsets, check_rate
 from ampx.fused.transformation import fused_transformation
 from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
@@ -66,7 +67,7 @@ def adagrad(
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
 
     Raises:
-      TypeError: in `update`, for complex parameters.
+      TypeError: for a number that is none; in `update`, for complex parameters.
 
     References:
       Duchi et al., JMLR 12, 2011; `optax.adagrad`.
@@ -79,6 +80,8 @@ def adagrad(
       >>> updates
       Array([-1.,  1.], dtype=float32)
     """
+    check_rate(learning_rate)
+    check_offsets(initial_accumulator_value=initial_accumulator_value, eps=eps)
     reference = optax.adagrad(learning_rate, initial_accumulator_value, eps)
     coefficients = AdagradCoefficients(eps)
     return fused_transformation(

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ampx.checking import as_bool
 from ampx.flat_buffers.flattening import per_buffer
-from ampx.fused.moments.formats import SlotDtype, array_dtype
+from ampx.fused.coefficients import check_decays, check_offsets, check_rate
+from ampx.fused.moments.formats import SlotDtype, array_dtype, as_slot_dtype
 from ampx.fused.transformation import fused_transformation
 from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
@@ -150,7 +152,7 @@ def adam(
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
 
     Raises:
-      TypeError: in `update`, for complex parameters.
+      TypeError: for a number that is none; in `update`, for complex parameters.
 
     References:
       Kingma and Ba, Adam, https://arxiv.org/abs/1412.6980; `optax.adam`.
@@ -163,6 +165,11 @@ def adam(
       >>> updates.round(3)
       Array([-0.1,  0.1], dtype=float32)
     """
+    check_rate(learning_rate)
+    check_decays(b1=b1, b2=b2, corrects_bias=True)
+    check_offsets(eps=eps, eps_root=eps_root)
+    mu_dtype, nu_dtype = as_slot_dtype("mu_dtype", mu_dtype), as_slot_dtype("nu_dtype", nu_dtype)
+    nesterov = as_bool("nesterov", nesterov)
     # Only `reference.init` is ever called. optax takes no dtype for `nu`: it has the parameter's,
     # or what `slot_dtypes` says.
     reference = optax.adam(
@@ -210,7 +217,7 @@ def adamw(
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
 
     Raises:
-      TypeError: in `update`, for complex parameters.
+      TypeError: for a number that is none; in `update`, for complex parameters.
       ValueError: in `update`, without params.
 
     References:
@@ -226,6 +233,11 @@ def adamw(
       >>> optax.tree.get(state, "mu")["w"].shape
       (2, 2)
     """
+    check_rate(learning_rate, weight_decay)
+    check_decays(b1=b1, b2=b2, corrects_bias=True)
+    check_offsets(eps=eps, eps_root=eps_root)
+    mu_dtype, nu_dtype = as_slot_dtype("mu_dtype", mu_dtype), as_slot_dtype("nu_dtype", nu_dtype)
+    nesterov = as_bool("nesterov", nesterov)
     reference = optax.adamw(
         learning_rate,
         b1,

@@ -16,7 +16,8 @@ import optax
 from jax.typing import ArrayLike
 
 from ampx.flat_buffers.flattening import per_buffer
-from ampx.fused.moments.formats import SlotDtype
+from ampx.fused.coefficients import check_decays, check_offsets, check_rate
+from ampx.fused.moments.formats import SlotDtype, as_slot_dtype
 from ampx.fused.optimizers.adam import adam_coefficients, adam_direction, adam_direction_again
 from ampx.fused.transformation import fused_transformation
 from ampx.fused.update_rules import UpdateRule
@@ -57,7 +58,7 @@ def lamb(
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
 
     Raises:
-      TypeError: in `update`, for complex parameters.
+      TypeError: for a number that is none; in `update`, for complex parameters.
       ValueError: in `update`, without params.
 
     References:
@@ -71,6 +72,10 @@ def lamb(
       >>> updates.round(3)  # 0.1 of the norm of the parameter, 5
       Array([-0.354, -0.354], dtype=float32)
     """
+    check_rate(learning_rate, weight_decay)
+    check_decays(b1=b1, b2=b2, corrects_bias=True)
+    check_offsets(eps=eps, eps_root=eps_root)
+    mu_dtype, nu_dtype = as_slot_dtype("mu_dtype", mu_dtype), as_slot_dtype("nu_dtype", nu_dtype)
     # optax's LAMB takes no dtypes for moments: `slot_dtypes` alone decides.
     reference = optax.lamb(learning_rate, b1, b2, eps, eps_root, weight_decay, per_buffer(mask))
     return fused_transformation(

@@ -18,7 +18,8 @@ import optax
 from jax.typing import ArrayLike
 
 from ampx.flat_buffers.flattening import per_buffer
-from ampx.fused.moments.formats import SlotDtype, array_dtype
+from ampx.fused.coefficients import check_decays, check_rate
+from ampx.fused.moments.formats import SlotDtype, array_dtype, as_slot_dtype
 from ampx.fused.transformation import fused_transformation
 from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
@@ -84,7 +85,7 @@ def lion(
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
 
     Raises:
-      TypeError: in `update`, for complex parameters.
+      TypeError: for a number that is none; in `update`, for complex parameters.
       ValueError: in `update`, without params.
 
     References:
@@ -98,6 +99,9 @@ def lion(
       >>> updates
       Array([-0.1,  0.1], dtype=float32)
     """
+    check_rate(learning_rate, weight_decay)
+    check_decays(b1=b1, b2=b2)
+    mu_dtype = as_slot_dtype("mu_dtype", mu_dtype)
     reference = optax.lion(
         learning_rate, b1, b2, array_dtype(mu_dtype), weight_decay, per_buffer(mask)
     )

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ampx.checking import check_hyperparameter
+from ampx.fused.coefficients import check_decays, check_offsets, check_rate
 from ampx.fused.transformation import fused_transformation
 from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
@@ -91,7 +93,7 @@ def novograd(
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
 
     Raises:
-      TypeError: in `update`, for complex parameters.
+      TypeError: for a number that is none; in `update`, for complex parameters.
       ValueError: in `update`, without params where they decay.
 
     References:
@@ -105,6 +107,10 @@ def novograd(
       >>> updates.round(3)
       Array([-0.6,  0.8], dtype=float32)
     """
+    check_rate(learning_rate)
+    check_hyperparameter("weight_decay", weight_decay)
+    check_decays(b1=b1, b2=b2)
+    check_offsets(eps=eps, eps_root=eps_root)
     decay: Any = weight_decay
     reference = optax.novograd(learning_rate, b1, b2, eps, eps_root, decay)
 

@@ -17,7 +17,9 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from ampx.fused.moments.formats import SlotDtype, array_dtype
+from ampx.checking import as_bool, check_hyperparameter
+from ampx.fused.coefficients import check_rate
+from ampx.fused.moments.formats import SlotDtype, array_dtype, as_slot_dtype
 from ampx.fused.transformation import fused_transformation
 from ampx.fused.update_rules import Operations, Slots, UpdateRule
 
@@ -75,7 +77,7 @@ def sgd(
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
 
     Raises:
-      TypeError: in `update`, for complex parameters.
+      TypeError: for a number that is none; in `update`, for complex parameters.
 
     References:
       Sutskever et al., On the importance of initialization and momentum, 2013; `optax.sgd`.
@@ -88,6 +90,11 @@ def sgd(
       >>> updates
       Array([-1.5,  2. ], dtype=float32)
     """
+    check_rate(learning_rate)
+    if momentum is not None:
+        check_hyperparameter("momentum", momentum)
+    nesterov = as_bool("nesterov", nesterov)
+    accumulator_dtype = as_slot_dtype("accumulator_dtype", accumulator_dtype)
     reference = optax.sgd(learning_rate, momentum, nesterov, array_dtype(accumulator_dtype))
     # Made once for an optimizer: rules are static arguments of a `jit`, and no two partials are
     # equal.

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ampx.checking import check_choice, check_positive_int
+from ampx.checking import as_number, as_number_array, as_positive_int, check_choice
 from ampx.trees import is_floating
 
 CostKind = Literal["flops", "bytes", "time"]
@@ -67,8 +67,8 @@ def balance(
       >>> ampx.pipelining.balance([1] * 7, 2), ampx.pipelining.balance([1] * 8, 2, last=3)
       ((3, 4), (5, 3))
     """
-    check_positive_int("num_stages", num_stages)
-    numbers = np.asarray(costs, float)
+    num_stages = as_positive_int("num_stages", num_stages)
+    numbers = as_number_array("costs", costs)
     if numbers.ndim != 1:
         raise ValueError(f"costs must be one number for each layer, got shape {numbers.shape}")
     if len(numbers) < num_stages:
@@ -78,13 +78,12 @@ def balance(
         )
     named = [(f"costs[{i}]", cost) for i, cost in enumerate(numbers.tolist())]
     for name, cost in (*named, ("first", first), ("last", last)):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(f"{name} must be finite and at least 0, got {cost}")
+        as_number(name, cost, least=0)
     # Every float is a fraction with a power of two below. Over their common denominator costs are
     # integers, which Python adds exactly, however large they get.
     exact = [Fraction(cost) for _, cost in named]
-    exact[0] += Fraction(first)
-    exact[-1] += Fraction(last)
+    exact[0] += Fraction(as_number("first", first))
+    exact[-1] += Fraction(as_number("last", last))
     unit = math.lcm(*(cost.denominator for cost in exact))
     whole = [int(cost * unit) for cost in exact]
     return _find_most_even(whole, num_stages, _find_least_bound(whole, num_stages))
@@ -197,7 +196,7 @@ def layer_costs(
       True
     """
     check_choice("by", by, get_args(CostKind))
-    check_positive_int("repeats", repeats)
+    repeats = as_positive_int("repeats", repeats)
     found: dict[Hashable, float] = {}
     costs = []
     for call, own in _split_layers(layer, params):

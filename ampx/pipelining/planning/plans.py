@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from ampx.checking import as_number, check_transformation
 from ampx.pipelining.planning.footprints import WIRES, DevicePlan, Footprint
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.simulation import Cost, Simulation
@@ -191,8 +192,10 @@ def plan(
             "grads_of must come from ampx.pipelining.value_and_grad, got "
             f"{type(grads_of).__name__}: of a train_step give step.grads_of and step.tx"
         )
-    if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
-        raise ValueError(f"bandwidth must be finite and positive, got {bandwidth}")
+    if tx is not None:
+        check_transformation("tx", tx)
+    if bandwidth is not None:
+        bandwidth = as_number("bandwidth", bandwidth, above=0)
     abstract = _as_abstract_mesh(grads_of.mesh if mesh is None else mesh)
     params, batch, key = jax.tree.map(_as_shape, (params, batch, key))
     found = Footprint(grads_of, abstract, params, batch, key)

@@ -31,9 +31,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from ampx.checking import check_choice, check_positive_int
+from ampx.checking import as_positive_int, check_choice
 from ampx.pipelining.schedules.actions import Action
-from ampx.pipelining.schedules.orders import check_sizes, schedule_from_orders
+from ampx.pipelining.schedules.orders import as_sizes, schedule_from_orders
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.zero_bubbles import zero_bubble, zero_bubble_v
 
@@ -175,8 +175,8 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
       device 0 (stages 0, 2)  0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1
       device 1 (stages 1, 3)  .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 .
     """
-    check_sizes(num_stages, num_microbatches)
-    _check_chunks(chunks, "one_f_one_b")
+    num_stages, num_microbatches = as_sizes(num_stages, num_microbatches)
+    chunks = _as_chunks(chunks, "one_f_one_b")
     groups = _group_microbatches(num_stages, num_microbatches)
     return _alternate(
         "interleaved",
@@ -220,7 +220,7 @@ def looped_breadth_first(num_stages: int, num_microbatches: int, chunks: int = 2
       device 0 (stages 0, 2)  0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
       device 1 (stages 1, 3)  .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 .
     """
-    _check_chunks(chunks, "gpipe")
+    chunks = _as_chunks(chunks, "gpipe")
     return _alternate(
         "looped-bfs",
         num_stages,
@@ -257,8 +257,8 @@ def forward_only(num_stages: int, num_microbatches: int, chunks: int = 1) -> Sch
       device 1  .  F0 F1 F2 F3 .
       device 2  .  .  F0 F1 F2 F3
     """
-    check_sizes(num_stages, num_microbatches)
-    check_positive_int("chunks", chunks)
+    num_stages, num_microbatches = as_sizes(num_stages, num_microbatches)
+    chunks = as_positive_int("chunks", chunks)
     # Without backwards there is nothing to alternate with: all forwards, in the order of groups.
     groups = _group_microbatches(num_stages, num_microbatches)
     return schedule_from_orders(
@@ -318,11 +318,12 @@ def make_schedule(
     return _GENERATORS[name](num_stages, num_microbatches, chunks)
 
 
-def _check_chunks(chunks: int, instead: str) -> None:
-    """Raises for one chunk, which is a schedule with another name."""
-    check_positive_int("chunks", chunks)
+def _as_chunks(chunks: int, instead: str) -> int:
+    """Converts a number of chunks; refuses one, which is a schedule with another name."""
+    chunks = as_positive_int("chunks", chunks)
     if chunks < 2:
         raise ValueError(f"chunks must be at least 2, got {chunks}: use {instead}")
+    return chunks
 
 
 def _alternate(
@@ -343,7 +344,7 @@ def _alternate(
 
     where F[k] is the k-th forward of the device, which with chunks need not be of micro-batch k.
     """
-    check_sizes(num_stages, num_microbatches)
+    num_stages, num_microbatches = as_sizes(num_stages, num_microbatches)
 
     def order(device: int) -> Iterator[Action]:
         forwards = _list_forwards(device, num_stages, chunks, groups or [range(num_microbatches)])

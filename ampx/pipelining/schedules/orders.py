@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ampx.checking import check_positive_int
+from ampx.checking import as_positive_int
 from ampx.pipelining.schedules.actions import Action
 from ampx.pipelining.schedules.schedule import Schedule
 
 
-def check_sizes(num_stages: int, num_microbatches: int) -> None:
-    """Raises unless both are positive ints.
+def as_sizes(num_stages: int, num_microbatches: int) -> tuple[int, int]:
+    """Converts the sizes of a schedule to Python's ints.
 
     Raises:
       TypeError: if one is not an int.
       ValueError: if one is not positive.
     """
-    check_positive_int("num_stages", num_stages)
-    check_positive_int("num_microbatches", num_microbatches)
+    return (
+        as_positive_int("num_stages", num_stages),
+        as_positive_int("num_microbatches", num_microbatches),
+    )
 
 
 def schedule_from_orders(

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ampx.checking import check_choice
+from ampx.checking import as_number, as_number_array, check_choice
 from ampx.pipelining.schedules.actions import Action, needs_of, result_of
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.ticks import place_in_lockstep
@@ -90,8 +90,7 @@ def run_schedule(
     """Plays a schedule; see `Schedule.simulate`."""
     check_choice("mode", mode, ("async", "lockstep"))
     costs = _find_costs(schedule.num_stages, forward, backward, input_grad, weight_grad)
-    if not (math.isfinite(communication) and communication >= 0):
-        raise ValueError(f"communication must be a finite time of at least 0, got {communication}")
+    communication = as_number("communication", communication, least=0)
     # What a device computes does not depend on the mode, only when it does. `fsum` rounds once, so
     # equal costs give equal sums, in whatever order a row has them.
     play = _play_async if mode == "async" else _play_lockstep
@@ -151,7 +150,7 @@ def _find_costs(
 
 def _as_cost_per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
     # One number for all stages is broadcast; a list says each.
-    costs = np.asarray(cost, float)
+    costs = as_number_array(name, cost)
     if costs.shape not in ((), (num_stages,)):
         raise ValueError(
             f"{name} must be one number, or one for each of the {num_stages} stages of the model, "

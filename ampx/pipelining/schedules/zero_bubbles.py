@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampx.pipelining.schedules.actions import Action, parse_action
-from ampx.pipelining.schedules.orders import check_sizes, schedule_from_orders
+from ampx.pipelining.schedules.orders import as_sizes, schedule_from_orders
 from ampx.pipelining.schedules.schedule import Schedule
 
 
@@ -55,7 +55,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
       device 1  .  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
       device 2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
     """
-    check_sizes(num_stages, num_microbatches)
+    num_stages, num_microbatches = as_sizes(num_stages, num_microbatches)
 
     def order(device: int) -> Iterator[Action]:
         # The order of 1F1B with `I` in the place of `B`, and behind each `I` the `W` of the
@@ -105,7 +105,7 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
       device 0 (stages 0, 3)  0F0 0F1 .   3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 .   0I1 0W1
       device 1 (stages 1, 2)  .   1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1 .
     """
-    check_sizes(num_stages, num_microbatches)
+    num_stages, num_microbatches = as_sizes(num_stages, num_microbatches)
     # The order is that of a full pipeline; micro-batches that there are not are left out.
     full = max(num_microbatches, 2 * num_stages - 1)
 
