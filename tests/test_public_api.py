@@ -84,6 +84,15 @@ def imports_at_module_level(path):
             nodes.extend(ast.iter_child_nodes(node))
 
 
+def test_only_faces_re_export_names():
+    """A package says what it is in one line; whoever needs a name imports its module."""
+    faces = {*FACES, "ampx.plotting"}
+    for package in PACKAGES:
+        if package not in faces:
+            (doc,) = ast.parse(Path(importlib.import_module(package).__file__).read_text()).body
+            assert "\n" not in ast.literal_eval(doc.value), package
+
+
 @functools.cache
 def import_graph():
     """From each module to the modules of ampx that it imports when it is loaded."""
