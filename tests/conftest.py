@@ -8,7 +8,7 @@ import functools
 import gc
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import hypothesis
 import jax
@@ -59,8 +59,16 @@ hypothesis.settings.register_profile("ampx", deadline=None, derandomize=True, ma
 hypothesis.settings.load_profile("ampx")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m "not slow"`
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample", type=int, metavar="N", help="at most N cases of each parametrized test"
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own look at `-m "not slow"`
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """Marks slow cases, and puts long files first: workers take whole files, and end together.
 
     `slow_but("a", "b")`: of a parametrized test only the cases with these ids are quick.
@@ -72,6 +80,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
     ranks = {name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+    yield
+    if number := config.getoption("--sample"):
+        keep_some_cases(config, items, number)
+
+
+def keep_some_cases(config: pytest.Config, items: list[pytest.Item], number: int) -> None:
+    """Of a test with more cases than `number`, keeps that many, spread over all of them."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = set()
+    for own in cases.values():
+        count = min(number, len(own))
+        kept.update(own[place * len(own) // count] for place in range(count))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
