@@ -17,12 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.internal_test_util import test_harnesses
+from listing import Peer
 
 import ampx
 
 HALVES = ("bfloat16", "float16")
 # What cannot pass: the harness's name, and the reason. A case listed here that passes is an error.
 EXCLUDED: dict[str, str] = {}
+PEERS = (
+    Peer(
+        source="jax",
+        runs="the harnesses of its primitives, all traced under `ampx.autocast` and some run: "
+        "forward, gradients and `vmap`, with autocast inside and outside",
+        cases=lambda: [harness.fullname for harness in test_harnesses.all_harnesses],
+        excluded=EXCLUDED,
+    ),
+)
 
 
 class Form(NamedTuple):
