@@ -73,11 +73,17 @@ def pytest_collection_modifyitems(
 
     `slow_but("a", "b")`: of a parametrized test only the cases with these ids are quick.
     """
+    quick: dict[str, set[str]] = {}  # ids that `slow_but` should meet
     for item in items:
         assert " at 0x" not in item.name, f"{item.name} has another name in each worker: give ids"
-        mark = item.get_closest_marker("slow_but")
-        if mark and item.callspec.id not in mark.args:
-            item.add_marker("slow")
+        if mark := item.get_closest_marker("slow_but"):
+            test = quick.setdefault(item.nodeid.partition("[")[0], set(mark.args))
+            if item.callspec.id not in mark.args:
+                item.add_marker("slow")
+            test.discard(item.callspec.id)
+    if not any("::" in arg for arg in config.args):  # else some cases were not collected
+        if unmet := {test: ids for test, ids in quick.items() if ids}:
+            raise pytest.UsageError(f"slow_but names ids that no case has: {unmet}")
     ranks = {name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
     yield

@@ -80,6 +80,7 @@ def test_getting_started_step_runs() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_pipeline_guide_trains() -> None:
     source = blocks("docs/guides/pipeline.md", "python")[0]
     keys = jax.random.split(jax.random.key(0), 4)

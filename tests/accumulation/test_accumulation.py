@@ -69,6 +69,7 @@ def make_mesh(n, axis_type=AxisType.Auto):
 # --- the loss alone ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("mean-4", "sum-1", "weights-4")
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("normalize", LOSSES)
 def test_the_loss_alone_is_that_of_a_call_with_gradients(normalize, k):
@@ -379,6 +380,13 @@ def test_traced_loss_scale_does_not_retrace():
 # --- devices -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but(
+    "4-1-weights-AxisType.Auto-replicated",
+    "4-4-mean-AxisType.Explicit-varying",
+    "8-2-weights-AxisType.Auto-unchecked",
+    "8-2-weights-AxisType.Explicit-varying",
+    "4-4-mean-AxisType.Auto-replicated",
+)
 @pytest.mark.parametrize("params_are", ["replicated", "varying", "unchecked"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(

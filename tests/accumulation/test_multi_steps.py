@@ -94,6 +94,7 @@ def test_optax_multi_steps_zero_nans():
     assert params_of(run(tx, [0.0, 0.0])) == [0, 0]
 
 
+@pytest.mark.slow_but("float32-float32", "float16-bfloat16", "bfloat16-float32", "float32-float16")
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("grad_dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @jax.numpy_dtype_promotion("standard")  # Adam adds float32 gradients to its half moments

@@ -42,6 +42,7 @@ def sparse_loss(params, batch):
     return loss_of(params["embed"]["table"], params, batch)
 
 
+@pytest.mark.slow_but("1-None-1.0-1e-05", "4-c=f16,o=f32-4096.0-0.002", "8-None-1.0-1e-05")
 @pytest.mark.parametrize(
     "policy, loss_scale, rtol", [(None, 1.0, 1e-5), ("c=f16,o=f32", 2.0**12, 2e-3)]
 )

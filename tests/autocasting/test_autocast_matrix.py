@@ -155,7 +155,13 @@ def assert_close(rounded, exact):
         assert np.linalg.norm(a - b) <= 10 * float(jnp.finfo(HALF).eps) * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "jit",
+    [
+        pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow),
+        pytest.param(jax.jit, id="jit"),
+    ],
+)
 @programs()
 def test_values(program, jit):
     outputs = jit(ampx.autocast(program.fun))(X, W)

@@ -55,6 +55,13 @@ def dtypes_of(tree):
     return {leaf.dtype for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow_but(
+    "MLP, nnx-bfloat16",
+    "MLP, nnx-float16",
+    "CNN with BatchNorm, linen-float16",
+    "transformer, scan + remat-bfloat16",
+    "transformer, scan + remat-float16",
+)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", COMPARED)
 def test_loss_and_gradients_are_close_to_float32(name, half):
@@ -63,6 +70,13 @@ def test_loss_and_gradients_are_close_to_float32(name, half):
     assert of_grads < GRADIENT_BOUNDS[half] * AMPLIFIERS.get(name, 1)
 
 
+@pytest.mark.slow_but(
+    "MLP, nnx-bfloat16",
+    "MLP, nnx-float16",
+    "CNN with BatchNorm, linen-float16",
+    "transformer, scan + remat-bfloat16",
+    "transformer, scan + remat-float16",
+)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", COMPARED)
 def test_loss_gradients_and_state_are_float32(name, half):
@@ -72,6 +86,7 @@ def test_loss_gradients_and_state_are_float32(name, half):
     assert all_finite((value, state, grads))
 
 
+@pytest.mark.slow_but("MLP, nnx", "transformer, scan + remat")
 @pytest.mark.parametrize("name", COMPARED)
 def test_gradients_are_as_good_as_by_hand(name):
     by_hand = computed(MODELS[name].hand_cast(jnp.bfloat16), MODELS[name])
@@ -83,6 +98,12 @@ def test_gradients_are_as_good_as_by_hand(name):
     assert ours < 1.1 * theirs
 
 
+@pytest.mark.slow_but(
+    "MLP, nnx-float16",
+    "CNN with BatchNorm, linen-bfloat16",
+    "transformer, scan + remat-bfloat16",
+    "mixture of experts-float16",
+)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_products_are_in_half_forward_and_backward(name, half):

@@ -348,6 +348,14 @@ def no_plan_outlives_a_mutant():
     transform._make_rewriter.cache_clear()
 
 
+@pytest.mark.slow_but(
+    "06 sums in half",
+    "09 a carry is not pinned",
+    "12 branches differ",
+    "15 no cast",
+    "21 the mask compares halves",
+    "25 ampx.cast is ignored",
+)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=_name)
 def test_a_fault_is_caught(mutant, monkeypatch):
     check = (

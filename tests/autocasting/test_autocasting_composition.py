@@ -44,7 +44,7 @@ def test_sharded_arguments_keep_their_shardings(kind):
     close(grads, jax.grad(layer, (0, 1, 2))(W, B, X))
 
 
-@pytest.mark.slow_but("Auto-True", "Explicit-False")
+@pytest.mark.slow_but("Explicit-False")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_shard_map_forward_and_backward(kind, check_vma):

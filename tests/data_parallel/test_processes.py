@@ -121,6 +121,7 @@ def test_a_process_that_stands_still_ends_the_others():
     assert "stopped sending heartbeats" in waiting.log
 
 
+@pytest.mark.slow
 def test_processes_that_never_end_are_killed():
     with pytest.raises(ProcessesFailed, match="not done within 3 s") as caught:
         run_processes("sleep", 2, timeout=3)

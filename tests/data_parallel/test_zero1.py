@@ -94,6 +94,7 @@ def run(step, state, steps, params=PARAMS, batch=BATCH):
     return params, state, loss
 
 
+@pytest.mark.slow_but("adamw-4", "clip-4", "masters-4", "lamb-2x4")
 @pytest.mark.parametrize(
     "name, mesh_name", [*((name, "4") for name in INNERS), ("lamb", "2x4"), ("clip", "2x4")]
 )
@@ -111,6 +112,7 @@ def test_twenty_steps_equal_the_replicated_optimizer(name, mesh_name):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow_but("vma-Explicit", "no vma-Auto")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
 def test_it_works_on_every_kind_of_mesh(kind, check_vma):

@@ -98,7 +98,7 @@ def test_layers_and_their_moments_are_divided(model) -> None:
 # --- training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_but("stage=2-interleaved")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [

@@ -286,6 +286,7 @@ def test_labels_divide_buffers_among_optimizers():
     close(state.params.tree(), expected.params, 1e-4, 1e-6)
 
 
+@pytest.mark.slow_but("adamw", "novograd", "adamw_int8")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_updates_are_those_of_the_tree_and_a_skipped_one_leaves_every_bit(optimizer):
     params = make_params()
@@ -382,6 +383,7 @@ def sharded(step, mesh, state_specs=REPLICATED):
     )
 
 
+@pytest.mark.slow_but("lamb-False")
 @pytest.mark.parametrize(("optimizer", "overlap"), [("adamw", True), ("lamb", False)])
 def test_four_devices_train_like_one(optimizer, overlap):
     mesh = make_mesh((4,), ("data",))

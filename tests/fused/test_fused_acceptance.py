@@ -118,6 +118,7 @@ EACH = {
 }
 
 
+@pytest.mark.slow_but("float32-lamb", "bfloat16-adamw")
 @pytest.mark.parametrize("name", ["adamw", "lamb", "sgd"])
 @pytest.mark.parametrize("half", ["float32", "bfloat16"])
 def test_deepspeed_many_tensors_are_updated_as_each_alone(name, half):
@@ -139,6 +140,7 @@ BNB = {
 }
 
 
+@pytest.mark.slow_but("adamw", "lamb")
 @pytest.mark.parametrize("name", BNB)
 def test_bnb_twenty_steps_with_the_state_saved_and_loaded_every_four(name):
     """tests/test_optim.py: 1e-6 + 1e-5 relative there, and up to 15 outliers; here none."""

@@ -99,6 +99,7 @@ def jitted(name, max_norm=None, library=fused, loss_scale=dynamic):
 KINDS = {"good": None, "inf": INF, "nan": NAN, "-inf": -INF}
 
 
+@pytest.mark.slow_but("adamw", "partition", "masters", "lion")
 @pytest.mark.parametrize("name", FULL)
 @settings(max_examples=8)
 @given(kinds=st.lists(st.sampled_from([*KINDS, "good"]), min_size=1, max_size=8))
@@ -136,6 +137,7 @@ def test_skips_of_the_update_face_leave_every_bit(name):
 # --- equality with the parts ---------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("adamw-1.0", "partition-1.0", "masters-1.0", "novograd-1.0", "adamw-None")
 @pytest.mark.parametrize(
     "name, max_norm", [*((name, 1.0) for name in FULL), ("adamw", None), ("masters", None)]
 )
@@ -242,6 +244,12 @@ def test_the_whole_tail_needs_no_room_for_an_array():
     assert memory.alias_size_in_bytes >= 3 * 6 * 2**20
 
 
+@pytest.mark.slow_but(
+    "3-float32-inf-counts0",
+    "3-bfloat16-nan-counts2",
+    "8192-float32-nan-counts2",
+    "8192-float16--inf-counts1",
+)
 @pytest.mark.parametrize("value, counts", [(INF, (1, 0)), (-INF, (1, 0)), (NAN, (0, 1))])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("size", [3, 8192])  # XLA's maximum of many numbers on CPUs loses a NaN

@@ -95,6 +95,9 @@ def apply_step(tx, params, state, grads):
     return fused.apply(tx, grads, state, params)[:2]
 
 
+@pytest.mark.slow_but(
+    "masters of groups-scaled", "clip-scaled", "ampx.multi_steps-scaled", "hyperparams-bare"
+)
 @pytest.mark.parametrize(
     "name, around",
     [
@@ -282,6 +285,7 @@ def test_a_train_step_with_a_fused_optimizer_is_the_one_with_optax(name):
     assert_same_training(finite(ours), finite(plain))
 
 
+@pytest.mark.slow_but("loss_scale1-None")
 @pytest.mark.parametrize("loss_scale, max_grad_norm", [(None, 0.1), (dynamic, None)])
 def test_a_train_step_over_devices_is_the_one_with_optax(loss_scale, max_grad_norm):
     mesh = make_mesh((4,), ("data",))

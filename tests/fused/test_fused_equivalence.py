@@ -156,6 +156,7 @@ def test_two_thousand_parameters_are_updated_as_one_array_of_them():
     assert_near(stacked, expected[0])
 
 
+@pytest.mark.slow_but("adamw, all-bfloat16", "lamb, all-float16")
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", ["sgd, nesterov", "adamw, all", "lamb, all", "adadelta, all"])
 def test_half_gradients_of_float32_parameters_lose_nothing(case, half):
@@ -344,6 +345,7 @@ ONE_OF_EACH = ["sgd, nesterov", "adam", "adamw, all", "lamb, all", "adadelta, al
 ONE_OF_EACH += ["adagrad, all", "novograd, all"]
 
 
+@pytest.mark.slow_but("adamw, all", "lamb, all", "sgd, nesterov")
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_checkpoints_go_to_and_from_optax(case, tmp_path):
     tx, plain = build(fused, case), build(optax, case)

@@ -39,6 +39,16 @@ def standard_promotion():
 TRUNCATED = ("adam", "adamw", "lamb", "adagrad")
 
 
+@pytest.mark.slow_but(
+    "sgd-integers",
+    "momentum-floats",
+    "adam-integers",
+    "adamw-small integers",
+    "lamb-integers for floats",
+    "adadelta-floats",
+    "lion-integers",
+    "adagrad-small integers",
+)
 @pytest.mark.parametrize("kind", GRADS)
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_optax(name, kind):
@@ -69,6 +79,7 @@ def test_a_state_keeps_its_dtypes(name):
     assert types_of(tx.update(GRADS["integers"], state, PARAMS)[1]) == types_of(state)
 
 
+@pytest.mark.slow_but("sgd", "adamw", "lamb")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_single_pass_gives_the_same(name):
     """Under a loss scale integers are not unscaled: nothing has multiplied them."""

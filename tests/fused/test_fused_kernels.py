@@ -80,12 +80,30 @@ def both(kernel, fun, *args, num_sums):
     return run
 
 
+@pytest.mark.slow_but(
+    "()-gpu",
+    "()-tpu",
+    "(1,)-tpu ragged",
+    "(7,)-gpu",
+    "(128,)-tpu",
+    "(768,)-tpu ragged",
+    "(1024,)-tpu",
+    "(300, 130)-gpu",
+    "(300, 130)-tpu ragged",
+    "(278011,)-tpu ragged",
+)
 @kernels
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_kernel_equals_plain_jax(kernel, shape):
     check(*both(kernel, adamw, hyperparameters(), *leaf(shape), num_sums=2))
 
 
+@pytest.mark.slow_but(
+    "(2048,)-float32-tpu",
+    "(2048,)-bfloat16-gpu",
+    "(300, 130)-float16-gpu",
+    "(300, 130)-bfloat16-tpu ragged",
+)
 @kernels
 @pytest.mark.parametrize("gradient", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", [(2048,), (300, 130)], ids=str)
@@ -105,6 +123,7 @@ def test_a_skipped_step_keeps_every_bit(kernel, dtype):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow_but("(5,)-tpu", "(1500,)-gpu", "(300, 64)-tpu ragged")
 @kernels
 @pytest.mark.parametrize("shape", [(5,), (1500,), (300, 64)], ids=str)
 def test_sums_without_written_arrays(kernel, shape):

@@ -90,7 +90,7 @@ BYTES = {
 }
 
 
-@pytest.mark.slow_but("split 8 and int8", "stochastic and int8")
+@pytest.mark.slow
 @low_bit
 def test_training_reaches_the_loss_of_float32_in_fewer_bytes(name, float32_loss):
     params, state = trained(LOW_BIT[name](), parameters(name))
@@ -138,6 +138,7 @@ def test_a_skipped_step_keeps_every_bit(name):
     assert_bit_equal(jax.tree.map(np.asarray, (params, state.inner_state)), before)
 
 
+@pytest.mark.slow_but("split 8 and int8", "stochastic")
 @low_bit
 def test_both_faces_give_the_same_parameters(name):
     params = parameters(name)

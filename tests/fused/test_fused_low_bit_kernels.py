@@ -114,7 +114,7 @@ def test_kernels_equal_xla(case, platform, monkeypatch):
     same_but_for_last_bits(actual, by("xla", *args))
 
 
-@pytest.mark.slow_but("stochastic, int8-tpu")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, platform",
     [("int8, float16", "tpu"), ("split 8, int8", "gpu"), ("stochastic, int8", "tpu")],

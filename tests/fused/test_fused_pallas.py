@@ -116,6 +116,7 @@ def count_kernels(monkeypatch):
 # --- equality ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("adamw", "lamb", "novograd", "groups")
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_xla_and_optax(case, monkeypatch):
     calls = count_kernels(monkeypatch)
@@ -126,6 +127,7 @@ def test_kernels_equal_xla_and_optax(case, monkeypatch):
     near(actual, by_optax(CASES[case], normal(0), steps_of()))
 
 
+@pytest.mark.slow_but("adamw-float16", "lamb-bfloat16")
 @pytest.mark.parametrize("param", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", ["adamw", "lamb"])
 def test_half_gradients_and_parameters(case, param):

@@ -44,6 +44,7 @@ def draw(seed, shapes, dtype=jnp.float32, *, leading=()):
     return {name: jnp.asarray(normal(size=leading + s), dtype) for name, s in shapes.items()}
 
 
+@pytest.mark.slow_but("adamw-False", "lamb-True", "masters-False")
 @pytest.mark.parametrize(
     "name, scaled", [*((name, False) for name in OPTIMIZERS), ("lamb", True), ("novograd", True)]
 )
@@ -167,6 +168,7 @@ def test_float16_shards_that_overflow_are_counted_on_all_devices(face):
 # --- meshes under plain jit ----------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("adamw-Explicit", "lamb-Auto", "masters-Explicit")
 @pytest.mark.parametrize(
     "name, kind", [*((name, "Explicit") for name in OPTIMIZERS), ("lamb", "Auto")]
 )

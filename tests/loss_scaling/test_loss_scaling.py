@@ -87,6 +87,7 @@ class Net(nn.Module):
         return nn.Dense(1)(nn.LayerNorm()(nn.Dense(4)(x)))
 
 
+@pytest.mark.slow_but("float16-1024.0")
 @pytest.mark.parametrize("half_dtype, scale", [("bfloat16", 1.0), ("float16", 2.0**10)])
 def test_ascend_lamb_with_decay_mask_from_names(half_dtype, scale):
     """Row A1: LAMB, decay 0.01 but not for LayerNorm and biases, through policy and scale.
@@ -256,6 +257,14 @@ APEX_GRID = list(
 )
 
 
+@pytest.mark.slow_but(
+    "1.0-0.25-10-10",
+    "1.0-0.5-100-100",
+    "2.0-0.25-100-10",
+    "2.0-0.5-10-100",
+    "4.0-0.25-10-100",
+    "4.0-0.5-10-10",
+)
 @pytest.mark.parametrize(
     "growth, backoff, interval, hysteresis", sorted({g[1:] for g in APEX_GRID})
 )
@@ -716,6 +725,7 @@ def test_several_optimizers_share_one_scale_both_ways(bad_group):
 # --- meshes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("inf-1 axis-True", "inf-2 axes-False", "nan-2 axes-True")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("value", [INF, NAN])

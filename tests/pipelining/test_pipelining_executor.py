@@ -97,6 +97,7 @@ def test_the_poison_is_found_where_it_is_read(monkeypatch):
     assert np.isnan(result.loss)
 
 
+@pytest.mark.slow_but("interleaved")
 @pytest.mark.parametrize(
     "schedule",
     [gpipe(4, 3), eager_one_f_one_b(2, 3), interleaved(2, 3), zero_bubble(2, 3)],
@@ -141,6 +142,7 @@ def compiled_temporaries(schedule, width=64, rows=16, **options):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow_but("one_f_one_b-residuals")
 @pytest.mark.parametrize(
     ("make", "stash"),
     [(one_f_one_b, "inputs"), (one_f_one_b, "residuals"), (interleaved, "inputs")],
@@ -231,6 +233,7 @@ def test_axlearn_batch_of_14_in_microbatches_of_2():
     assert_as_sequential(one_f_one_b(4, 7), rows=14)
 
 
+@pytest.mark.slow_but("8")
 @pytest.mark.parametrize("num_microbatches", [4, 8])
 def test_maxtext_circular_pipeline_of_32_layers(num_microbatches):
     assert_as_sequential(

@@ -134,7 +134,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow_but("2 stages, uneven")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_training_goes_on_with_other_stages(name, saved):
     path, state, (expected, expected_losses) = saved

@@ -36,7 +36,7 @@ def gpipe_on(device_of):
     return Schedule("own", rows, device_of, MICROBATCHES).aligned().validate()
 
 
-@pytest.mark.slow_but("even-(3, 1, 0, 2)", "uneven-(0, 0, 1, 1)")
+@pytest.mark.slow_but("uneven-(0, 0, 1, 1)")
 @pytest.mark.parametrize(
     "device_of", [(3, 1, 0, 2), (0, 0, 0, 1), (0, 1, 0), (0, 0, 1, 1)], ids=str
 )
@@ -51,6 +51,7 @@ def test_stages_may_lie_on_any_device(device_of, is_even):
     assert relative_error(found.grads, expected.grads) < 1e-5
 
 
+@pytest.mark.slow_but("(0, 0, 1)")
 @pytest.mark.parametrize("device_of", [(1, 0, 1), (0, 0, 1)], ids=str)
 def test_stages_that_differ_may_lie_on_any_device(device_of):
     widths = (3, 5, 2, 4)
@@ -109,6 +110,7 @@ def test_random_keys_may_travel(schedule):
     np.testing.assert_allclose(found.grads["stages"], jax.grad(loss)(params), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         params = make_params(4, jnp.float64)
@@ -165,6 +167,7 @@ def test_layers_may_make_x_differ_along_another_axis():
     np.testing.assert_allclose(found.grads["stages"], jax.grad(loss)(params), rtol=1e-5)
 
 
+@pytest.mark.slow_but("interleaved", "not divided")
 @pytest.mark.parametrize(
     ("schedule", "layers_per_stage"),
     [

@@ -66,6 +66,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_but("float16, dynamic scale")
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_equal_those_of_one_device(case):
     policy, scale, max_grad_norm, rtol = CASES[case]
@@ -161,6 +162,7 @@ def gradient_functions():
     return grads_of, jax.jit(grads_of), jax.jit(alone)
 
 
+@pytest.mark.slow_but("lamb", "multi_steps")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_need_not_know_of_stages(name):
     grads_of, pipelined, alone = gradient_functions()
@@ -199,6 +201,7 @@ SPOILT = {
 }
 
 
+@pytest.mark.slow_but("float16")
 @pytest.mark.parametrize("name", SPOILT)
 def test_an_overflow_in_any_layer_shard_and_microbatch_is_skipped_everywhere(name):
     policy, gain = SPOILT[name]

@@ -84,6 +84,7 @@ KINDS = ["pytree", "linen", "nnx"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.slow_but("1-linen", "2-pytree", "2-nnx")
 @every_kind
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_skip_holds_everything_but_scale_and_key(kind, num_microbatches):

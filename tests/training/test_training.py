@@ -340,6 +340,7 @@ RATE_SOURCES = {
 }
 
 
+@pytest.mark.slow_but("schedule-window", "injected-", "fused-", "injected, fused-window")
 @pytest.mark.parametrize("window", [None, 2], ids=["", "window"])
 @pytest.mark.parametrize("source", RATE_SOURCES)
 def test_the_rate_is_that_of_the_last_update_whoever_tells_it(source, window):
@@ -563,6 +564,7 @@ def test_clipping_around_a_loss_scale_is_refused():
 # --- precision -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("O0-bfloat16", "O1-float16", "O2-bfloat16", "O3-float16")
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_every_level_trains(level, half):
@@ -581,6 +583,7 @@ def test_every_level_trains(level, half):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow_but("float16-2", "bfloat16-1")
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
 def test_an_o1_step_is_its_parts_put_together(half, num_microbatches):
@@ -702,6 +705,9 @@ def test_settings_are_readable():
 # --- devices -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but(
+    "None-1-True-dynamic", "None-2-False-None", "policy1-1-False-dynamic", "policy1-2-True-dynamic"
+)
 @pytest.mark.parametrize("loss_scale", [None, "dynamic"])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
