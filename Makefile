@@ -1,15 +1,17 @@
 # make demo and make test need only python3 (3.11 or newer), pip and make.
 # Options: PYTHON=python3.12   VENV=.venv-other   ARGS="flags for the command that is run"
+# make test-peers: PIP_ARGS="torch==2.13.0", say, in the place of the newest build for CPUs
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+PIP_ARGS ?= --extra-index-url https://download.pytorch.org/whl/cpu
 
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-gpu mutants lint bench bench-gpu aot docs clean help
+.PHONY: demo test test-all test-peers test-gpu mutants lint bench bench-gpu aot docs clean help
 
 demo: $(VENV)/.ready ## train a small language model in six precisions and compare them
 	$(BIN)/python -m ampx.examples.language_model $(ARGS)
@@ -21,6 +23,9 @@ test: $(VENV)/.ready ## run the tests but for the slow ones: unit tests, doctest
 
 test-all: $(VENV)/.ready ## run all tests: the slow ones too (every notebook, many processes, kernels)
 	$(PYTEST) $(ARGS)
+
+test-peers: $(VENV)/.ready-torch ## run the programs of other libraries, torch's too; installs torch
+	$(PYTEST) tests/peers $(ARGS)
 
 mutants: $(VENV)/.ready ## put faults into the library, one at a time: each must fail a test
 	$(BIN)/python tests/mutants.py $(ARGS)
@@ -52,7 +57,7 @@ clean: ## remove environments, caches and built files
 	find ampx benchmarks docs tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -69,6 +74,11 @@ $(VENV)/.ready: pyproject.toml
 
 $(VENV)/.ready-lint: $(VENV)/.ready
 	@$(INSTALL) -e ".[lint]"
+	@touch $@
+
+# From the package index alone, torch for Linux would bring gigabytes of CUDA.
+$(VENV)/.ready-torch: $(VENV)/.ready
+	@$(INSTALL) -e ".[torch]" $(PIP_ARGS)
 	@touch $@
 
 $(VENV)/.ready-cuda: $(VENV)/.ready

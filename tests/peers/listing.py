@@ -21,6 +21,10 @@ The tests of the file must be strict: every case runs, one that fails must be in
 one in `excluded` that passes fails the test. So what passed is what is left, and can be counted
 without running anything. `test_listing.py` holds all of this in step: each file has its `PEERS`,
 each excluded name is a case, and the page says what the files say.
+
+A library that is not among the tests' own requirements is asked for at the top of its file, by
+`pytest.importorskip`. Where it is missing its tests are skipped, and its lines of the page stay as
+they are.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
+
+import pytest
 
 FOLDER = pathlib.Path(__file__).parent
 PAGE = FOLDER.parents[1] / "docs/peers.md"
@@ -58,19 +64,35 @@ class Peer(NamedTuple):
 
     @property
     def version(self) -> str:
-        return importlib.metadata.version(self.source)
+        return installed_version(self.source)
+
+
+def installed_version(source: str) -> str:
+    """The version of a distribution, without the build: the programs of `2.13.0+cpu` are the same.
+
+    Raises:
+      PackageNotFoundError: if it is not installed.
+    """
+    return importlib.metadata.version(source).partition("+")[0]
+
+
+def list_files() -> list[str]:
+    """The names of the files in this folder that run peers."""
+    return sorted(file.name for file in FOLDER.glob("test_*.py") if file.stem != "test_listing")
 
 
 def read_files() -> Iterator[tuple[str, tuple[Peer, ...]]]:
-    """The name of each file in this folder and its peers.
+    """The name of each file in this folder and its peers; without files whose library is missing.
 
     Raises:
       AttributeError: if a file has no `PEERS`.
-      ImportError: if the library that it runs is not installed.
     """
-    for file in sorted(FOLDER.glob("test_*.py")):
-        if file.stem != "test_listing":
-            yield file.name, importlib.import_module(file.stem).PEERS
+    for file in list_files():
+        try:
+            peers = importlib.import_module(file.removesuffix(".py")).PEERS
+        except pytest.skip.Exception:
+            continue
+        yield file, peers
 
 
 def rows_of(file: str, peer: Peer) -> tuple[str, list[str]]:
@@ -90,18 +112,34 @@ def rows_of(file: str, peer: Peer) -> tuple[str, list[str]]:
 
 
 def tables() -> str:
-    """Both tables of the page."""
-    rows = [rows_of(file, peer) for file, peers in read_files() for peer in peers]
+    """Both tables of the page, with the lines that it has of what is not installed here."""
+    found = dict(read_files())
+    rows, details = [], []
+    for file in list_files():
+        if file in found:
+            own = [rows_of(file, peer) for peer in found[file]]
+            rows += [row for row, _ in own]
+            details += [line for _, lines in own for line in lines]
+        else:
+            rows += shown_lines(lambda cells, file=file: f"`{file}`" in cells)
+    here = {peer.source for peers in found.values() for peer in peers}
+    details += shown_lines(lambda cells: len(cells) == 3 and cells[0] not in {"library", *here})
     lines = [
         "| library | version | file | what is run | cases | pass | excluded |",
         "| --- | --- | --- | --- | ---: | ---: | ---: |",
-        *(row for row, _ in rows),
+        *rows,
         "",
         "| library | why it is excluded | cases |",
         "| --- | --- | --- |",
-        *(line for _, details in rows for line in details),
+        *sorted(details, key=lambda line: line.split(" | ")[0].lower()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def shown_lines(is_wanted: Callable[[list[str]], bool]) -> list[str]:
+    """Lines of the page's tables, chosen by their cells."""
+    cells_of = {line: line.strip("| ").split(" | ") for line in shown_tables().splitlines()}
+    return [line for line, cells in cells_of.items() if "---" not in line and is_wanted(cells)]
 
 
 def shown_tables() -> str:

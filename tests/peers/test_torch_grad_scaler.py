@@ -1,0 +1,307 @@
+"""`torch.amp.GradScaler` beside `ampx.dynamic_loss_scale`, over the same random histories.
+
+Both get the same losses step by step. After each step they must agree on the scale, on the growth
+tracker, on whether the step was skipped, and, bit for bit, on the parameters and the momentum: all
+factors are powers of two, so nothing is rounded on the way that the other does not round.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import scan_flags
+from hypothesis import given
+from listing import Peer
+
+import ampx
+
+torch = pytest.importorskip("torch")
+
+# Where ampx departs from torch on purpose. `test_torch_departs_where_it_is_said_to` shows each.
+EXCLUDED = {
+    "a tracker beyond the interval": "torch compares with ==, so a run that is resumed with a "
+    "shorter interval never grows its scale again; ampx grows it at the next finite step",
+    "a scale below 1 or above 2**24": "torch has no bounds; ampx has min_scale and max_scale",
+    "a growth factor of 1": "torch refuses it; in ampx it is a scale that only falls",
+    "float16 gradients": "torch refuses to unscale them; ampx unscales them in float32",
+    "an infinite parameter": "torch writes what a finite gradient gives; a fused optimizer of ampx "
+    "holds an element that would turn from finite to infinite",
+}
+FORMS = ("optax", "fused", "micro-batches", "multi_steps")
+PEERS = (
+    Peer(
+        source="torch",
+        runs="`torch.amp.GradScaler`, over random histories of finite and other gradients: "
+        "scale, growth tracker, skips, parameters and momenta as of `ampx.dynamic_loss_scale`",
+        cases=lambda: [*FORMS, "saved state", "factors that are no powers of two", *EXCLUDED],
+        excluded=EXCLUDED,
+    ),
+)
+
+# Multiples of these stay normal float32 numbers under all scales below, or become infinite: 2**100
+# times a scale of 2**28. Sums of a few are at most 2**105, so parameters stay finite.
+NUMBERS = (1.0, -0.5, 3.0, 0.0, 2.0**-60, -(2.0**100), math.inf, -math.inf, math.nan)
+GOOD, BAD = NUMBERS[:5], NUMBERS[5:]
+UNBOUNDED = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
+RATE, MOMENTUM = 0.5, 0.5
+START = (np.array([1.0, -2.0], np.float32), np.array([[0.25]], np.float32))
+
+gradient = st.tuples(*[st.sampled_from(GOOD * 4 + BAD)] * 3)
+windows = st.lists(gradient, min_size=2, max_size=2)
+histories = st.lists(windows, min_size=1, max_size=12)
+scales = st.sampled_from([2.0**-4, 1.0, 8.0, 2.0**16, 2.0**20])
+# Each is compiled once: growth_factor, backoff_factor, growth_interval.
+DYNAMICS = [(2.0, 0.5, 1), (2.0, 0.5, 3), (4.0, 0.5, 2), (2.0, 0.25, 4), (4.0, 0.125, 1)]
+dynamics = st.sampled_from(DYNAMICS)
+
+
+def settings_of(dynamics: tuple) -> dict[str, Any]:
+    return dict(zip(("growth_factor", "backoff_factor", "growth_interval"), dynamics, strict=True))
+
+
+class Step(NamedTuple):
+    """What both are compared by after a step."""
+
+    scale: float
+    growth_tracker: int
+    skipped: bool
+    params: list[np.ndarray]
+    momenta: list[np.ndarray]
+
+
+def factors_of(numbers: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Of the loss `sum(factors * params)`: so its gradients are these."""
+    flat = np.asarray(numbers, np.float32)
+    return flat[:2], flat[2:].reshape(1, 1)
+
+
+class TorchRun:
+    """torch's scaler and its SGD."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.params = [torch.nn.Parameter(torch.tensor(array)) for array in START]
+        groups = [{"params": [param]} for param in self.params]
+        self.optimizer = torch.optim.SGD(groups, lr=RATE, momentum=MOMENTUM)
+        self.calls = 0
+        self.optimizer.register_step_pre_hook(self._count)
+        self.scaler = torch.amp.GradScaler("cpu", **settings)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def step(self, window: list) -> Step:
+        """Adds up the gradients of a window of losses, then makes a step."""
+        self.optimizer.zero_grad()
+        for numbers in window:
+            pairs = zip(self.params, map(torch.tensor, factors_of(numbers)), strict=True)
+            loss = sum((param * factors).sum() for param, factors in pairs)
+            self.scaler.scale(loss).backward()
+        before = self.calls
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        traces = [self.optimizer.state[param].get("momentum_buffer") for param in self.params]
+        return Step(
+            self.scaler.get_scale(),
+            self.scaler._get_growth_tracker(),
+            self.calls == before,
+            [param.detach().numpy().copy() for param in self.params],
+            [
+                np.zeros_like(start) if trace is None else trace.numpy().copy()
+                for start, trace in zip(START, traces, strict=True)
+            ],
+        )
+
+
+def loss_fn(params: list, batch: list) -> Any:
+    return sum(jnp.sum(param * factors[0]) for param, factors in zip(params, batch, strict=True))
+
+
+def make(form: str, dynamics: tuple, init_scale: float) -> optax.GradientTransformation:
+    sgd = ampx.fused.sgd if form == "fused" else optax.sgd
+    settings = {**settings_of(dynamics), **UNBOUNDED, "init_scale": init_scale}
+    tx = ampx.dynamic_loss_scale(sgd(RATE, MOMENTUM), **settings)
+    return ampx.multi_steps(tx, 2, normalize="sum") if form == "multi_steps" else tx
+
+
+@functools.cache
+def step_of(form: str, dynamics: tuple, num_microbatches: int) -> Callable:
+    """The compiled step, which is the same for every first scale."""
+    tx = make(form, dynamics, 1.0)
+    grads_of = ampx.value_and_grad(loss_fn, num_microbatches=num_microbatches, normalize="sum")
+
+    @jax.jit
+    def step(params, state, batch):
+        result = grads_of(params, batch, loss_scale=ampx.current_loss_scale(state))
+        updates, state = tx.update(result.grads, state, params)
+        return ampx.apply_updates(params, updates), state
+
+    return step
+
+
+class AmpxRun:
+    """ampx's scale. A window of losses is one call with micro-batches, or as many calls."""
+
+    def __init__(self, form: str, dynamics: tuple, init_scale: float) -> None:
+        self.params = [jnp.asarray(array) for array in START]
+        self.state = make(form, dynamics, init_scale).init(self.params)
+        self.form, self.dynamics = form, dynamics
+
+    def step(self, window: list) -> Step:
+        factors = [np.stack(arrays) for arrays in zip(*map(factors_of, window), strict=True)]
+        calls = len(window) if self.form == "multi_steps" else 1
+        call = step_of(self.form, self.dynamics, len(window) // calls)
+        for number in range(calls):
+            batch = [array[number::calls] for array in factors]
+            self.params, self.state = call(self.params, self.state, batch)
+        scale = ampx.find_loss_scale_state(self.state)
+        return Step(
+            float(scale.loss_scale),
+            int(scale.growth_tracker),
+            bool(scale.overflow),
+            [np.asarray(param) for param in self.params],
+            [np.asarray(trace) for trace in optax.tree.get(self.state, "trace")],
+        )
+
+
+def check_histories(form: str, dynamics: tuple, init_scale: float, history: list) -> None:
+    theirs = TorchRun(init_scale=init_scale, **settings_of(dynamics))
+    ours = AmpxRun(form, dynamics, init_scale)
+    for number, window in enumerate(history):
+        found, expected = ours.step(window), theirs.step(window)
+        assert found[:3] == expected[:3], (number, window)
+        for own, other in zip(found[3] + found[4], expected[3] + expected[4], strict=True):
+            np.testing.assert_array_equal(own, other, err_msg=f"{number}: {window}")
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+@given(dynamics=dynamics, init_scale=scales, history=histories)
+def test_torch_grad_scaler_over_histories(form, dynamics, init_scale, history):
+    check_histories(form, dynamics, init_scale, [window[:1] for window in history])
+
+
+@pytest.mark.parametrize("form", FORMS[2:])
+@given(dynamics=dynamics, init_scale=scales, history=histories)
+def test_torch_grad_scaler_over_windows(form, dynamics, init_scale, history):
+    """The scale stays the same within a window, and one bad loss in it skips the whole of it."""
+    check_histories(form, dynamics, init_scale, history)
+
+
+def test_torch_grad_scaler_goes_on_from_its_saved_state():
+    """A scale and a tracker are all that both keep; ampx takes them over from torch's dict."""
+    theirs = TorchRun(init_scale=8.0, growth_interval=3)
+    theirs.step([(1.0, 1.0, math.inf)])
+    theirs.step([(1.0, 1.0, 1.0)])
+    saved = theirs.scaler.state_dict()
+    ours = AmpxRun("optax", (2.0, 0.5, 3), 1.0)
+    ours.state = ours.state._replace(
+        loss_scale=jnp.float32(saved["scale"]),
+        growth_tracker=jnp.int32(saved["_growth_tracker"]),
+    )
+    for _ in range(4):
+        expected, found = theirs.step([(1.0, 1.0, 1.0)]), ours.step([(1.0, 1.0, 1.0)])
+        assert found[:3] == expected[:3]
+
+
+@given(
+    factors=st.tuples(st.floats(1.01, 3.0), st.floats(0.1, 0.99)),
+    flags=st.lists(st.booleans(), min_size=1, max_size=30),
+)
+def test_torch_grad_scaler_with_factors_that_are_no_powers_of_two(factors, flags):
+    """torch multiplies in float64 and rounds, ampx in float32: 2**-22 a step, for two roundings."""
+    growth, backoff = factors
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=1.0, growth_factor=growth, backoff_factor=backoff, growth_interval=1
+    )
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    tx = ampx.dynamic_loss_scale(
+        optax.sgd(1.0),
+        init_scale=1.0,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=1,
+        powers_of_two=False,
+        **UNBOUNDED,
+    )
+    states = scan_flags(tx, flags)
+    for number, bad in enumerate(flags):
+        scaler.scale(torch.zeros(1))
+        param.grad = torch.full((1,), math.inf if bad else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        found, expected = states.loss_scale[number], scaler.get_scale()
+        np.testing.assert_allclose(found, expected, rtol=(number + 1) * 2.0**-22)
+
+
+def depart_beyond_the_interval() -> None:
+    theirs = TorchRun(init_scale=8.0, growth_interval=2)
+    saved = {**theirs.scaler.state_dict(), "_growth_tracker": 5}
+    theirs.scaler.load_state_dict(saved)
+    ours = AmpxRun("optax", (4.0, 0.5, 2), 8.0)
+    ours.state = ours.state._replace(growth_tracker=jnp.int32(5))
+    assert theirs.step([(1.0, 1.0, 1.0)])[:2] == (8.0, 6)
+    assert ours.step([(1.0, 1.0, 1.0)])[:2] == (32.0, 0)
+
+
+def depart_at_the_bounds() -> None:
+    for init_scale, number, moved in ((1.0, math.inf, 0.5), (2.0**24, 1.0, 2.0**25)):
+        theirs = TorchRun(init_scale=init_scale, growth_interval=1)
+        assert theirs.step([(1.0, 1.0, number)]).scale == moved
+        tx = ampx.dynamic_loss_scale(optax.sgd(1.0), init_scale=init_scale, growth_interval=1)
+        states = scan_flags(tx, [math.isinf(number)])
+        assert states.loss_scale == init_scale
+
+
+def depart_at_float16() -> None:
+    theirs = TorchRun(init_scale=8.0)
+    theirs.params[0].data = theirs.params[0].data.half()
+    with pytest.raises(ValueError, match="unscale FP16"):
+        theirs.step([(1.0, 1.0, 1.0)])
+    tx = ampx.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
+    param = jnp.ones(1, jnp.float16)
+    updates, _ = tx.update(jnp.full(1, 8.0, jnp.float16), tx.init(param), param)
+    assert updates == -1
+
+
+def depart_at_growth_of_one() -> None:
+    with pytest.raises(AssertionError, match="growth factor"):
+        torch.amp.GradScaler("cpu", growth_factor=1.0)
+    tx = ampx.dynamic_loss_scale(optax.sgd(1.0), growth_factor=1.0, growth_interval=1)
+    assert scan_flags(tx, [False]).loss_scale == 2.0**16
+
+
+def depart_at_infinite_parameters() -> None:
+    largest = float(np.finfo(np.float32).max)
+    window = [(largest, largest, 1.0)]
+    theirs = TorchRun(init_scale=1.0)
+    theirs.params[0].data.fill_(-largest)
+    for form, is_held in (("fused", True), ("optax", False)):
+        ours = AmpxRun(form, (2.0, 0.5, 3), 1.0)
+        ours.params[0] = jnp.full_like(ours.params[0], -largest)
+        assert np.all(np.isfinite(ours.step(window).params[0]) == is_held)
+    assert not np.any(np.isfinite(theirs.step(window).params[0]))
+
+
+DEPARTURES = {
+    "a tracker beyond the interval": depart_beyond_the_interval,
+    "a scale below 1 or above 2**24": depart_at_the_bounds,
+    "a growth factor of 1": depart_at_growth_of_one,
+    "float16 gradients": depart_at_float16,
+    "an infinite parameter": depart_at_infinite_parameters,
+}
+
+
+def test_every_departure_is_shown():
+    assert DEPARTURES.keys() == EXCLUDED.keys()
+
+
+@pytest.mark.parametrize("name", DEPARTURES)
+def test_torch_departs_where_it_is_said_to(name):
+    DEPARTURES[name]()
