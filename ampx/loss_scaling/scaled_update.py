@@ -119,14 +119,14 @@ class Judgement(NamedTuple):
       counts: int32[*losses, 2], arrays with an infinity and arrays with a NaN, the same on all
         devices that must agree.
       overflow: bool scalar, whether any count is above zero. Then the step is skipped.
-      seen: numpy bool[*losses], which losses took part, known while tracing.
+      seen: bool[*losses], which losses took part; numpy's where that is known while tracing.
       axes: the mapped axes whose devices must agree.
       norm: float32 scalar, global norm of the unscaled gradients; None if nobody measured it.
     """
 
     counts: jax.Array
     overflow: jax.Array
-    seen: np.ndarray
+    seen: np.ndarray | jax.Array
     axes: tuple[str, ...]
     norm: jax.Array | None = None
 
@@ -185,7 +185,7 @@ def wrap_with_scale(
         # state. All it needs are its arguments, and its result has the same shapes and dtypes
         # whatever the verdict: it is the call to put behind a `lax.cond` on `judgement.overflow`.
         transition = run(settings, call, judgement)
-        return transition.updates, _move(settings.advance, state, judgement, transition)
+        return transition.updates, move_scale(settings.advance, state, judgement, transition)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -224,7 +224,7 @@ def _judge_plain(settings: Settings, call: Call) -> Judgement:
     A verdict from outside is one pair of counts. It cannot tell losses apart, and knows nothing of
     saturation, so with either of these the gradients are looked at again.
     """
-    per_loss = _split_by_loss(call.grads, settings.num_losses)
+    per_loss = split_by_loss(call.grads, settings.num_losses)
     axes = _find_axes(settings, call)
     saturation_dtype = settings.saturation_dtype
     if call.verdict is not None and settings.num_losses == 1 and saturation_dtype is None:
@@ -283,7 +283,7 @@ def _find_axes(settings: Settings, call: Call) -> tuple[str, ...]:
     return axes
 
 
-def _split_by_loss(grads: Any, num_losses: int) -> list[Any]:
+def split_by_loss(grads: Any, num_losses: int) -> list[Any]:
     """The gradient tree of each loss; None for one that was left out."""
     if num_losses == 1:
         return [grads]
@@ -304,7 +304,7 @@ def _split_by_loss(grads: Any, num_losses: int) -> list[Any]:
 def _run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transition:
     """The plain transition: unscale, clip, update, then choose between new and old."""
     state, params, tail = call.state, call.params, call.tail
-    per_loss = _split_by_loss(call.grads, settings.num_losses)
+    per_loss = split_by_loss(call.grads, settings.num_losses)
     grads = _unscale_and_sum(per_loss, state.loss_scale.reshape(settings.num_losses))
     extra_args = dict(call.extra_args)
     if "grad" in extra_args:
@@ -420,7 +420,7 @@ def _is_infinite(norm: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 # --- move ----------------------------------------------------------------------------------------
 
 
-def _move(
+def move_scale(
     advance: Advance, state: LossScaleState, judgement: Judgement, transition: Transition
 ) -> LossScaleState:
     """The state after the step: inner state, scale, counters.

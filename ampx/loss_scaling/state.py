@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from ampx import trees
-from ampx.checking import as_int
+from ampx.checking import as_int, suggest
 from ampx.trees import find_nodes
 from ampx.updates.extra_args import schedule_free_field
 
@@ -62,6 +62,33 @@ class LossScaleState(NamedTuple):
     inner_state: optax.OptState
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
+
+
+class OptimizersState(NamedTuple):
+    """The state of several optimizers that share a loss scale, and skip each for itself.
+
+    It is the `inner_state` of the `LossScaleState`. A *step* is what happens between two moves of
+    the scale: one update, or several of which all but the last say `move_scale=False`. The fields
+    `pending_...` gather what the earlier updates of the step found; a move clears them.
+
+    Attributes:
+      optimizer_skipped: from each optimizer's name to a bool scalar, whether the last update that
+        it took part in was skipped.
+      optimizer_skipped_total: from name to an int32 scalar, its updates skipped so far.
+      pending_found: bool[*losses, 2], whether there was an infinity, and a NaN.
+      pending_seen: bool[*losses], which losses took part.
+      pending_skip: bool scalar, whether any optimizer was skipped.
+      pending_bad_update: bool scalar, whether finite gradients gave an update that was not.
+      inner_states: from name to the state of the optimizer.
+    """
+
+    optimizer_skipped: dict[str, jax.Array]
+    optimizer_skipped_total: dict[str, jax.Array]
+    pending_found: jax.Array
+    pending_seen: jax.Array
+    pending_skip: jax.Array
+    pending_bad_update: jax.Array
+    inner_states: dict[str, optax.OptState]
 
 
 def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
@@ -159,14 +186,19 @@ def _holds_arrays_alone(tree: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
 
 
-def is_skipped(opt_state: optax.OptState) -> jax.Array:
+def is_skipped(opt_state: optax.OptState, optimizer: str | None = None) -> jax.Array:
     """Whether the last update was skipped.
 
     Args:
       opt_state: an optimizer state, however nested.
+      optimizer: of several that share a loss scale, the name of the one that is meant: whether the
+        last update that it took part in was skipped. Without it: whether any was, in this step.
 
     Returns:
       bool scalar; False where the state has no loss scale.
+
+    Raises:
+      ValueError: if there is no optimizer of that name.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -176,10 +208,24 @@ def is_skipped(opt_state: optax.OptState) -> jax.Array:
       True
     """
     state = find_loss_scale_state(opt_state)
-    return jnp.zeros((), bool) if state is None else state.overflow
+    if state is None:
+        return jnp.zeros((), bool)
+    if optimizer is None:
+        return state.overflow
+    inside = state.inner_state
+    skipped = inside.optimizer_skipped if isinstance(inside, OptimizersState) else {}
+    if optimizer not in skipped:
+        known = f"its optimizers are {sorted(skipped)}" if skipped else "it has one optimizer alone"
+        raise ValueError(
+            f"optimizer={optimizer!r} is none of those in this loss scale: {known}"
+            f"{suggest(optimizer, skipped)}"
+        )
+    return jax.tree.leaves(skipped[optimizer])[0]  # flax nnx keeps it in a variable
 
 
-def select_if_finite(opt_state: optax.OptState, new_tree: Any, old_tree: Any) -> Any:
+def select_if_finite(
+    opt_state: optax.OptState, new_tree: Any, old_tree: Any, optimizer: str | None = None
+) -> Any:
     """`new_tree`, or `old_tree` if the last update was skipped.
 
     For whatever must not change on a skip and lives outside the optimizer state: batch statistics,
@@ -190,9 +236,13 @@ def select_if_finite(opt_state: optax.OptState, new_tree: Any, old_tree: Any) ->
       opt_state: the state after the update.
       new_tree: values to keep after a good step.
       old_tree: values to keep after a skip; same structure and shapes, and its dtypes win.
+      optimizer: whose skip it is about, see `ampx.is_skipped`.
 
     Returns:
       One of the two, chosen leaf by leaf on the device.
+
+    Raises:
+      ValueError: if there is no optimizer of that name.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -201,7 +251,7 @@ def select_if_finite(opt_state: optax.OptState, new_tree: Any, old_tree: Any) ->
       >>> ampx.select_if_finite(state, {"step": jnp.array(8)}, {"step": jnp.array(7)})
       {'step': Array(7, dtype=int32, weak_type=True)}
     """
-    return trees.hold(is_skipped(opt_state), new_tree, old_tree)
+    return trees.hold(is_skipped(opt_state, optimizer), new_tree, old_tree)
 
 
 def raise_if_exhausted(opt_state: optax.OptState) -> None:

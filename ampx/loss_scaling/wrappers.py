@@ -15,7 +15,7 @@ which a dynamic scale moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -24,11 +24,15 @@ from jax.typing import DTypeLike
 from ampx.checking import check_transformation
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, as_scale_number, parse_choice
 from ampx.loss_scaling.scaled_update import NonfiniteUpdates, wrap_with_scale
+from ampx.loss_scaling.several_optimizers import run_each, wrap_each_with_scale
 from ampx.updates.extra_args import accept_extra_args
+
+# One optimizer, or several by name.
+Inner = optax.GradientTransformation | Mapping[str, optax.GradientTransformation]
 
 
 def dynamic_loss_scale(
-    inner: optax.GradientTransformation,
+    inner: Inner,
     *,
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
@@ -56,7 +60,11 @@ def dynamic_loss_scale(
     lives outside the optimizer's state the caller has to keep: see `ampx.select_if_finite`.
 
     Args:
-      inner: any optax transformation: clipping, optimizer, schedules.
+      inner: any optax transformation: clipping, optimizer, schedules. Or several by name, as in
+        `{"generator": tx_g, "discriminator": tx_d}`: they share the scale, and each skips for
+        itself. Parameters and gradients are then dicts with the same names. An update may have
+        the gradients of some of them alone; the others stand still. With `move_scale=False` it
+        leaves the scale to a later update of the same step.
       init_scale: first scale.
       growth_factor: factor after `growth_interval` finite steps in a row.
       backoff_factor: factor after an overflow.
@@ -124,7 +132,7 @@ def dynamic_loss_scale(
         on_floor=on_floor,
         powers_of_two=powers_of_two,
     )
-    return wrap_with_scale(
+    return _wrap(inner)(
         inner,
         dynamics.init_scale,
         dynamics.hysteresis,
@@ -137,7 +145,7 @@ def dynamic_loss_scale(
 
 
 def static_loss_scale(
-    inner: optax.GradientTransformation,
+    inner: Inner,
     scale: float,
     *,
     axis_names: Sequence[str] = (),
@@ -148,7 +156,7 @@ def static_loss_scale(
     """Wraps an optimizer with a fixed loss scale. It skips bad steps too, which Apex's does not.
 
     Args:
-      inner: any optax transformation.
+      inner: any optax transformation, or a dict of several: see `dynamic_loss_scale`.
       scale: the factor. Powers of two unscale exactly; others round each gradient.
       axis_names: see `dynamic_loss_scale`.
       num_losses: see `dynamic_loss_scale`; every loss has this scale.
@@ -170,7 +178,7 @@ def static_loss_scale(
       Array([-1.], dtype=float32)
     """
     scale = as_scale_number("scale", scale, powers_of_two=False)
-    return wrap_with_scale(
+    return _wrap(inner)(
         inner,
         scale,
         1,
@@ -182,13 +190,13 @@ def static_loss_scale(
     )
 
 
-def no_loss_scale(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def no_loss_scale(inner: Inner) -> optax.GradientTransformationExtraArgs:
     """The same optimizer, untouched: the off-switch, so that code need not branch.
 
     Nothing is checked or skipped, and the state is the inner state: checkpoints equal optax's.
 
     Args:
-      inner: any optax transformation.
+      inner: any optax transformation, or a dict of several: see `dynamic_loss_scale`.
 
     Returns:
       `inner`, taking extra arguments. `ampx.current_loss_scale` of its state is 1.
@@ -202,13 +210,15 @@ def no_loss_scale(inner: optax.GradientTransformation) -> optax.GradientTransfor
       >>> float(ampx.current_loss_scale(state))
       1.0
     """
+    if isinstance(inner, Mapping):
+        return run_each(inner)
     check_transformation("inner", inner)
     return accept_extra_args(inner)
 
 
 def loss_scale(
     choice: float | str | Callable[..., Any] | None,
-    inner: optax.GradientTransformation,
+    inner: Inner,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Picks a loss scale by one word or number, as a command line gives it.
@@ -217,7 +227,7 @@ def loss_scale(
       choice: None, -1 or `"none"`: no scaling. 0 or `"dynamic"`: `dynamic_loss_scale`. A number
         >= 1, also as a string: `static_loss_scale`. A function that wraps a transformation, such
         as `functools.partial(dynamic_loss_scale, init_scale=2.0**10)`, is called.
-      inner: any optax transformation.
+      inner: any optax transformation, or a dict of several: see `dynamic_loss_scale`.
       **options: passed to the chosen transformation.
 
     Returns:
@@ -247,3 +257,7 @@ def loss_scale(
     if number == 0:
         return dynamic_loss_scale(inner, **options)
     return static_loss_scale(inner, number, **options)
+
+
+def _wrap(inner: Inner) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    return wrap_each_with_scale if isinstance(inner, Mapping) else wrap_with_scale

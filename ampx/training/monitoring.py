@@ -26,7 +26,7 @@ from ampx.checking import as_bool, as_positive_int
 from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.drawing import format_scale
-from ampx.loss_scaling.state import LossScaleState
+from ampx.loss_scaling.state import LossScaleState, OptimizersState
 from ampx.precision.follow_schedule import PrecisionScheduleState
 from ampx.updates.clipping import ClippedState
 
@@ -46,6 +46,7 @@ _FIGURES: dict[type, tuple[str, ...]] = {
         "floor_hits",
         "bad_update_total",
     ),
+    OptimizersState: ("optimizer_skipped", "optimizer_skipped_total"),
     MultiStepsState: (
         "micro_step",
         "gradient_step",
@@ -59,7 +60,11 @@ _FIGURES: dict[type, tuple[str, ...]] = {
     PrecisionScheduleState: ("precision_phase", "steps_seen"),
     optax.InjectStatefulHyperparamsState: ("hyperparams",),
 }
-_LOGGED_AS = {"gradient_norm": "global_norm"}  # as in a `StepReport`
+_LOGGED_AS = {
+    "gradient_norm": "global_norm",  # as in a `StepReport`
+    "optimizer_skipped": "overflow",  # what they are for all optimizers together
+    "optimizer_skipped_total": "skipped_total",
+}
 Path = tuple[str, ...]
 
 
@@ -72,7 +77,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     - of a loss scale: `loss_scale`, `growth_tracker`, `hysteresis_tracker`, `overflow`,
       `skipped_total`, `inf_total`, `nan_total`, `floor_hits` and `bad_update_total`, see
       `ampx.LossScaleState`; the first three and the counts of inf, NaN and floor hits are vectors
-      where there are several losses;
+      where there are several losses; of several optimizers that share it, also `overflow` and
+      `skipped_total` of each, as `"generator/overflow"`;
     - of `ampx.multi_steps`: `micro_step`, `gradient_step`, `weight_sum`, `window_is_bad` and
       `dropped_total`, see `ampx.MultiStepsState`;
     - of `ampx.all_reduce` and `ampx.zero1`: `num_buckets` and `reduced_bytes`, what the last
@@ -112,10 +118,16 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
 def _figures(node: Any, path: Path) -> Iterator[tuple[Path, str, jax.Array]]:
     """Path, name and value of each figure, those of outer states first."""
     for field in _FIGURES.get(type(node), ()):
-        value = getattr(node, field)
-        named = value if isinstance(value, Mapping) else {_LOGGED_AS.get(field, field): value}
-        for name, figure in named.items():
-            yield path, name, jax.tree.leaves(figure)[0]  # flax nnx keeps it in a variable
+        value, name = getattr(node, field), _LOGGED_AS.get(field, field)
+        if isinstance(node, OptimizersState):
+            # As if the optimizer's name stood in the place of the field that holds this state.
+            named = [((*path[:-1], one), name, figure) for one, figure in value.items()]
+        elif isinstance(value, Mapping):
+            named = [(path, own, figure) for own, figure in value.items()]
+        else:
+            named = [(path, name, value)]
+        for where, name, figure in named:
+            yield where, name, jax.tree.leaves(figure)[0]  # flax nnx keeps it in a variable
 
     def has_figures(part: Any) -> bool:
         return part is not node and type(part) in _FIGURES

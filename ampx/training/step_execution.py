@@ -107,6 +107,7 @@ class TrainStep:
 
         Raises:
           TypeError: for an nnx model, which needs an `nnx.Optimizer` in the place of a state.
+          ValueError: for a loss scale of several losses.
         """
         if flax_modules.is_nnx_module(params):
             raise TypeError(
@@ -118,6 +119,7 @@ class TrainStep:
         stored, key, model_state = jax.tree.map(jnp.copy, (stored, key, model_state))
         step = jnp.zeros((), jnp.int32)
         state = TrainState(step, stored, self.tx.init(stored), key, model_state)
+        train_states.check_has_one_loss(state.opt_state)
         state = train_states.separate_buffers(state)
         return train_states.place_beside(params, state)
 
@@ -150,6 +152,7 @@ class TrainStep:
         if key is None and now.key is not None:
             next_key, key = jax.random.split(now.key)
         train_states.check_loss_scale_is_outermost(now.opt_state)
+        train_states.check_has_one_loss(now.opt_state)
         scale = scale_or_one(now.opt_state)  # f32[], held from before this step
         is_nnx = train_states.is_nnx_pair(state)
         model, wrt = (state[0], state[1].wrt) if is_nnx else (None, None)

@@ -212,6 +212,22 @@ def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
             )
 
 
+def check_has_one_loss(opt_state: optax.OptState) -> None:
+    """Refuses a loss scale for several losses, since a step computes one.
+
+    Raises:
+      ValueError: if the state has more than one scale.
+    """
+    state = find_loss_scale_state(opt_state)
+    if state is not None and state.loss_scale.shape:
+        number = state.loss_scale.shape[0]
+        raise ValueError(
+            f"train_step computes one loss, and the loss scale was made with num_losses={number}: "
+            "leave num_losses out, or write the step with an ampx.value_and_grad for each loss and "
+            "tx.update, as in 'Several losses, several optimizers' of the guide on loss scaling"
+        )
+
+
 def apply_to_nnx(
     state: Any, grads: Any, new_rest: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:

@@ -1,0 +1,304 @@
+"""Several optimizers under one loss scale, each of which skips for itself.
+
+Two networks that train each other have one optimizer each, and often one loss scale. If gradients
+of the first overflow, the second may still take its step; the scale falls all the same, since both
+losses were multiplied by it. `torch.amp.GradScaler` does this when several optimizers are stepped
+before one `update()`.
+
+    grads = {"generator": ..., "discriminator": ...}            times the scale S
+                  |                    |
+              judge, unscale,      judge, unscale,              each a loss scale of its own that
+              update or skip       update or skip               never moves (`wrap_with_scale`)
+                  |                    |
+                found A              found B                    bool[*losses, 2]
+                  +-------- or --------+
+                            |
+                  S moves, once for all
+
+An optimizer takes part in an update if there are gradients for it. Networks that train each other
+take turns: the second needs the new parameters of the first. Updates with `move_scale=False` add to
+what was found, and leave the scale to the last one of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from ampx import trees
+from ampx.checking import as_bool, check_state, check_transformation, suggest
+from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite
+from ampx.loss_scaling.scaled_update import (
+    Advance,
+    Judgement,
+    NonfiniteUpdates,
+    Transition,
+    move_scale,
+    split_by_loss,
+    wrap_with_scale,
+)
+from ampx.loss_scaling.state import LossScaleState, OptimizersState
+from ampx.updates.extra_args import accept_extra_args
+
+# These evaluate a loss of all parameters, and an optimizer knows its own alone.
+_OF_ALL_PARAMETERS = ("value_fn", "obj_fn", "grad_fn")
+
+
+def wrap_each_with_scale(
+    optimizers: Mapping[str, optax.GradientTransformation],
+    init_scale: float,
+    hysteresis: int,
+    advance: Advance,
+    *,
+    num_losses: int,
+    axis_names: Sequence[str],
+    saturation_dtype: DTypeLike | None,
+    nonfinite_updates: NonfiniteUpdates,
+) -> optax.GradientTransformationExtraArgs:
+    """One loss scale around several optimizers; arguments as of `wrap_with_scale`."""
+    _check_optimizers(optimizers)
+    scaled = {
+        name: wrap_with_scale(
+            tx,
+            init_scale,
+            hysteresis,
+            lambda state, bad: state,
+            num_losses=num_losses,
+            axis_names=axis_names,
+            saturation_dtype=saturation_dtype,
+            nonfinite_updates=nonfinite_updates,
+        )
+        for name, tx in optimizers.items()
+    }
+
+    def init(params: Any) -> LossScaleState:
+        _check_params(params, scaled, needed=scaled)
+        states: dict[str, Any] = {name: tx.init(params[name]) for name, tx in scaled.items()}
+        shared = next(iter(states.values()))
+        shape = shared.loss_scale.shape
+        inside = OptimizersState(
+            optimizer_skipped={name: jnp.zeros((), bool) for name in scaled},
+            optimizer_skipped_total={name: jnp.zeros((), jnp.int32) for name in scaled},
+            pending_found=jnp.zeros((*shape, 2), bool),
+            pending_seen=jnp.zeros(shape, bool),
+            pending_skip=jnp.zeros((), bool),
+            pending_bad_update=jnp.zeros((), bool),
+            inner_states={name: own.inner_state for name, own in states.items()},
+        )
+        return shared._replace(inner_state=inside)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        verdict: Verdict | None = None,
+        move_scale: bool = True,
+        **extra_args: Any,
+    ) -> tuple[Any, LossScaleState]:
+        check_state("loss_scale", state, LossScaleState)
+        check_state("loss_scale", state.inner_state, OptimizersState)
+        moves = as_bool("move_scale", move_scale)
+        per_loss = split_by_loss(updates, num_losses)
+        for grads in per_loss:
+            if grads is not None:
+                _check_names("gradients", grads, scaled)
+        names = _find_given(per_loss, scaled)
+        if params is not None:
+            _check_params(params, scaled, names)
+        inside: OptimizersState = state.inner_state
+        new_updates: dict[str, Any] = {}
+        skipped, inner_states = dict(inside.optimizer_skipped), dict(inside.inner_states)
+        skipped_total = dict(inside.optimizer_skipped_total)
+        found, skips = inside.pending_found, inside.pending_skip
+        is_bad_update = inside.pending_bad_update
+        for name in names:
+            own_grads = [None if grads is None else grads.get(name) for grads in per_loss]
+            new_updates[name], own = _update_one(
+                scaled[name],
+                tuple(own_grads) if len(per_loss) > 1 else own_grads[0],
+                state._replace(inner_state=inner_states[name]),
+                None if params is None else params[name],
+                verdict=_judge_again(verdict, own_grads),
+                **_for_one(extra_args, own_grads[0]),
+            )
+            inner_states[name], skipped[name] = own.inner_state, own.overflow
+            skipped_total[name] = trees.count_up(skipped_total[name], own.overflow)
+            found |= jnp.stack([own.inf_total, own.nan_total], axis=-1) > 0
+            skips |= own.overflow
+            is_bad_update |= own.bad_update_total > 0
+        seen = inside.pending_seen | _find_seen(per_loss, scaled).reshape(state.loss_scale.shape)
+        inside = OptimizersState(
+            skipped, skipped_total, found, seen, skips, is_bad_update, inner_states
+        )
+        result = _complete(new_updates, params, updates if num_losses == 1 else None)
+        if not moves:
+            return result, state._replace(overflow=skips, inner_state=inside)
+        return result, _move(advance, state, inside)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def run_each(
+    optimizers: Mapping[str, optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+    """Several optimizers without a loss scale, called as `wrap_each_with_scale` is.
+
+    The state is a dict from name to the state of each optimizer.
+    """
+    _check_optimizers(optimizers)
+    plain = {name: accept_extra_args(tx) for name, tx in optimizers.items()}
+
+    def init(params: Any) -> dict[str, optax.OptState]:
+        _check_params(params, plain, needed=plain)
+        return {name: tx.init(params[name]) for name, tx in plain.items()}
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, move_scale: bool = True, **extra_args: Any
+    ) -> tuple[Any, dict[str, optax.OptState]]:
+        as_bool("move_scale", move_scale)  # there is none to move
+        _check_names("gradients", updates, plain)
+        names = _find_given([updates], plain)
+        if params is not None:
+            _check_params(params, plain, names)
+        new_updates, new_states = {}, dict(state)
+        for name in names:
+            new_updates[name], new_states[name] = plain[name].update(
+                updates[name],
+                state[name],
+                None if params is None else params[name],
+                **_for_one(extra_args, updates[name]),
+            )
+        return _complete(new_updates, params, updates), new_states
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _update_one(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    state: LossScaleState,
+    params: Any,
+    **extra_args: Any,
+) -> tuple[Any, LossScaleState]:
+    """Runs one optimizer under its own scale, whose counts are then those of this update alone."""
+    fresh = jax.tree.map(jnp.zeros_like, state._replace(inner_state=()))
+    fresh = fresh._replace(loss_scale=state.loss_scale, inner_state=state.inner_state)
+    updates, new = tx.update(grads, cast(Any, fresh), params, **extra_args)
+    return updates, cast(LossScaleState, new)
+
+
+def _move(advance: Advance, state: LossScaleState, inside: OptimizersState) -> LossScaleState:
+    """The state after the last update of a step, whose findings are in the fields `pending_...`."""
+    judgement = Judgement(
+        inside.pending_found.astype(jnp.int32), inside.pending_skip, inside.pending_seen, axes=()
+    )
+    cleared: dict[str, Any] = {
+        name: jnp.zeros_like(value)
+        for name, value in inside._asdict().items()
+        if name.startswith("pending_")
+    }
+    transition = Transition(
+        None, inside._replace(**cleared), inside.pending_skip, inside.pending_bad_update
+    )
+    return move_scale(advance, state, judgement, transition)
+
+
+def _judge_again(verdict: Verdict | None, own_grads: Sequence[Any]) -> Verdict | None:
+    """A verdict on one optimizer's gradients, over the same axes as that on all of them."""
+    # One pair of counts cannot tell whose gradients were bad.
+    if verdict is None:
+        return None
+    return Verdict(count_nonfinite(own_grads, axis_names=verdict.axes), verdict.axes)
+
+
+def _for_one(extra_args: dict[str, Any], own_grads: Any) -> dict[str, Any]:
+    """The extra arguments that one of several optimizers gets."""
+    own = {name: value for name, value in extra_args.items() if name not in _OF_ALL_PARAMETERS}
+    return {**own, "grad": own_grads} if "grad" in own else own
+
+
+def _complete(new_updates: dict[str, Any], params: Any, grads: Any) -> Any:
+    """Updates for all parameters that were given, in the same kind of mapping.
+
+    Without parameters they are like `grads`, or a dict if that is None.
+    """
+    if params is not None:
+        for name in set(params) - set(new_updates):
+            new_updates[name] = trees.null_updates(jax.tree.map(jnp.asarray, params[name]))
+    model_of = grads if params is None else params
+    if model_of is None:
+        return new_updates
+    # Unflattened, and not built anew: the states of flax nnx are mappings that wrap what is read
+    # out of them. The first part of a leaf's path is the name of its optimizer.
+    leaves = {name: iter(jax.tree.leaves(own)) for name, own in new_updates.items()}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model_of)]
+    names = [trees.path_name(path[:1]) for path in paths]
+    return jax.tree.structure(model_of).unflatten([next(leaves[name]) for name in names])
+
+
+def _find_given(per_loss: Sequence[Any], optimizers: Iterable[str]) -> list[str]:
+    """The names of the optimizers for which any loss has gradients, in the optimizers' order."""
+    given = [
+        name
+        for name in optimizers
+        if any(grads is not None and grads.get(name) is not None for grads in per_loss)
+    ]
+    if not given:
+        raise ValueError(
+            "gradients of no optimizer were given: update takes a dict from the names of those "
+            f"that take part, of {sorted(optimizers)}, to their gradients"
+        )
+    return given
+
+
+def _find_seen(per_loss: Sequence[Any], optimizers: Iterable[str]) -> np.ndarray:
+    """Which losses have gradients for any optimizer; numpy bool[losses]."""
+    return np.array(
+        [
+            grads is not None and any(grads.get(name) is not None for name in optimizers)
+            for grads in per_loss
+        ]
+    )
+
+
+def _check_optimizers(optimizers: Mapping[str, optax.GradientTransformation]) -> None:
+    if not optimizers:
+        raise ValueError(
+            "inner must be an optimizer, or a dict from name to optimizer, got an empty dict"
+        )
+    for name, tx in optimizers.items():
+        if not isinstance(name, str):
+            raise TypeError(f"names in inner must be strings, got {name!r}")
+        check_transformation(f"inner[{name!r}]", tx)
+
+
+def _check_names(what: str, tree: Any, optimizers: Iterable[str]) -> None:
+    """Refuses what is not a mapping from names of optimizers."""
+    names = sorted(optimizers)
+    if not isinstance(tree, Mapping):
+        raise TypeError(
+            f"{what} must be a dict from the names of the optimizers, {names}, got "
+            f"{type(tree).__name__}"
+        )
+    for name in tree:
+        if name not in names:
+            raise ValueError(
+                f"{what} have the name {name!r}, and the optimizers are {names}"
+                f"{suggest(name, names)}"
+            )
+
+
+def _check_params(params: Any, optimizers: Iterable[str], needed: Iterable[str]) -> None:
+    """Refuses parameters that are no mapping, or lack those of the optimizers in `needed`."""
+    _check_names("params", params, optimizers)
+    if missing := sorted(set(needed) - set(params)):
+        raise ValueError(
+            f"params lack those of the optimizers {missing}: give a dict with an entry for each"
+        )
