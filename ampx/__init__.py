@@ -46,9 +46,10 @@ from ampx.loss_scaling.wrappers import (
 )
 from ampx.param_storage.master_weights import MasterWeightsState, master_params, master_weights
 from ampx.precision.follow_schedule import PrecisionScheduleState, follow_schedule, precision_phase
-from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
+from ampx.precision.opt_levels import Recipe, opt_level
 from ampx.precision.policies import Policy, cast_floating, get_policy, is_norm_path, norm_rule
 from ampx.precision.precision_schedules import Phase, PrecisionSchedule, precision_schedule
+from ampx.precision.recipe_names import as_recipe
 from ampx.training.monitoring import metrics, progress_bar
 from ampx.training.step_execution import TrainStep
 from ampx.training.step_reports import StepReport

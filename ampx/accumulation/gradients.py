@@ -53,10 +53,11 @@ from ampx.accumulation.sparse_rows import (
 from ampx.checking import as_bool, as_dtype, as_positive_int, check_callable, check_choice
 from ampx.flat_buffers.flat_params import as_tree, has_flat
 from ampx.mesh_axes import as_axes, fold_in_device, mark_varying, reduced_axes, unreduced_zeros
-from ampx.precision.opt_levels import Recipe, as_recipe
+from ampx.precision.opt_levels import Recipe
 from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
+from ampx.precision.recipe_names import as_recipe
 from ampx.trees import cast_like, map_by_path, wider_dtype
 
 Remainder = Literal["error", "mask"]

@@ -23,8 +23,9 @@ from ampx.pipelining.runtime.models import Model, Stash
 from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.shard_map_program import PipelineGradients
-from ampx.precision.opt_levels import Recipe, as_recipe
+from ampx.precision.opt_levels import Recipe
 from ampx.precision.policies import Policy
+from ampx.precision.recipe_names import as_recipe
 
 
 def value_and_grad(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ from ampx.autocasting.transform import autocast
 from ampx.checking import as_bool, as_dtype, check_callable
 from ampx.flat_buffers.flattening import on_tree
 from ampx.loss_scaling.dynamics import parse_choice
-from ampx.precision.policies import PathRule, Policy, cast_by_path, get_policy, is_norm_path
+from ampx.precision.policies import PathRule, Policy, cast_by_path, is_norm_path
 
 LossScaleChoice = float | Literal["dynamic", "none"] | None
 
@@ -319,41 +318,3 @@ def _refuse_contradictions(level: str, keep_norm: Any, masters: Any) -> None:
         )
     if reason:
         raise ValueError(f"{level} contradicts an override: {reason}")
-
-
-def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
-    """Converts whatever names a precision to a recipe.
-
-    Args:
-      policy: an opt level such as `"O2"`, a string that `ampx.get_policy` reads, such as
-        `"p=f32,c=bf16"`, a `Policy`, a `Recipe`, or None.
-
-    Returns:
-      A `Recipe`; None for None.
-
-    Raises:
-      TypeError: for anything else.
-      ValueError: for an unknown string, or the string of a precision schedule.
-
-    Examples:
-      >>> import ampx
-      >>> print(ampx.as_recipe("c=bf16,o=f32").policy)
-      p=f32,c=bf16,o=f32
-    """
-    if isinstance(policy, str) and "|" in policy:
-        raise ValueError(
-            f"{policy!r} is a precision schedule, which needs more than a string: "
-            f"give ampx.precision_schedule({policy!r}, total_steps=...) or final_loss=..., where "
-            "a schedule is taken"
-        )
-    if isinstance(policy, str):
-        # "00" and "o2" are taken for levels, so that `opt_level` can say what is wrong with them.
-        return opt_level(policy) if re.fullmatch(r"[oO0]\d", policy) else Recipe(get_policy(policy))
-    if isinstance(policy, Policy):
-        return Recipe(policy)
-    if policy is None or isinstance(policy, Recipe):
-        return policy
-    raise TypeError(
-        f"policy must be a Policy, a Recipe, a string such as 'O2' or 'c=bf16', or None, got "
-        f"{policy!r}"
-    )

@@ -26,8 +26,9 @@ import numpy as np
 
 from ampx.checking import as_number, as_positive_int, check_choice
 from ampx.loss_scaling.dynamics import parse_choice
-from ampx.precision.opt_levels import Recipe, as_recipe, opt_level
+from ampx.precision.opt_levels import Recipe, opt_level
 from ampx.precision.policies import Policy
+from ampx.precision.recipe_names import as_recipe
 
 # The fields of "fast|step|0.9": the half type by its first, and by its second (least, most,
 # default) of its third, which is a share of all steps or a ratio of losses.

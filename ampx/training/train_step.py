@@ -28,9 +28,10 @@ from ampx.loss_scaling.wrappers import loss_scale as wrap_loss_scale
 from ampx.mesh_axes import as_axes
 from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.precision.follow_schedule import follow_schedule
-from ampx.precision.opt_levels import Recipe, as_recipe
+from ampx.precision.opt_levels import Recipe
 from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
+from ampx.precision.recipe_names import as_recipe
 from ampx.training.step_execution import TrainStep
 from ampx.trees import find_nodes
 from ampx.updates.clipping import clipped

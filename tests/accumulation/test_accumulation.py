@@ -350,14 +350,14 @@ def test_policy_casts_parameters_and_not_the_batch():
 
 def test_scale_is_applied_to_a_float32_loss():
     """300 * 2**10 is beyond float16: a product in the loss's own dtype would be infinite."""
-    result = ampx.value_and_grad(lambda w, x: jnp.sum(w * x), policy="f16")(
+    result = ampx.value_and_grad(lambda w, x: jnp.sum(w * x), policy="p=f16")(
         jnp.array(300.0), jnp.ones(1, jnp.float16), loss_scale=2.0**10
     )
     assert (result.loss, result.grads) == (300, 2**10)
 
 
 def test_loss_is_finite_where_scaled_gradients_overflow():
-    grads_of = ampx.value_and_grad(lambda w, x: jnp.mean(w * x), policy="f16", num_microbatches=2)
+    grads_of = ampx.value_and_grad(lambda w, x: jnp.mean(w * x), policy="p=f16", num_microbatches=2)
     result = grads_of(jnp.array(3.0), jnp.ones(4, jnp.float16), loss_scale=2.0**24)
     assert result.loss == 3 and jnp.isinf(result.grads)
 

@@ -109,7 +109,7 @@ def test_scaling_outside_of_the_microbatch(num_microbatches):
     def loss_fn(w, x):
         return 1e-8 * jnp.sum((w * x).astype(jnp.float32)) / x.size
 
-    grads_of = ampx.value_and_grad(loss_fn, policy="f16", num_microbatches=num_microbatches)
+    grads_of = ampx.value_and_grad(loss_fn, policy="p=f16", num_microbatches=num_microbatches)
     args = jnp.array(1.0), jnp.ones(4, jnp.float16)
     outside = grads_of(*args).grads * scale / scale
     inside = grads_of(*args, loss_scale=scale).grads / scale

@@ -155,7 +155,7 @@ def test_o1_takes_rules_and_others_refuse_them():
     [
         ("O2", "p=f32,c=bf16,o=f32"),
         ("c=f16,o=f32", "p=f32,c=f16,o=f32"),
-        ("f16", "p=f16,c=f16,o=f16"),
+        ("p=f16", "p=f16,c=f16,o=f16"),
         (ampx.Policy("f16", "f16", "f32"), "p=f16,c=f16,o=f32"),
         (ampx.opt_level("O3", half_dtype="float16"), "p=f16,c=f16,o=f32"),
     ],

@@ -289,7 +289,7 @@ def test_nnx_groups_have_plain_names():
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_overflow_is_reported_with_a_finite_loss(num_microbatches):
     step = ampx.train_step(
-        lambda w, x: jnp.sum(w * x), optax.sgd(1.0), policy="f16", loss_scale=2.0**20,
+        lambda w, x: jnp.sum(w * x), optax.sgd(1.0), policy="p=f16", loss_scale=2.0**20,
         num_microbatches=num_microbatches, normalize="sum",
     )  # fmt: skip
     state = step.init(jnp.array(2.0))

@@ -1,0 +1,72 @@
+"""Words for a precision: those of other libraries mean here what they mean there."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import ampx
+
+# Word: dtype of parameters as stored and as a loss sees them, of a product of matrices, loss scale.
+# By the manuals of Keras (`keras.mixed_precision`), Lightning (`Trainer(precision=...)`) and
+# Accelerate. Autocast leaves parameters alone and casts the operands of products.
+WORDS = {
+    "mixed_float16": ("float32", "float16", "float16", "dynamic"),
+    "mixed_bfloat16": ("float32", "bfloat16", "bfloat16", None),
+    "16-mixed": ("float32", "float32", "float16", "dynamic"),
+    "bf16-mixed": ("float32", "float32", "bfloat16", None),
+    "16-true": ("float16", "float16", "float16", None),
+    "bf16-true": ("bfloat16", "bfloat16", "bfloat16", None),
+    "32-true": ("float32", "float32", "float32", None),
+    "no": ("float32", "float32", "float32", None),
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_step_stores_computes_and_scales_as_the_word_says(word):
+    stored, given, computing, loss_scale = WORDS[word]
+    seen = set()
+
+    def loss_fn(params, x):
+        seen.add(params["w"].dtype.name)
+        product = x.astype(params["w"].dtype) @ params["w"]
+        return jnp.mean(product.astype(jnp.float32) ** 2)
+
+    step = ampx.train_step(loss_fn, optax.sgd(0.1), policy=word)
+    state = step.init({"w": jnp.ones((4, 4))})
+    assert state.params["w"].dtype == stored
+    written = str(jax.make_jaxpr(step)(state, jnp.ones((2, 4))))
+    assert seen == {given}
+    products = re.findall(r"(\w+)\[[\d,]*\] = dot_general", written)
+    short = computing.replace("bfloat", "bf").replace("float", "f")
+    assert products and set(products) == {short}
+    scale = ampx.find_loss_scale_state(state.opt_state)
+    assert (scale is None) == (loss_scale is None)
+    assert scale is None or scale.loss_scale == 2.0**16
+
+
+@pytest.mark.parametrize("word", ["bf16", "bfloat16", "fp16", "float16", "half", "f16"])
+def test_a_half_type_alone_is_refused_with_both_readings(word):
+    with pytest.raises(ValueError, match=f"{word}.*two meanings.*-mixed.*jmp: write 'p=") as error:
+        ampx.train_step(lambda w, x: w, optax.sgd(0.1), policy=word)
+    half = "bfloat16" if word.startswith("b") else "float16"
+    assert f"'mixed_{half}'" in str(error.value)
+    assert ampx.as_recipe(f"p={half}").policy == ampx.get_policy(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("fp8", "eight bits"),
+        ("transformer-engine", "eight bits"),
+        ("mixed_bf16", "did you mean 'mixed_bfloat16'"),
+        ("bf16_mixed", "did you mean 'bf16-mixed'"),
+        ("p=bf17", "did you mean 'bf16'"),
+        ("fast|step", "precision_schedule"),
+    ],
+)
+def test_other_words_are_refused(word, message):
+    with pytest.raises(ValueError, match=message):
+        ampx.as_recipe(word)
