@@ -27,8 +27,9 @@ def plot_training(
     """Draws loss curves and, below them, the loss scale with every skipped step marked.
 
     The curves are drawn from wide to narrow, so that runs which agree show as one striped line. A
-    run whose loss stops being finite ends in a cross. Where a run follows a precision schedule, a
-    dashed line marks each change of its phase.
+    run whose loss stops being finite ends in a cross. The losses of the runs that learn fill the
+    panel; a run that ends above where it began may leave it, and a label says where. Where a run
+    follows a precision schedule, a dashed line marks each change of its phase.
 
     Args:
       histories: from a run's name to what it reported: a list of `StepReport`, one report whose
@@ -81,8 +82,10 @@ def plot_training(
     _name_switches(loss_axes, [run.phase for run in runs.values()])
 
     # Ends are marked once the limits are known: a loss that has left the picture ends at its top.
-    bottom, top = _limits([run.loss for run in runs.values()])
+    bottom, top = _limits([run.loss for run in runs.values()], width)
     loss_axes.set_ylim(bottom, top)
+    curves = {name: _moving_average(run.loss, width) for name, run in runs.items()}
+    _mark_exits(loss_axes, curves, top)
     for index, run in enumerate(runs.values()):
         _mark_end(loss_axes, run.loss, top, COLORS[index % len(COLORS)])
     loss_axes.set_ylabel("training loss")
@@ -166,17 +169,51 @@ def _draw_loss(axes: Axes, name: str, loss: np.ndarray, width: int, style: dict[
         axes.plot(steps, loss, color=style["color"], linewidth=0.5, alpha=0.2, zorder=1)
 
 
-def _limits(losses: list[np.ndarray]) -> tuple[float, float]:
-    """Where the runs begin and nearly all points lie: a loss that blows up must not flatten all."""
-    values = np.concatenate(losses)
+def _limits(losses: list[np.ndarray], width: int) -> tuple[float, float]:
+    """Where the runs that learn lie: one that blows up must not flatten the others."""
+    learning = [loss for loss in losses if _learns(loss, width)] or losses
+    values = np.concatenate(learning)
     values = values[np.isfinite(values)]
-    first = [loss[0] for loss in losses if np.isfinite(loss[0])]
+    first = [loss[0] for loss in learning if np.isfinite(loss[0])]
     if not values.size:
         return 0.0, 1.0
     # The 2% of the largest losses may lie above the picture, but not where a run begins.
     bottom, top = values.min(), max([np.quantile(values, 0.98), *first])
     margin = 0.05 * (top - bottom) or 0.05
     return float(bottom - margin), float(top + margin)
+
+
+def _learns(loss: np.ndarray, width: int) -> bool:
+    """Whether a run ends below where it began, by the mean of `width` steps at either end."""
+    ends = [part[np.isfinite(part)] for part in (loss[:width], loss[-width:])]
+    return bool(all(end.size for end in ends) and ends[1].mean() <= ends[0].mean())
+
+
+def _mark_exits(axes: Axes, runs: Mapping[str, np.ndarray], top: float) -> None:
+    """Names each curve that has left the picture for good, and tells where and how high it ends."""
+    below = 0
+    for index, (name, curve) in enumerate(runs.items()):
+        finite = np.flatnonzero(np.isfinite(curve))
+        inside = finite[curve[finite] <= top]
+        if not finite.size or curve[finite[-1]] <= top or finite[-1] < len(curve) - 1:
+            continue
+        step = int(inside[-1]) + 2 if inside.size else 1  # the first one above, counted from 1
+        color = COLORS[index % len(COLORS)]
+        axes.plot(step, top, "^", color=color, markersize=7, clip_on=False, zorder=20)
+        is_late = step > len(curve) / 2  # then there is more room on the left
+        axes.annotate(
+            f"{name} leaves at step {step}, ends at {curve[-1]:.3g}",
+            (step, top),
+            xytext=(-6 if is_late else 6, -4 - 11 * below),  # below the last label, in points
+            textcoords="offset points",
+            ha="right" if is_late else "left",
+            va="top",
+            fontsize=8,
+            color=color,
+            bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=0.5),
+            zorder=21,
+        )
+        below += 1
 
 
 def _mark_end(axes: Axes, loss: np.ndarray, top: float, color: str) -> None:

@@ -93,6 +93,33 @@ def test_diverged_run_is_marked_and_flattens_nothing() -> None:
     assert cross.get_xydata().tolist() == [[3, top]]
 
 
+def test_runs_that_blow_up_leave_the_picture_of_those_that_learn() -> None:
+    """However many they are: of five runs two, for more than half of their steps."""
+    steps = np.arange(200)
+    learns = 1.5 + 2 * np.exp(-steps / 40)
+    explodes = np.where(steps < 50, learns, learns * np.exp((steps - 50) / 20))
+    jumps = np.where(steps < 150, learns, 90.0)
+    histories = {name: {"loss": learns} for name in ("O0", "O1", "O2")}
+    losses, _ = plot_training(
+        {**histories, "explodes": {"loss": explodes}, "jumps": {"loss": jumps}}, smoothing=1
+    )
+    bottom, top = losses.get_ylim()
+    assert bottom < learns.min() < learns.max() < top < 4
+    texts = [text.get_text() for text in losses.texts]
+    first = int(np.flatnonzero(explodes[60:] > top)[0]) + 61
+    assert texts == [
+        f"explodes leaves at step {first}, ends at {explodes[-1]:.3g}",
+        "jumps leaves at step 151, ends at 90",
+    ]
+    marks = [line.get_xydata()[0] for line in losses.lines if line.get_marker() == "^"]
+    np.testing.assert_allclose(marks, [(first, top), (151, top)])
+
+
+def test_a_picture_of_a_diverged_run_alone_shows_it_whole() -> None:
+    losses, _ = plot_training({"O3": {"loss": [1.0, 2.0, 90.0]}}, smoothing=1)
+    assert losses.get_ylim()[1] > 80
+
+
 @pytest.mark.parametrize("loss", [[np.nan, np.nan], [2.0, 2.0], [1.0]])
 def test_losses_without_a_range_are_drawn(loss, tmp_path) -> None:
     losses, _ = plot_training({"run": {"loss": loss}})
