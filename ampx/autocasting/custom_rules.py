@@ -47,16 +47,32 @@ def make_function(eqn: Any, parent: Any, body: Jaxpr, run_autocast: RunAutocast)
       body: the jaxpr of the function, rewritten; its types are those the new function works on.
       run_autocast: runs a function under the same autocast.
     """
-    call = _CustomCall(
+    call = _describe_call(eqn, parent, body, run_autocast)
+    if eqn.primitive.name == "custom_jvp_call":
+        return _make_with_jvp(call)
+    return _make_with_vjp(call, eqn.params["num_consts"])
+
+
+def make_differentiable(eqn: Any, parent: Any, body: Jaxpr, run_autocast: RunAutocast) -> Any:
+    """The function of any equation as a custom_vjp, whose rule is that of JAX under autocast.
+
+    Args:
+      eqn: the equation as it was traced.
+      parent: the jaxpr that holds it.
+      body: what takes its place where nobody differentiates it.
+      run_autocast: runs a function under the same autocast.
+    """
+    return _make_with_vjp(_describe_call(eqn, parent, body, run_autocast), num_consts=0)
+
+
+def _describe_call(eqn: Any, parent: Any, body: Jaxpr, run_autocast: RunAutocast) -> _CustomCall:
+    return _CustomCall(
         building.as_function(eqn, parent),
         [atom.aval for atom in eqn.invars],
         [out.aval for out in eqn.outvars],
         body,
         run_autocast,
     )
-    if eqn.primitive.name == "custom_jvp_call":
-        return _make_with_jvp(call)
-    return _make_with_vjp(call, eqn.params["num_consts"])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: JAX hashes functions

@@ -4,6 +4,7 @@ A decision starts from the precision that the rule asks for. The operands can st
 
     rule            half if                                        otherwise
     half            the program asks for no other precision        float32
+    half_to_float32 the same; the result is float32 all the same   float32
     float32         never                                          float32
     widest, pass    some operand votes half and none objects       float32
     opaque          never                                          the dtypes it was traced with
@@ -83,6 +84,10 @@ def decide(
         return decide_float32(eqn, values, "a sum over an axis of vmap")
     if precision == "half":
         return _decide_requested_half(eqn, values, rule, half)
+    if precision == "half_to_float32":
+        decision = _decide_requested_half(eqn, values, rule, half)
+        outputs = tuple(COMPUTED if value.half else value for value in decision.outputs)
+        return decision._replace(outputs=outputs)
     # A collective or a barrier over a tuple: output i has the dtype of operand i, and operands do
     # not influence each other.
     if name in tables.ONE_TO_ONE and len(eqn.outvars) == len(eqn.invars):
@@ -216,7 +221,7 @@ def _decide_widest(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) ->
             # A scale of 1e-8 is 0 in float16, and a quotient by it infinite. A bias is harmless:
             # what half cannot hold of it would be lost in the sum as well.
             reason = "float32, for the range of a parameter"
-    if not some_half:
+    if not some_half or name in tables.WITHOUT_HALF_FORM:
         return decide_float32(eqn, values, rule)
     if _transpose_sums(eqn):
         fill = eqn.params.get("fill_value")  # of a gather, for indices out of bounds

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ampx.autocasting import calls, operations, tables
@@ -114,7 +114,6 @@ class Planner:
             apply_demand(restrict_to_type(atom.aval, known[atom]), demand, is_float32(atom))
             for atom, demand in zip(jaxpr.outvars, demands, strict=True)
         )
-        _warn_of_hidden_functions(jaxpr, decisions)
         input_demands = tuple(readers.get(var, Demand.NONE) for var in jaxpr.invars)
         return Plan(inputs, demands, tuple(decisions), outputs, input_demands, around)
 
@@ -166,7 +165,10 @@ class Planner:
         if tables.DEFAULTS.get(name) == "recurse":
             return calls.decide(self, eqn, values, wanted, rule, inside)
         if precision == "opaque":
-            rule = HIDDEN_FUNCTION if _hides_a_function(eqn) else rule
+            if not _hides_a_function(eqn):
+                rule = name
+            elif rule == name:  # no rule says that float32 is meant
+                rule = HIDDEN_FUNCTION
             return operations.decide_opaque(eqn, rule)
         return operations.decide(eqn, values, precision, rule, self.settings.half_dtype, lift)
 
@@ -183,18 +185,22 @@ class Planner:
         inside = around
         default = tables.DEFAULTS.get(name, "opaque")
         if around.forced is not None:
-            # Inside a promote_function.
+            # Inside a promote_function, or of the backward pass of a product.
             fixed = default in ("opaque", "recurse")
-            return default if fixed else around.forced, f"{around.forced} region", around
+            fixed |= around.forced == "half_to_float32" and default != "half"
+            if fixed:
+                return default, name, around
+            return around.forced, f"{around.forced} region", around
         if not rules.entries:
             return default, name, around
-        index = rules.match(eqn, around)
+        index = rules.match(eqn, around, for_products=default == "half")
         if default == "recurse":
             call = reading.call_name(eqn)
             scopes = (*around.scopes, *source_info.scope_of(eqn), *((call,) if call else ()))
             # A rule that covers a call covers its body: the body's equations inherit its index, and
             # only later rules can decide otherwise.
-            inside = Surroundings(scopes, None, index)
+            of_products = rules.match(eqn, around, for_products=True)
+            inside = Surroundings(scopes, None, index, of_products)
         if index < 0:
             return default, name, inside
         entry = rules.entries[index]
@@ -202,7 +208,7 @@ class Planner:
         # A rule for a module or a function covers all that is inside, except equations that cannot
         # run in another dtype, such as random bits. A rule for these has to name their primitive.
         if default == "opaque" and not by_name and entry.precision != "banned":
-            return default, name, inside
+            return default, entry.description if entry.precision == "float32" else name, inside
         if default == "opaque" and entry.precision != "banned":
             if reading.has_bodies(eqn) or name in tables.DEFAULTS:
                 if entry.precision != "float32":
@@ -221,16 +227,29 @@ def _hides_a_function(eqn: Any) -> bool:
     return (unknown or known) and any(map(is_float32, eqn.invars))
 
 
-def _warn_of_hidden_functions(jaxpr: Any, decisions: Sequence[Decision]) -> None:
-    for eqn, decision in zip(jaxpr.eqns, decisions, strict=True):
+def warn_of_hidden_functions(jaxpr: Jaxpr, plan: Plan) -> None:
+    """Warns of functions that autocast cannot rewrite, once for each place that calls one.
+
+    It looks at a finished plan: on the way to it, a body may be planned many times.
+    """
+    for name, line in dict.fromkeys(_find_hidden_functions(jaxpr, plan)):
+        # Who uses a library cannot change its calls, but can name its primitive in a rule.
+        warnings.warn(
+            f"autocast cannot rewrite the function inside {name} ({line}) and runs it in float32. "
+            f"If float32 is meant, say so by the rule ampx.DEFAULT_RULES.float32({name!r}), given "
+            "as rules=; to run it in half, wrap the call in ampx.half_function",
+            stacklevel=2,
+        )
+
+
+def _find_hidden_functions(jaxpr: Jaxpr, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Finds the primitives that hold one, and the line of each, also inside calls and loops."""
+    for eqn, decision in zip(reading.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True):
         if decision.rule == HIDDEN_FUNCTION:
-            warnings.warn(
-                f"autocast cannot rewrite the function inside {eqn.primitive.name} "
-                f"({source_info.line_of(eqn)}) and runs it in float32: wrap the call in "
-                "ampx.half_function to run it in half, or in ampx.float_function to say that "
-                "float32 is meant",
-                stacklevel=2,
-            )
+            yield eqn.primitive.name, source_info.line_of(eqn)
+        if decision.bodies:
+            for body, body_plan in zip(reading.bodies_of(eqn), decision.bodies, strict=True):
+                yield from _find_hidden_functions(body, body_plan)
 
 
 # A pin is a border's order for the value that crosses it. To the equation that computes the value,
@@ -301,7 +320,8 @@ def _find_operand_demands(
     elif decision.follows and not any(is_float32(out) for out in eqn.outvars):
         demand = Demand.NONE  # a comparison or an argmax takes either
     elif decision.precision == "half" and name in tables.HALF_BY_DEFAULT:
-        demand = Demand.HALF
+        # One with a float32 result gives float32 cotangents, which a half operand would round.
+        demand = Demand.KEEP if decision.gives_float32(eqn) else Demand.HALF
     else:
         demand = Demand.KEEP
     return [demand if is_float32(atom) else Demand.NONE for atom in eqn.invars]

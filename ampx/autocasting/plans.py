@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ampx.autocasting.rules import Rules, Surroundings
+from ampx.autocasting.tables import HALF_BY_DEFAULT
 from ampx.autocasting.values import Demand, Value
 
 
@@ -49,6 +50,14 @@ class Decision(NamedTuple):
     outputs: tuple[Value, ...]
     bodies: tuple[Plan, ...] = ()
     follows: bool = False
+
+    def gives_float32(self, eqn: Any) -> bool:
+        """Whether a matrix product or convolution takes half operands and gives float32."""
+        return (
+            self.precision == "half"
+            and eqn.primitive.name in HALF_BY_DEFAULT
+            and not any(output.half for output in self.outputs)
+        )
 
 
 @dataclasses.dataclass(eq=False)

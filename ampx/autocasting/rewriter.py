@@ -27,6 +27,7 @@ the cotangents of all readers in float32, and they are narrowed once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,8 +36,9 @@ import numpy as np
 
 from ampx.autocasting import custom_rules, tables
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK, tracing_for
-from ampx.autocasting.planner import Planner
+from ampx.autocasting.planner import Planner, warn_of_hidden_functions
 from ampx.autocasting.plans import Decision, Plan, Settings
+from ampx.autocasting.rules import NOWHERE, Surroundings
 from ampx.autocasting.values import (
     IN_HALF,
     Demand,
@@ -77,7 +79,11 @@ class Rewriter:
         return plan.rewritten
 
     def run_autocast(
-        self, fun: Callable[..., Any], avals: Sequence[Any], operands: Sequence[Any]
+        self,
+        fun: Callable[..., Any],
+        avals: Sequence[Any],
+        operands: Sequence[Any],
+        around: Surroundings = NOWHERE,
     ) -> list[Any]:
         """Traces `fun` at `avals`, plans its jaxpr and runs that on `operands`.
 
@@ -97,7 +103,8 @@ class Rewriter:
         with tracing_for(self.settings.half_dtype):
             jaxpr, _ = reading.trace(fun, *avals)
             demands = [Demand.KEEP] * len(reading.open_jaxpr(jaxpr).outvars)
-            plan = self.planner.plan(jaxpr, known, demands)
+            plan = self.planner.plan(jaxpr, known, demands, around)
+            warn_of_hidden_functions(jaxpr, plan)
             return reading.evaluate(self.rewrite(jaxpr, plan), *arrays)
 
 
@@ -155,6 +162,9 @@ class _BodyRewriter:
         if self._is_alias(eqn, decision):
             for source, out, value in zip(eqn.invars, eqn.outvars, decision.outputs, strict=True):
                 self._define(out, self._convert(source, None, eqn), value)
+            return
+        if decision.gives_float32(eqn):
+            self._splice_product(eqn, decision)
             return
         operands = [
             self._convert_operand(eqn, atom, target)
@@ -293,6 +303,30 @@ class _BodyRewriter:
         self.eqns.extend(eqns)
         for out, atom, value in zip(eqn.outvars, atoms, decision.outputs, strict=True):
             self._define(out, atom, value)
+
+    def _splice_product(self, eqn: Any, decision: Decision) -> None:
+        """Puts in a product of half operands whose result is float32, with a rule for gradients.
+
+        Left to JAX, its transposes would multiply the float32 cotangent with a half operand, and
+        those of a convolution would fail. So it gets the rule of a custom_vjp: the transposes as
+        traced in float32, under autocast, where they become products of the same kind. It narrows
+        its operands itself, so that their gradients leave it in float32.
+        """
+        half = self.half
+
+        def product(*operands: Any) -> Any:
+            narrowed = [x.astype(half) if x.dtype == np.float32 else x for x in operands]
+            params = {**eqn.params, "preferred_element_type": np.dtype(np.float32)}
+            return tuple(reading.bind(eqn.replace(params=params), narrowed))
+
+        operands = [self._convert(atom, None, eqn) for atom in eqn.invars]
+        with eqn.ctx.manager:
+            body, _ = reading.trace(product, *(operand.aval for operand in operands))
+        run = functools.partial(
+            self.rewriter.run_autocast, around=Surroundings(forced="half_to_float32")
+        )
+        fun = custom_rules.make_differentiable(eqn, self.opened, body, run)
+        self._insert(eqn, decision, *building.splice_function(fun, operands, eqn))
 
     def _splice(self, eqn: Any, decision: Decision, operands: Sequence[Any]) -> None:
         """Puts in equations that only their own public function can build.

@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.scipy.special
+from jax.typing import DTypeLike
 
 from ampx.autocasting.tables import DEFAULTS, Precision
+from ampx.checking import as_dtype
 from ampx.jaxprs import reading, source_info
 from ampx.jaxprs.reading import Equation
 
@@ -39,12 +41,15 @@ class Surroundings(NamedTuple):
       scopes: names around it, outermost first: scopes (flax module paths) and jitted functions.
       function: file and line of the function that the enclosing jaxpr came from, if known.
       inherited: index of the last rule that matched an enclosing equation, or -1.
+      inherited_by_products: the same for matrix products and convolutions, which rules about their
+        results are for as well.
       forced: the precision that a mark around gives to everything inside, if there is one.
     """
 
     scopes: tuple[str, ...] = ()
     function: tuple[str, int] | None = None
     inherited: int = -1
+    inherited_by_products: int = -1
     forced: Precision | None = None
 
 
@@ -70,8 +75,15 @@ class _Entry:
     label: str = ""
 
     @property
+    def for_products_alone(self) -> bool:
+        """Whether it is for matrix products and convolutions only, wherever they stand inside."""
+        return self.precision == "half_to_float32"
+
+    @property
     def description(self) -> str:
         """The rule as it was written, e.g. `"float32('head')"`."""
+        if self.for_products_alone:
+            return f"half({self.label}, result=float32)"
         return f"{self.precision}({self.label})"
 
     def matches(self, eqn: Equation, around: Surroundings) -> bool:
@@ -154,9 +166,44 @@ class Rules:
 
     entries: tuple[_Entry, ...] = ()
 
-    def half(self, *targets: Any, when: Callable[[Any], bool] | None = None) -> Rules:
-        """Runs the targets in half."""
-        return self._with("half", targets, when)
+    def half(
+        self,
+        *targets: Any,
+        when: Callable[[Any], bool] | None = None,
+        result: DTypeLike | None = None,
+    ) -> Rules:
+        """Runs the targets in half.
+
+        With `result=jnp.float32` their matrix products and convolutions take half operands and
+        give float32 results, as `preferred_element_type=jnp.float32` does for half operands in
+        JAX; in the backward pass, too. The rule then says nothing of other operations inside.
+
+        Args:
+          *targets: what the rule is for.
+          when: the same as a predicate.
+          result: float32, or None for results in half.
+
+        Returns:
+          New rules.
+
+        Raises:
+          TypeError: without any target.
+          ValueError: if `result` is another dtype.
+
+        Examples:
+          >>> import ampx, jax.numpy as jnp
+          >>> rules = ampx.DEFAULT_RULES.half("dot_general", result=jnp.float32)
+          >>> half_product = ampx.autocast(jnp.matmul, rules=rules)
+          >>> half_product(jnp.ones((8, 8)), jnp.ones(8)).dtype.name
+          'float32'
+        """
+        if result is None:
+            return self._with("half", targets, when)
+        if as_dtype("result", result, "floating") != jnp.float32:
+            raise ValueError(
+                f"result must be float32, or be left out for results in half, got {result!r}"
+            )
+        return self._with("half_to_float32", targets, when)
 
     def float32(self, *targets: Any, when: Callable[[Any], bool] | None = None) -> Rules:
         """Runs the targets in float32."""
@@ -170,16 +217,26 @@ class Rules:
         """Refuses to transform a function in which a target appears."""
         return self._with("banned", targets, when)
 
-    def match(self, eqn: Equation, around: Surroundings) -> int:
-        """The index of the last rule that covers an equation, or -1 if none does."""
-        for index in range(len(self.entries) - 1, around.inherited, -1):
-            if self.entries[index].matches(eqn, around):
+    def match(self, eqn: Equation, around: Surroundings, *, for_products: bool) -> int:
+        """The index of the last rule that covers an equation, or -1 if none does.
+
+        Args:
+          eqn: the equation.
+          around: where it stands.
+          for_products: whether to ask for products: for the equation, if it is one, or for those
+            in its body. Some rules are for products alone.
+        """
+        inherited = around.inherited_by_products if for_products else around.inherited
+        for index in range(len(self.entries) - 1, inherited, -1):
+            entry = self.entries[index]
+            if (for_products or not entry.for_products_alone) and entry.matches(eqn, around):
                 return index
-        return around.inherited
+        return inherited
 
     def _with(self, precision: Precision, targets: tuple[Any, ...], when: Any) -> Rules:
         if not targets and when is None:
-            raise TypeError(f"{precision}() needs a target: a name, a function, or when=predicate")
+            method = "half" if precision == "half_to_float32" else precision
+            raise TypeError(f"{method}() needs a target: a name, a function, or when=predicate")
         entries = [_make_entry(precision, target) for target in targets]
         if when is not None:
             if not callable(when):

@@ -24,7 +24,10 @@ import numpy as np
 
 from ampx.jaxprs import primitives
 
-Precision = Literal["half", "float32", "widest", "pass", "recurse", "opaque", "banned"]
+# "half_to_float32" is for products that a user wants with half operands and a float32 result.
+Precision = Literal[
+    "half", "half_to_float32", "float32", "widest", "pass", "recurse", "opaque", "banned"
+]
 # Nearly all the arithmetic of a model. Matrix units take half operands at a multiple of the speed
 # of float32, and add up the products in float32: only operands and the final result are rounded.
 _HALF = "dot_general conv_general_dilated ragged_dot_general"
@@ -56,7 +59,8 @@ _FLOAT32 = " ".join(
         # 2**-8 already a condition of 256 leaves no correct digit.
         "fft cholesky cholesky_update lu qr geqrf geqp3 householder_product ormqr svd eig eigh",
         "schur hessenberg triangular_solve tridiagonal tridiagonal_solve symmetric_product",
-        "custom_linear_solve",
+        # The second is lineax's, by which Optimistix and Diffrax differentiate what they solve.
+        "custom_linear_solve linear_solve",
     )
 )
 # Several operands, which must have one dtype. The widest loses nothing of any of them.
@@ -166,9 +170,9 @@ DEFAULTS: MappingProxyType[str, Precision] = MappingProxyType(
 HALF_BY_DEFAULT = frozenset(_HALF.split())
 # The libraries or jaxprs behind them have no half, so that a user's rule cannot ask for it.
 WITHOUT_HALF_FORM = frozenset(
-    """reduce reduce_window select_and_gather_add igamma_grad_a custom_linear_solve fft cholesky
-    cholesky_update lu qr geqrf geqp3 householder_product ormqr svd eig eigh schur hessenberg
-    triangular_solve tridiagonal tridiagonal_solve symmetric_product""".split()
+    """reduce reduce_window select_and_gather_add igamma_grad_a custom_linear_solve linear_solve
+    fft cholesky cholesky_update lu qr geqrf geqp3 householder_product ormqr svd eig eigh schur
+    hessenberg triangular_solve tridiagonal tridiagonal_solve symmetric_product""".split()
 )
 # They hold functions of the user's that autocast cannot rewrite. To leave these in float32 is safe,
 # but costs the speed that autocast is for, so there is a warning.

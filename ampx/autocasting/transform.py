@@ -24,6 +24,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ampx.autocasting.marks import active_half_dtype, as_written, tracing_for
+from ampx.autocasting.planner import warn_of_hidden_functions
 from ampx.autocasting.plans import Plan, Settings
 from ampx.autocasting.rewriter import Rewriter
 from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
@@ -88,6 +89,7 @@ def trace_and_plan(call: PureCall, settings: Settings, output: Output) -> Traced
     inputs = [describe_input(var.aval) for var in reading.open_jaxpr(jaxpr).invars]
     rewriter = _make_rewriter(settings)
     plan = rewriter.planner.plan(jaxpr, inputs, demands)
+    warn_of_hidden_functions(jaxpr, plan)
     return Traced(jaxpr, plan, rewriter, arrays, jax.tree.structure(shapes))
 
 
