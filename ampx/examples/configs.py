@@ -102,13 +102,10 @@ class Config:
             )
         if self.final_loss is not None and "|" not in self.precision:
             raise ValueError(f"final_loss is for a schedule, not for precision {self.precision}")
-        if self.phases is not None:
-            if self.loss_scale != "policy":
-                raise ValueError(
-                    f"loss_scale={self.loss_scale}: each phase of {self.precision} has its own"
-                )
-            if self.pipeline is not None:
-                raise ValueError(f"precision {self.precision} needs a mesh without stages")
+        if self.phases is not None and self.loss_scale != "policy":
+            raise ValueError(
+                f"loss_scale={self.loss_scale}: each phase of {self.precision} has its own"
+            )
         meshes.check(self.mesh, self.batch_size, self.num_microbatches, self.zero1)
 
     @property

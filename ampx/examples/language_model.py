@@ -149,7 +149,7 @@ def train(
     if mesh is None or config.pipeline is None:
         step, state = meshes.spread(make_step(config, loss_fn), params, mesh)
     else:
-        grads_of = pipelined.make_gradients(model, config.pipeline, mesh, config.recipe)
+        grads_of = pipelined.make_gradients(model, config.pipeline, mesh, config.policy)
         step = make_step(config, grads_of)
         step, state = pipelined.spread(step, pipelined.divide_params(params), mesh)
 

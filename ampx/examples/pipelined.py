@@ -163,7 +163,10 @@ def check_layers(layers: int, schedule: pipelining.Schedule) -> None:
 
 
 def make_gradients(
-    model: nn.Module, schedule: pipelining.Schedule, mesh: Mesh, recipe: ampx.Recipe | None = None
+    model: nn.Module,
+    schedule: pipelining.Schedule,
+    mesh: Mesh,
+    policy: ampx.Recipe | ampx.PrecisionSchedule | None = None,
 ) -> pipelining.PipelineGradients:
     """The loss of `transformer.make_loss` and its gradients, over the stages of a pipeline.
 
@@ -171,7 +174,7 @@ def make_gradients(
       model: a `LanguageModel`.
       schedule: what each device does when.
       mesh: has an axis `stage`, and maybe an axis `data` that batches are split over.
-      recipe: the precision.
+      policy: the precision, or a schedule of precisions.
 
     Returns:
       A function for `ampx.train_step`, of parameters as `divide_params` gives them and of windows.
@@ -220,7 +223,7 @@ def make_gradients(
         axis_name=meshes.STAGE,
         data_axes=meshes.DATA if meshes.DATA in mesh.shape else (),
         mesh=mesh,
-        policy=recipe,
+        policy=policy,
         normalize="mean",
     )
 

@@ -25,6 +25,7 @@ from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.policies import Policy
+from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.precision.recipe_names import as_recipe
 
 
@@ -37,7 +38,7 @@ def value_and_grad(
     axis_name: str,
     data_axes: str | Sequence[str] = (),
     mesh: Mesh | None = None,
-    policy: Policy | Recipe | str | None = None,
+    policy: Policy | Recipe | PrecisionSchedule | str | None = None,
     normalize: Normalize = "weights",
     has_aux: bool = False,
     has_aux_loss: bool = False,
@@ -74,7 +75,8 @@ def value_and_grad(
       data_axes: mesh axes that the batch is split over. Other axes of the mesh are left to the
         compiler, as under `jit`.
       mesh: by default the one of `jax.set_mesh`.
-      policy: see `ampx.value_and_grad`. Parameters are cast once a step.
+      policy: see `ampx.value_and_grad`. Parameters are cast once a step. With a
+        `PrecisionSchedule`, `g` takes the argument `phase=ampx.precision_phase(opt_state)`.
       normalize: see `ampx.value_and_grad`.
       has_aux: whether `last` returns auxiliary output after its value: a tree of numbers.
       has_aux_loss: whether `stage` returns `(x, loss)`: a float32 scalar, such as a router's, in
@@ -145,6 +147,9 @@ def value_and_grad(
     for kind in jax.tree.leaves(aux_reduction):
         check_choice("aux_reduction", kind, ("mean", "sum"))
     check_choice("normalize", normalize, get_args(Normalize))
+    phases = None
+    if isinstance(policy, PrecisionSchedule):
+        phases, policy = policy, policy.recipes[0]
     recipe = as_recipe(policy)
     model = Model(
         first=first,
@@ -177,6 +182,7 @@ def value_and_grad(
     return PipelineGradients(
         schedule=schedule,
         recipe=recipe,
+        precision_schedule=phases,
         model=model,
         axis_name=axis_name,
         data_axes=data,

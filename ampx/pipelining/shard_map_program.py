@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,10 +32,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from ampx import flax_modules
 from ampx.accumulation.microbatches import batch_size, reshape_into_microbatches
 from ampx.accumulation.normalization import as_scale, normalize_sums
 from ampx.accumulation.results import GradResult
+from ampx.checking import as_int
 from ampx.data_parallel.reduction import Reduction
 from ampx.loss_scaling.nonfinite import count_nonfinite
 from ampx.mesh_axes import (
@@ -46,19 +46,15 @@ from ampx.mesh_axes import (
     mark_varying,
     place,
 )
+from ampx.pipelining.model_parts import NO_STATE, PARTS, check_params, make_specs, sum_over_replicas
 from ampx.pipelining.runtime.assembly import assemble, make_stage_parameters
 from ampx.pipelining.runtime.executor import Executor, Totals
 from ampx.pipelining.runtime.layouts import Layout, make_separate_layout, make_stacked_layout
 from ampx.pipelining.runtime.models import Model
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.precision.opt_levels import Recipe
-from ampx.trees import is_floating, path_name
-
-PARTS = ("first", "stages", "last", "shared")
-_NO_STATE = (
-    "a pipeline has no model_state: batch statistics would depend on the order of micro-batches. "
-    "Use LayerNorm, RMSNorm or GroupNorm, or close over frozen statistics"
-)
+from ampx.precision.phase_switch import switch_by_phase
+from ampx.precision.precision_schedules import PrecisionSchedule
 
 
 # Compared and hashed by identity: functions of a model have no other equality, and `jax.jit` caches
@@ -72,7 +68,8 @@ class PipelineGradients:
 
     Attributes:
       schedule: what it runs.
-      recipe: the precision of its stages, or None.
+      recipe: the precision of its stages, or None; with a precision schedule that of phase 0.
+      precision_schedule: the precisions of its stages, one after the other, or None.
       model: the functions of its stages.
       axis_name: the mesh axis of the stages.
       data_axes: the mesh axes that the batch is split over.
@@ -105,6 +102,7 @@ class PipelineGradients:
 
     schedule: Schedule
     recipe: Recipe | None
+    precision_schedule: PrecisionSchedule | None
     model: Model
     axis_name: str
     data_axes: tuple[str, ...]
@@ -137,6 +135,7 @@ class PipelineGradients:
         key: jax.Array | None = None,
         model_state: Any = None,
         wrt: Any = None,
+        phase: jax.Array | int | None = None,
     ) -> GradResult:
         """Computes loss and gradients.
 
@@ -148,6 +147,7 @@ class PipelineGradients:
             that each layer: the same for every schedule and number of stages.
           model_state: not supported.
           wrt: not supported.
+          phase: with a precision schedule, `ampx.precision_phase(opt_state)`.
 
         Returns:
           A `GradResult`: gradients like `params`, float32, still times the loss scale, complete on
@@ -158,21 +158,30 @@ class PipelineGradients:
           ValueError: for a batch, layers or a mesh that the schedule does not divide; for a state.
         """
         if model_state is not None:
-            raise ValueError(_NO_STATE)
+            raise ValueError(NO_STATE)
         if wrt is not None:
             raise TypeError(
                 "a pipeline takes a dict of parameters, not an nnx module, so there is no wrt: "
                 "split the module with nnx.split, and give its state as params['stages']"
             )
-        return self._run(self.model, params, batch, as_scale(loss_scale), key)
+        scale = as_scale(loss_scale)
+        return self._switch(lambda at: at._run(at.model, params, batch, scale, key), phase)
 
-    def value(self, params: Any, batch: Any, *, key: jax.Array | None = None) -> GradResult:
+    def value(
+        self,
+        params: Any,
+        batch: Any,
+        *,
+        key: jax.Array | None = None,
+        phase: jax.Array | int | None = None,
+    ) -> GradResult:
         """Computes the loss alone, by the forward actions of the schedule.
 
         Args:
           params: as above.
           batch: as above.
           key: as above.
+          phase: as above.
 
         Returns:
           A `GradResult` whose `grads` and `verdict` are None.
@@ -181,8 +190,47 @@ class PipelineGradients:
         # Aligned, as there is nothing to wait for where the backwards were.
         rows = tuple(tuple(a for a in row if a and a.kind == "F") for row in self.schedule.rows)
         forward = dataclasses.replace(self.schedule, rows=rows, has_backward=False).aligned()
-        model = dataclasses.replace(self.model, schedule=forward)
-        return self._run(model, params, batch, jnp.ones((), jnp.float32), key)
+        scale = jnp.ones((), jnp.float32)
+
+        def run(at: PipelineGradients) -> GradResult:
+            return at._run(
+                dataclasses.replace(at.model, schedule=forward), params, batch, scale, key
+            )
+
+        return self._switch(run, phase)
+
+    def in_phase(self, number: int) -> PipelineGradients:
+        """The gradients of one phase of the precision schedule, without the others.
+
+        Args:
+          number: of the phase, from 0.
+
+        Raises:
+          IndexError: if there is no such phase.
+        """
+        number = as_int("number", number)
+        recipes = () if self.precision_schedule is None else self.precision_schedule.recipes
+        if not 0 <= number < len(recipes):
+            raise IndexError(f"number must be that of one of {len(recipes)} phases, got {number}")
+        recipe = recipes[number]
+        model = dataclasses.replace(self.model, recipe=recipe)
+        return dataclasses.replace(self, recipe=recipe, model=model, precision_schedule=None)
+
+    def _switch(
+        self, run: Callable[[PipelineGradients], GradResult], phase: jax.Array | int | None
+    ) -> GradResult:
+        """Calls `run` with the gradients of a phase, which the device looks up."""
+        # All devices are in one phase, so all take the same branch, with its exchanges.
+        if self.precision_schedule is not None:
+            phases = range(len(self.precision_schedule.phases))
+            each = [functools.partial(run, self.in_phase(number)) for number in phases]
+            return switch_by_phase(each)(phase=phase)
+        if phase is not None:
+            raise TypeError(
+                "phase belongs to a precision schedule, and this pipeline has none: give one to "
+                "ampx.pipelining.value_and_grad(policy=...)"
+            )
+        return run(self)
 
     def observed(
         self,
@@ -199,7 +247,15 @@ class PipelineGradients:
           batch: as above.
           observe: called while tracing, with the executor that will run the schedule.
           key: as above.
+
+        Raises:
+          ValueError: for a precision schedule, each of whose phases is another program.
         """
+        if self.precision_schedule is not None:
+            raise ValueError(
+                f"the precision schedule '{self.precision_schedule}' has a program for each phase: "
+                "ask for that of one, as in plan(grads_of.in_phase(0), ...)"
+            )
         scale = jnp.ones((), jnp.float32)
         return self._run(self.model, params, batch, scale, key, observe)
 
@@ -215,7 +271,11 @@ class PipelineGradients:
           stages, the rest on every device. So are layers whose number these do not divide, and
           stages that differ.
         """
-        specs = self._make_specs(self._make_layout(self.model, params["stages"]).is_divided)
+        specs = make_specs(
+            self.axis_name,
+            self.param_specs,
+            self._make_layout(self.model, params["stages"]).is_divided,
+        )
         mesh = mesh or self.mesh
         if mesh is None:
             raise ValueError(
@@ -239,19 +299,19 @@ class PipelineGradients:
         observe: Callable[[Executor], None] | None = None,
     ) -> GradResult:
         mesh = self._check_mesh()
-        _check_params(params)
+        check_params(params)
         # A part that is left out is None, a tree without leaves. Half-precision copies are made
         # once a step, outside of the loop: all micro-batches read the same ones.
         parts = {part: params.get(part) for part in PARTS}
         computed = parts if self.recipe is None else self.recipe.half_params(parts)
         layout = self._make_layout(model, computed["stages"])
         self._check_batch(batch)
-        specs = self._make_specs(layout.is_divided)
+        specs = make_specs(self.axis_name, self.param_specs, layout.is_divided)
         kinds = model.kinds(layout)
         # Unchecked, a sum over devices is differentiated as if each of them had a loss of its own,
         # and the gradient of a `psum` is summed again: n devices find n times the gradient. The
         # loss scale is therefore divided by n, and gradients of parameters that all n have are
-        # summed (`_sum_over_replicas`): what the checked mode does by types.
+        # summed (`sum_over_replicas`): what the checked mode does by types.
         own = (self.axis_name, *self.data_axes)
         replicas = () if self.check_vma else tuple(a for a in self._axes if a not in own)
 
@@ -282,7 +342,7 @@ class PipelineGradients:
             if observe is not None:
                 observe(executor)
             result = self._reduce_over_devices(executor.run(), layout)
-            return result._replace(grads=_sum_over_replicas(result.grads, specs, replicas))
+            return result._replace(grads=sum_over_replicas(result.grads, specs, replicas))
 
         # Results: loss, gradients, weight, auxiliary output, state and verdict. All but gradients
         # of the stages are the same on all devices, which `P()` promises and `check_vma` checks.
@@ -337,19 +397,6 @@ class PipelineGradients:
             return make_separate_layout(model.schedule, stages)
         return make_stacked_layout(model.schedule, stages, self.layers_per_stage)
 
-    def _make_specs(self, is_divided: bool) -> dict[str, Any]:
-        # Whole arrays for the ends, a part of the layers for each device. Layers that the devices
-        # do not divide are whole, too; axes behind the first keep what `param_specs` says.
-        specs: dict[str, Any] = dict.fromkeys(PARTS, P()) | {"stages": P(self.axis_name)}
-        specs |= dict(self.param_specs or {})
-        if not is_divided:
-            specs["stages"] = jax.tree.map(
-                lambda spec: P(None, *spec[1:]) if spec[1:] else P(),
-                specs["stages"],
-                is_leaf=is_spec,
-            )
-        return specs
-
     @property
     def _axes(self) -> tuple[str, ...]:
         """All axes that the program maps."""
@@ -392,37 +439,4 @@ class PipelineGradients:
                 f"a batch of {rows} rows is not divisible by {parts * count}, the {count} "
                 f"micro-batches of the schedule times {parts} devices along data_axes="
                 f"{self.data_axes}: choose another number of rows or micro-batches"
-            )
-
-
-def _sum_over_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
-    """Sums gradients over those of the axes along which their parameters are not divided."""
-    if grads is None or not axes:
-        return grads
-
-    # Specs are a prefix of the gradients' tree: one for each part, or finer.
-    def add_up(spec: P, part: Any) -> Any:
-        divided = axes_of_spec(spec)
-        return lax.psum(part, tuple(axis for axis in axes if axis not in divided))
-
-    return jax.tree.map(add_up, specs, grads, is_leaf=is_spec)
-
-
-def _check_params(params: Any) -> None:
-    """Raises unless these are parts of a model, and all of their leaves have gradients."""
-    if not isinstance(params, Mapping) or "stages" not in params or set(params) - set(PARTS):
-        found = list(params) if isinstance(params, Mapping) else type(params).__name__
-        raise TypeError(
-            f"params must be a dict with 'stages' and any of 'first', 'last', 'shared', got {found}"
-        )
-    statistics = flax_modules.find_batch_statistics(dict(params))
-    if statistics is not None:
-        raise ValueError(f"{statistics} is no parameter, and {_NO_STATE}")
-    # Stage programs count on it: of their inputs the first ones, all parameters, are
-    # differentiated.
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
-        if not is_floating(leaf):
-            raise TypeError(
-                f"the parameter {path_name(path)} has dtype {leaf.dtype}, which has no gradient: "
-                "keep it in the batch, or close over it"
             )

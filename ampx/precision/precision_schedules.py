@@ -135,6 +135,10 @@ class PrecisionSchedule:
                 "take O0, O1 and O2, which all store float32, or policies with the same p="
             )
 
+    def __repr__(self) -> str:
+        """The phases in a line, since errors show what they were given."""
+        return f"PrecisionSchedule({str(self)!r})"
+
     def __str__(self) -> str:
         """The phases in a line."""
         parts = []

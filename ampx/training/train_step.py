@@ -130,7 +130,8 @@ def train_step(
             bucket_bytes=bucket_bytes,
             tail_overlap=tail_overlap,
         )
-        policy = loss_fn.recipe  # it decides how parameters are stored
+        # It decides how parameters are stored, and what happens to the loss scale.
+        policy = loss_fn.precision_schedule or loss_fn.recipe
     schedule = None
     if isinstance(policy, PrecisionSchedule):
         # All phases store parameters in one dtype, so any recipe says how.

@@ -395,7 +395,6 @@ def test_no_precision_compares_six(configs_of) -> None:
         ("--precision O2 --final-loss 2", "final_loss is for a schedule, not for precision O2"),
         ("--precision fast|step --loss-scale 128", "each phase of fast|step has its own"),
         ("--precision fast1|step --init-scale 8", "needs a dynamic loss scale, not None"),
-        ("--precision fast|step --mesh stage=2", "needs a mesh without stages"),
         ("--final-loss 2", "--final-loss needs --precision"),
         ("--half float16", "--half needs --precision"),
         ("--loss-scale 128", "--loss-scale needs --precision"),

@@ -122,10 +122,13 @@ def test_a_pipeline_changes_rounding_only(short, model, alone, mesh, schedule) -
 
 
 @pytest.mark.slow
-def test_a_pipeline_keeps_the_precision(short) -> None:
+@pytest.mark.parametrize("precision", ["O2", "fast|step|0.5"])
+def test_a_pipeline_keeps_the_precision(short, precision) -> None:
     """Against the same micro-batches on the same parts of the data, without stages."""
     model = make_model(short, layers=2, width=16, heads=2)
-    half = dict(precision="O2", half="float16", loss_scale="dynamic", init_scale=2.0**24)
+    half = dict(precision=precision, init_scale=2.0**24)
+    if precision == "O2":
+        half |= dict(half="float16", loss_scale="dynamic")
     plain = Config(steps=8, batch_size=8, microbatches=2, mesh="data=2", **half)
     configs = plain, dataclasses.replace(plain, mesh="data=2,stage=2")
     expected, run = (language_model.train(c, corpus=short, model=model) for c in configs)
@@ -133,6 +136,8 @@ def test_a_pipeline_keeps_the_precision(short) -> None:
     np.testing.assert_array_equal(run.history.overflow, expected.history.overflow)
     np.testing.assert_array_equal(run.history.loss_scale, expected.history.loss_scale)
     assert run.skipped > 2
+    if precision != "O2":
+        assert run.history.phase.tolist() == [0] * 4 + [1] * 4
     for leaf, same in zip(jax.tree.leaves(run.state), jax.tree.leaves(expected.state), strict=True):
         assert leaf.dtype == same.dtype
 
