@@ -41,6 +41,8 @@ class PrecisionScheduleState(NamedTuple):
       steps_seen: int32 scalar, steps so far, skipped ones included.
       parked_scale: float32, in the shape of the loss scale: the scale with which the next phase
         with a dynamic one begins, left by the last such phase. A scalar 1 if there is no scale.
+      recent_losses: float32[n], the last finite losses, the newest first, infinite where there was
+        none yet; n is the longest `smoothing` of a phase. Infinite throughout if no loss ends one.
       inner_state: the wrapped transformation's state.
 
     Examples:
@@ -54,6 +56,7 @@ class PrecisionScheduleState(NamedTuple):
     precision_phase: jax.Array
     steps_seen: jax.Array
     parked_scale: jax.Array
+    recent_losses: jax.Array
     inner_state: Any
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
@@ -129,7 +132,9 @@ def follow_schedule(
                 f"the schedule '{schedule}' has phases with a loss scale, but the optimizer has "
                 "none to set: wrap it in ampx.loss_scale(schedule.loss_scale, optimizer)"
             )
-        return PrecisionScheduleState(phase, jnp.copy(phase), parked, inner_state)
+        return PrecisionScheduleState(
+            phase, jnp.copy(phase), parked, schedule.no_losses(), inner_state
+        )
 
     def update(
         updates: Any,
@@ -147,7 +152,10 @@ def follow_schedule(
         about = extra_args if value is None else {**extra_args, "value": value}
         updates, new = inner.update(updates, state.inner_state, params, **about)
         steps_seen = count_up(state.steps_seen)
-        phase = schedule.next_phase(state.precision_phase, steps_seen, value)
+        losses = state.recent_losses
+        if schedule.needs_loss:
+            losses = schedule.remember(losses, value)
+        phase = schedule.next_phase(state.precision_phase, steps_seen, value, losses)
         parked = state.parked_scale
         if isinstance(new, LossScaleState):
             was_dynamic, is_now = (
@@ -163,7 +171,7 @@ def follow_schedule(
             }
             scale = jnp.where(is_now, parked, jnp.asarray(fixed_scales)[phase])
             new = new._replace(loss_scale=scale, **held)
-        return updates, PrecisionScheduleState(phase, steps_seen, parked, new)
+        return updates, PrecisionScheduleState(phase, steps_seen, parked, losses, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

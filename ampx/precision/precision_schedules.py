@@ -8,6 +8,9 @@
 Phases follow each other and never go back. A phase ends by a number of steps, by a loss, or by
 whichever comes first. `precision_schedule` makes the usual schedule of two phases from a string.
 
+The loss of one batch is noisy: the luckiest of many batches lies far below the mean. So a phase may
+wait for the mean loss of its last n steps (`smoothing`), which one batch moves by 1/n.
+
 Who does the rest: `follow_schedule` keeps the phase in the optimizer's state, and `phase_switch`
 calls the gradient function of that phase.
 """
@@ -46,10 +49,14 @@ class Phase:
         first step of training, skipped steps included; None for no such end.
       until_loss: the phase ends after the first step with a loss of at most this; None for no such
         end. With both, the one that comes first ends it.
+      smoothing: for `until_loss`, the number n of steps whose mean loss is compared: the last n
+        steps of training with a finite loss. Before there are n of them the loss ends nothing. 1
+        compares the loss of each batch by itself.
 
     Raises:
       TypeError: for a policy, step or loss of the wrong kind.
-      ValueError: for a step below 1, a loss that is not finite, or an impossible loss scale.
+      ValueError: for a step below 1, a loss that is not finite, a smoothing below 1 or without a
+        loss, or an impossible loss scale.
 
     Examples:
       >>> import ampx
@@ -60,6 +67,7 @@ class Phase:
     policy: Recipe | Policy | str
     until_step: int | None = None
     until_loss: float | None = None
+    smoothing: int = 1
 
     def __post_init__(self) -> None:
         recipe = as_recipe(self.policy)
@@ -73,6 +81,12 @@ class Phase:
         if self.until_loss is not None:
             loss = as_number("until_loss", self.until_loss)
             object.__setattr__(self, "until_loss", loss)
+        object.__setattr__(self, "smoothing", as_positive_int("smoothing", self.smoothing))
+        if self.smoothing > 1 and self.until_loss is None:
+            raise ValueError(
+                f"smoothing={self.smoothing} has no loss to smooth: give until_loss, or leave "
+                "smoothing out"
+            )
 
     @property
     def recipe(self) -> Recipe:
@@ -144,7 +158,9 @@ class PrecisionSchedule:
         parts = []
         for phase in self.phases[:-1]:
             ends = [f"step {phase.until_step}"] if phase.until_step is not None else []
-            ends += [f"loss {phase.until_loss:g}"] if phase.until_loss is not None else []
+            if phase.until_loss is not None:
+                mean = f"mean loss of {phase.smoothing} steps" if phase.smoothing > 1 else "loss"
+                ends.append(f"{mean} {phase.until_loss:g}")
             parts.append(f"{_name(phase.recipe)} until {' or '.join(ends)}")
         last = _name(self.phases[-1].recipe)
         return ", ".join([*parts, f"then {last}"]) if parts else last
@@ -188,8 +204,37 @@ class PrecisionSchedule:
         # Ends by step increase from phase to phase, so the phase is the number of ends behind us.
         return sum(step >= phase.until_step for phase in self.phases[:-1] if phase.until_step)
 
+    def no_losses(self) -> jax.Array:
+        """Makes the losses that are remembered before the first step.
+
+        Returns:
+          float32, infinities: as many as the longest `smoothing` asks for.
+        """
+        # The mean of any of these with finite losses is infinite, and ends nothing: a window that
+        # is not full yet needs no counter.
+        return jnp.full((max(phase.smoothing for phase in self.phases),), jnp.inf, jnp.float32)
+
+    def remember(self, losses: jax.Array, loss: jax.Array | None) -> jax.Array:
+        """Puts the loss of a step in front of those before it, and drops the oldest.
+
+        Args:
+          losses: float32 vector, from `no_losses` or this function.
+          loss: float scalar, of the step just done. One that is not finite is not remembered.
+
+        Returns:
+          float32 vector of the same length.
+        """
+        if loss is None:
+            return losses
+        newest = jnp.asarray(loss, jnp.float32)
+        return jnp.where(jnp.isfinite(newest), jnp.concatenate([newest[None], losses[:-1]]), losses)
+
     def next_phase(
-        self, phase: jax.Array, steps_seen: jax.Array, loss: jax.Array | None
+        self,
+        phase: jax.Array,
+        steps_seen: jax.Array,
+        loss: jax.Array | None,
+        losses: jax.Array,
     ) -> jax.Array:
         """Computes the phase of the step to come.
 
@@ -197,6 +242,7 @@ class PrecisionSchedule:
           phase: int32 scalar, of the step just done.
           steps_seen: int32 scalar, steps done, that one included.
           loss: float scalar, of the step just done; not needed if no loss ends a phase.
+          losses: float32 vector of the last losses, from `remember`, that one included.
 
         Returns:
           int32 scalar, at least `phase`. A phase whose end has come already is left out.
@@ -209,7 +255,8 @@ class PrecisionSchedule:
             if current.until_step is not None:
                 ended |= steps_seen >= current.until_step
             if current.until_loss is not None and loss is not None:
-                ended |= jnp.isfinite(loss) & (loss <= current.until_loss)
+                mean = jnp.mean(losses[: current.smoothing])
+                ended |= jnp.isfinite(loss) & (mean <= current.until_loss)
             phase = phase + ((phase == number) & ended).astype(jnp.int32)
         return phase
 
@@ -219,6 +266,7 @@ def precision_schedule(
     *,
     total_steps: int | None = None,
     final_loss: float | None = None,
+    smoothing: int = 1,
     policy: Recipe | Policy | str = "float32",
     level: Literal["O1", "O2"] = "O2",
 ) -> PrecisionSchedule:
@@ -232,9 +280,13 @@ def precision_schedule(
       total_steps: how many steps training has; for `step`. Step t, counted from 0, is in half
         if t < share * total_steps.
       final_loss: the loss that training is to reach; for `loss`. The first step with a loss of at
-        most ratio * final_loss is the last one in half. The loss of one batch is enough for that,
-        so give a ratio above the noise of a batch.
-      policy: the original precision. It computes in float32, or casts per operation (O1).
+        most ratio * final_loss is the last one in half.
+      smoothing: for `loss`, how many steps' mean loss is compared, see `ampx.Phase`. With 1 the
+        loss of one lucky batch is enough.
+      policy: the original precision, in which training ends. It stores float32 parameters and
+        computes in float32 (`"float32"`, `"O0"`), or casts per operation to a half type as precise
+        as the half phase's: `"O1"` is O1 with the half type of `spec`, which never computes matrix
+        products in float32.
       level: how the half phase computes, `"O2"` or `"O1"`.
 
     Returns:
@@ -257,8 +309,9 @@ def precision_schedule(
     """
     half, trigger, ratio = _parse_fields(spec)
     check_choice("level", level, ("O1", "O2"))
-    original = Phase(policy)
-    _check_original(spec, original.recipe)
+    low = _half_recipe(level, half)
+    original = Phase(_half_recipe("O1", half) if policy == "O1" else policy)
+    _check_original(spec, original.recipe, low)
     needed, useless = ("total_steps", "final_loss")
     if trigger == "loss":
         needed, useless = useless, needed
@@ -267,12 +320,13 @@ def precision_schedule(
         raise ValueError(f"{spec!r} needs {needed}: {_WHAT_FOR[needed]}")
     if given[useless] is not None:
         raise ValueError(f"{useless}={given[useless]} has no meaning for {spec!r}: leave it out")
-    low = opt_level(level, half_dtype=half, loss_scale="dynamic" if half == "float16" else None)
     if total_steps is not None:
         total_steps = as_positive_int("total_steps", total_steps)
         # The share as the decimal that was written, not as the float nearest to it: in floats 0.55
         # of 100 steps is 55.00000000000001, whose ceiling is one step too many.
-        first = Phase(low, until_step=math.ceil(Fraction(str(ratio)) * total_steps))
+        # `smoothing` is handed on to be refused, where there is no loss to smooth.
+        until_step = math.ceil(Fraction(str(ratio)) * total_steps)
+        first = Phase(low, until_step=until_step, smoothing=smoothing)
     else:
         until_loss = ratio * float(as_number("final_loss", final_loss))
         if not until_loss > 0:
@@ -280,7 +334,7 @@ def precision_schedule(
                 f"final_loss must be positive, got {final_loss}: the loss that ends the half phase "
                 "is a ratio of it"
             )
-        first = Phase(low, until_loss=until_loss)
+        first = Phase(low, until_loss=until_loss, smoothing=smoothing)
     return PrecisionSchedule((first, original))
 
 
@@ -321,7 +375,12 @@ def _parse_fields(spec: Any) -> tuple[str, str, float]:
     return _HALVES[half], trigger, ratio
 
 
-def _check_original(spec: str, original: Recipe) -> None:
+def _half_recipe(level: str, half: str) -> Recipe:
+    """A level with this half type: float16 has a dynamic loss scale, bfloat16 needs none."""
+    return opt_level(level, half_dtype=half, loss_scale="dynamic" if half == "float16" else None)
+
+
+def _check_original(spec: str, original: Recipe, low: Recipe) -> None:
     """Refuses an original precision that is itself a low one."""
     if original.policy.compute_dtype != jnp.float32:
         raise ValueError(
@@ -333,6 +392,20 @@ def _check_original(spec: str, original: Recipe) -> None:
         raise ValueError(
             f"policy={_name(original)} stores parameters in {original.policy.param_dtype} and "
             f"contradicts {spec!r}: the half phase needs them in float32, as p=f32"
+        )
+    if original.autocast_dtype is None:
+        return
+    # Of the half types float16 is the more precise one, with 11 significant bits to bfloat16's 8.
+    half = low.autocast_dtype or low.policy.compute_dtype
+    if original.autocast_dtype == jnp.bfloat16 and half == jnp.float16:
+        raise ValueError(
+            f"policy={_name(original)} is less precise than the float16 of {spec!r}, which returns "
+            "to it: take 'float32', or 'O1', which is O1 float16 here"
+        )
+    if (original.autocast_dtype, original.rules) == (low.autocast_dtype, low.rules):
+        raise ValueError(
+            f"policy={_name(original)} is what the half phase of {spec!r} with level='O1' computes "
+            "in, so nothing would ever change: take policy='float32', or level='O2'"
         )
 
 

@@ -109,15 +109,14 @@ def test_the_switch_is_exact_inside_a_scan_of_steps(length):
 
 def test_levels_of_both_phases():
     params, batches = data()
-    schedule = ampx.precision_schedule("fast|step|0.6", total_steps=STEPS, level="O1", policy="O1")
-    assert str(schedule) == "O1 float16 until step 5, then O1 bfloat16"
+    schedule = ampx.precision_schedule("fast|step|0.6", total_steps=STEPS, policy="O1")
+    assert str(schedule) == "O2 float16 until step 5, then O1 float16"
     step = ampx.train_step(loss_fn, optax.adamw(0.01), policy=schedule, loss_scale=dynamic)
     state, reports = run(step, step.init(params), batches)
     texts = [
         str(jax.make_jaxpr(step.in_phase(number))(state, rows(batches, 0))) for number in range(2)
     ]
-    assert ["f16[" in text.replace("bf16[", "") for text in texts] == [True, False]
-    assert "bf16[" in texts[1]
+    assert all("f16[" in text and "bf16[" not in text for text in texts)
     # O1's own recipe has a dynamic scale, too, which goes on from where it was.
     assert reports.loss_scale.tolist() == [2.0**10] * 3 + [2.0**11] * 3 + [2.0**12] * 2
 
@@ -184,6 +183,57 @@ def test_the_first_step_with_the_loss_is_the_last_in_half():
 def test_a_loss_that_is_not_finite_ends_nothing():
     schedule = ampx.precision_schedule("fast1|loss", final_loss=2.0)
     assert phases_for([np.nan, -np.inf, np.inf, 3, 2, np.nan], schedule) == [0, 0, 0, 0, 0, 1]
+
+
+def phases_by_numpy(losses, limit, smoothing):
+    """The phase of each step, and of the one after the last, from the definition."""
+    seen, phases = [], [0]
+    for loss in losses:
+        if np.isfinite(loss):
+            seen.append(loss)
+        full = np.isfinite(loss) and len(seen) >= smoothing
+        ended = phases[-1] or (full and np.mean(seen[-smoothing:]) <= limit)
+        phases.append(int(ended))
+    return phases
+
+
+@pytest.mark.parametrize("smoothing", [1, 4])
+def test_the_mean_loss_of_the_last_steps_decides(smoothing):
+    rng = np.random.default_rng(smoothing)
+    losses = np.linspace(4, 1, 60) + rng.normal(size=60)
+    losses[rng.integers(0, 60, 12)] = np.nan
+    losses[[5, 30]] = np.inf, -np.inf
+    schedule = ampx.precision_schedule(
+        "fast1|loss|1.05", final_loss=1.7 / 1.05, smoothing=smoothing
+    )
+    expected = phases_by_numpy(losses, 1.7, smoothing)[:-1]
+    assert 0 < np.sum(expected) < 60
+    assert phases_for(losses, schedule) == expected
+
+
+def test_one_lucky_batch_does_not_end_the_half_phase():
+    losses = [0.1] + [4.0] * 10 + [0.1] + [4.0] * 10
+    make = functools.partial(ampx.precision_schedule, "fast|loss", final_loss=1.0)
+    assert phases_for(losses, make()) == [0] + [1] * 21
+    schedule = make(smoothing=4)
+    assert str(schedule).startswith("O2 float16 until mean loss of 4 steps 1.05, then")
+    assert phases_for(losses, schedule) == [0] * 22
+    assert phases_for([4.0] * 3 + [1.0] * 5, schedule) == [0] * 7 + [1]
+
+
+def test_each_phase_has_its_own_smoothing_and_the_losses_are_kept_in_the_state():
+    phases = (
+        ampx.Phase("O2", until_loss=2.0, smoothing=3),
+        ampx.Phase("O1", until_loss=1.0),
+        ampx.Phase("O0"),
+    )
+    schedule = ampx.PrecisionSchedule(phases)
+    assert phases_for([3, 1, 3, 2, 2, 3, 1, 3], schedule) == [0, 0, 0, 0, 1, 1, 1, 2]
+    tx = ampx.follow_schedule(ampx.dynamic_loss_scale(optax.sgd(0.0)), schedule)
+    state = tx.init(jnp.ones(1))
+    for loss in (3.0, np.nan, 1.0):
+        _, state = tx.update(jnp.ones(1), state, jnp.ones(1), value=jnp.float32(loss))
+    assert state.recent_losses.tolist() == [1, 3, np.inf]
 
 
 def test_train_step_switches_by_its_own_loss():
@@ -534,6 +584,18 @@ def test_strings(spec, half, options, end):
         ("fast|step", {"total_steps": 9, "policy": "c=f16"}, "computes in float16 and contra"),
         ("fast|step", {"total_steps": 9, "policy": "p=f16,c=f32"}, "stores parameters in float16"),
         ("fast|step", {"total_steps": 9, "level": "O3"}, "level must be one of"),
+        ("fast|step", {"total_steps": 9, "smoothing": 5}, "smoothing=5 has no loss to smooth"),
+        ("fast|loss", {"final_loss": 9, "smoothing": 0}, "smoothing must be a positive int, got 0"),
+        (
+            "fast|step",
+            {"total_steps": 9, "policy": ampx.opt_level("O1")},
+            "policy=O1 bfloat16 is less precise than the float16 of 'fast.step', .* take 'float32'",
+        ),
+        (
+            "fast1|step",
+            {"total_steps": 9, "level": "O1", "policy": "O1"},
+            "policy=O1 bfloat16 is what the half phase .* nothing would ever change",
+        ),
     ],
 )
 def test_wrong_strings_are_refused_with_field_value_and_bounds(spec, options, message):
@@ -578,6 +640,23 @@ def test_wrong_types_are_refused(call, message):
 def test_phases_that_do_not_fit_are_refused(each, message):
     with pytest.raises(ValueError, match=message):
         ampx.PrecisionSchedule(each)
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy", "last"),
+    [
+        ("fast", "O1", "O1 float16"),
+        ("fast1", "O1", "O1 bfloat16"),
+        ("fast1", ampx.opt_level("O1", half_dtype=jnp.float16), "O1 float16"),
+        ("fast", "O0", "O0"),
+        ("fast1", ampx.Policy(), "p=f32,c=f32,o=f32"),
+    ],
+)
+def test_the_original_precision_is_at_least_as_precise_as_the_half_phase(spec, policy, last):
+    schedule = ampx.precision_schedule(f"{spec}|step", total_steps=9, policy=policy)
+    assert str(schedule).endswith(f", then {last}")
+    if policy == "O1":
+        assert schedule.recipes[1].loss_scale == schedule.recipes[0].loss_scale
 
 
 def test_steps_may_be_counted_by_numpy():
