@@ -42,7 +42,8 @@ class OverflowRecord:
       direction: `"forward"` or `"backward"`. What only a derivative needs is `"backward"`, also
         where JAX computes it during the forward pass.
       scope: name scopes around it, joined by "/": with flax linen the path of the module.
-      source: the innermost line of the user's own, as `"model.py:12 (loss)"` with the whole path.
+      source: the innermost line of the user's own, as `"model.py:12 (loss)"` with the whole path;
+        `""` for what a library does around the user's functions.
       iterations: the number of the iteration of each loop around it, from 0, outermost first; for a
         scan, the index into what it scans.
       input_types: dtype and shape of each operand, as `"float16[4,8]"`.
@@ -102,6 +103,12 @@ class OverflowRecord:
         if dtype not in ("float16", "bfloat16") and not dtype.startswith("float8"):
             return f"Too large for {dtype}: bound the operands."
         if self.direction == "backward":
+            if not self.source and self.output_type == f"{dtype}[]":
+                # The cast to float32 that ampx puts behind a loss, turned round.
+                return (
+                    f"The loss is {dtype}. Its backward pass begins with the loss scale in that "
+                    "dtype: compute the loss in float32."
+                )
             return "Lower the loss scale, or keep this operation in float32."
         return "Keep this operation in float32 (ampx.float_function, ampx.Rules) or scale down."
 
@@ -111,7 +118,7 @@ class OverflowRecord:
         sizes = zip(self.input_types, self.largest_inputs, strict=True)
         lines = [
             f"{self.primitive} gives {self.kind} in the {self.direction} pass",
-            f"  written in  {self.source and PurePath(self.source).name or 'unknown file'}",
+            f"  written in  {self.source and PurePath(self.source).name or 'no line of your own'}",
             self.scope and f"  scope       {self.scope}",
             f"  iteration   {', '.join(map(str, self.iterations))}" if self.iterations else "",
             *(f"  operand     {kind}, up to {_format_number(size)}" for kind, size in sizes),
@@ -136,6 +143,7 @@ class OverflowReport:
       reached: paths of the results that are not finite.
       written: where the program wrote the first infinity itself, such as a mask, if nothing else
         reached the results; else None. That is not an overflow, so `first` is None then.
+      has_float16: whether the program computes in float16, where small numbers become zero.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -149,13 +157,19 @@ class OverflowReport:
     first: OverflowRecord | None
     reached: tuple[str, ...] = ()
     written: OverflowRecord | None = None
+    has_float16: bool = False
 
     def __bool__(self) -> bool:
         return self.first is not None
 
     def __str__(self) -> str:
         if not self.reached:
-            return "All results are finite."
+            # A run that does not learn may underflow, and zeros are finite.
+            more = (
+                " The program computes in float16, which rounds numbers below 3e-8 to zero: "
+                "ampx.numerics_report counts them."
+            )
+            return "All results are finite." + (more if self.has_float16 else "")
         more = f" and {len(self.reached) - 3} more" if len(self.reached) > 3 else ""
         reached = ", ".join(path or "the result" for path in self.reached[:3]) + more
         if self.first is not None:

@@ -227,7 +227,7 @@ def _report(program: _Program) -> OverflowReport:
     results = compiled(*(array for _, array in _copy_references(program.arguments)))
     is_bad = [any(find_flags(result)) for result in results]
     if not any(is_bad):
-        return OverflowReport(None)
+        return OverflowReport(None, has_float16=_has_float16(program.jaxpr))
     reached = tuple(itertools.compress(program.results, is_bad))
     for walk in (BlamingWalk(), CompiledWalk()):
         operands = [
@@ -243,6 +243,16 @@ def _report(program: _Program) -> OverflowReport:
     if blame.rank <= MASKING:
         return OverflowReport(None, reached, blame.record)
     return OverflowReport(blame.record, reached)
+
+
+def _has_float16(jaxpr: Jaxpr) -> bool:
+    """Whether any equation of a program, or of a body in it, gives a float16 array."""
+    eqns = reading.open_jaxpr(jaxpr).eqns
+    return any(
+        any(getattr(out.aval, "dtype", None) == jnp.float16 for out in eqn.outvars)
+        or any(map(_has_float16, reading.inner_jaxprs(eqn)))
+        for eqn in eqns
+    )
 
 
 def _copy_references(arguments: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
