@@ -201,6 +201,20 @@ def mark_varying(tree: Any, axes: Sequence[str]) -> Any:
     return jax.tree.map(mark, tree) if axes else tree
 
 
+def join_shards(rows: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The rows of all devices along mapped axes, the first device's first: (n, ...) -> (B, ...).
+
+    A sum of arrays that are zero but for each device's own rows. Unlike the result of a gather, it
+    is for `check_vma` too the same on all devices.
+    """
+    axes = tuple(axes)
+    if not axes:
+        return rows
+    parts = jnp.zeros((count_devices(axes), *rows.shape), rows.dtype)
+    parts = lax.psum(parts.at[lax.axis_index(axes)].set(rows), axes)
+    return parts.reshape(-1, *rows.shape[1:])
+
+
 def is_spec(node: Any) -> bool:
     """Whether a node of a tree of `PartitionSpec`s is one."""
     return isinstance(node, P)

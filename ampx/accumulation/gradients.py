@@ -33,7 +33,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ampx import flax_modules
-from ampx.accumulation.microbatches import batch_size, pad_and_mask, split_microbatches
+from ampx.accumulation.microbatches import (
+    batch_size,
+    check_batch_axes,
+    find_rows,
+    join_whole,
+    pad_and_mask,
+    separate_whole,
+    split_microbatches,
+)
 from ampx.accumulation.normalization import (
     AuxReduction,
     Normalize,
@@ -67,10 +75,11 @@ def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
     num_microbatches: int = 1,
+    batch_axes: Any = 0,
     policy: Policy | Recipe | PrecisionSchedule | str | None = None,
     normalize: Normalize = "mean",
     has_aux: bool = False,
-    aux_reduction: Any = "mean",
+    aux_reduction: Any = "auto",
     accumulator_dtype: DTypeLike = jnp.float32,
     axis_name: str | Sequence[str] | None = None,
     remainder: Remainder = "error",
@@ -86,6 +95,9 @@ def value_and_grad(
         `params` may be an nnx module: `loss_fn` then gets a copy to call and change. They may be
         `ampx.fused.FlatParams`: `loss_fn` gets the tree, and `grads` are flat.
       num_microbatches: k; the leading axis of the batch is split by `split_microbatches`.
+      batch_axes: which leaves of the batch are split: 0 splits along the leading axis, None hands
+        the leaf whole to every micro-batch. Or a tree prefix of these, as `in_axes` of `jax.vmap`:
+        `{"images": 0, "discriminator": None}`.
       policy: the precision of the parameters inside `loss_fn`: see `Recipe.call`. The batch is not
         cast: flax models cast their own inputs. With a `PrecisionSchedule`, `g` takes the argument
         `phase=ampx.precision_phase(opt_state)`.
@@ -95,8 +107,9 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns auxiliary output.
       aux_reduction: how the auxiliary leaves of k micro-batches become one: `"mean"` (weighted as
         the loss is), `"sum"`, `"stack"` (new leading axis of k), `"concat"` (the rows of the batch
-        in their order), `"last"`; or a tree prefix of these. `"mean"` and `"sum"` also reduce over
-        `axis_name`; the others stay local to the device.
+        in their order), `"last"`; or a tree prefix of these. `"auto"` is `"concat"` for a leaf
+        whose leading axis has as many entries as a micro-batch has rows, else `"mean"`. `"mean"`
+        and `"sum"` also reduce over `axis_name`; the others stay local to the device.
       accumulator_dtype: dtype of the sums. A gradient of a wider dtype is summed in its own.
       axis_name: inside `shard_map`, the mapped axes that the batch is split over. The weight and
         the loss are then those of all devices, `grads` are this device's part, and their plain sum
@@ -134,6 +147,7 @@ def value_and_grad(
     check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
     _check_choices(normalize, remainder, aux_reduction)
     num_microbatches = as_positive_int("num_microbatches", num_microbatches)
+    check_batch_axes(batch_axes)
     has_aux = as_bool("has_aux", has_aux)
     accumulator_dtype = as_dtype("accumulator_dtype", accumulator_dtype, "sum")
     axes = as_axes(axis_name, may_be_empty=True)
@@ -186,8 +200,11 @@ def value_and_grad(
             with jax.named_scope("ampx.scale"):
                 return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
 
+        batch, whole = separate_whole(batch, batch_axes)
+
         @jax.named_scope("ampx.micro_batch")
         def one(microbatch: Any, mask: Any, index: Any, state: Any) -> tuple[Any, ...]:
+            microbatch = join_whole(microbatch, whole)
             read, collect = read_tables(params, microbatch, tables)
             if differentiate:
                 (_, (loss, weight, aux, new_state)), grads = jax.value_and_grad(
@@ -207,6 +224,8 @@ def value_and_grad(
         if remainder == "mask":
             num_rows = batch_size(batch)
             batch, mask = pad_and_mask(batch, num_microbatches)
+        rows = find_rows(batch)
+        rows_each = None if rows is None else rows // num_microbatches
         if num_microbatches == 1:
             # No scan and no accumulator of zeros: bit for bit what jax.value_and_grad gives.
             grads, model_state, (loss, weight, aux) = one(batch, mask, 0, model_state)
@@ -228,7 +247,7 @@ def value_and_grad(
             grads = densify(grads)
         losses, weights, auxes = per_microbatch
         loss, grads, weight, aux = normalize_sums(
-            grads, losses, weights, auxes, normalize, aux_reduction, axes, num_rows
+            grads, losses, weights, auxes, normalize, aux_reduction, axes, num_rows, rows_each
         )
         return GradResult(loss, grads, weight, aux, model_state)
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ampx.checking import as_positive_int
+from ampx.checking import as_int, as_positive_int
 
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
@@ -95,3 +95,63 @@ def pad_and_mask(batch: Any, num_microbatches: int) -> tuple[Any, jax.Array]:
     # of 0 is still NaN.
     padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], padding, 0)]), batch)
     return padded, jnp.arange(size + padding) < size
+
+
+def separate_whole(batch: Any, batch_axes: Any) -> tuple[Any, Any]:
+    """Separates the leaves of a batch that are split from those that every micro-batch gets whole.
+
+    Args:
+      batch: any pytree.
+      batch_axes: 0 for what is split, None for what is not; or a tree prefix of these.
+
+    Returns:
+      Two trees like the batch, with None in the places of the other's leaves; see `join_whole`.
+
+    Raises:
+      ValueError: if `batch_axes` is no tree prefix of the batch.
+    """
+    try:
+        is_split = jax.tree.map(
+            lambda axis, part: jax.tree.map(lambda _: axis is not None, part),
+            batch_axes,
+            batch,
+            is_leaf=_is_none,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"batch_axes={batch_axes!r} does not fit the batch ({error}): give 0 for what is split "
+            "and None for what is not, in a tree like the batch or the upper part of one"
+        ) from None
+    split = jax.tree.map(lambda leaf, splits: leaf if splits else None, batch, is_split)
+    whole = jax.tree.map(lambda leaf, splits: None if splits else leaf, batch, is_split)
+    return split, whole
+
+
+def join_whole(split: Any, whole: Any) -> Any:
+    """Joins the two trees of `separate_whole`."""
+    return jax.tree.map(lambda s, w: w if s is None else s, split, whole, is_leaf=_is_none)
+
+
+def check_batch_axes(batch_axes: Any) -> None:
+    """Refuses what is neither 0 nor None, nor a tree of these.
+
+    Raises:
+      TypeError: for an entry that is no int.
+      ValueError: for another axis.
+    """
+    for axis in jax.tree.leaves(batch_axes):
+        if as_int("batch_axes", axis) != 0:
+            raise ValueError(
+                f"batch_axes must be 0, None or a tree of these, got {axis}: batches are split "
+                "along their first axis; move it there with jnp.moveaxis"
+            )
+
+
+def find_rows(batch: Any) -> int | None:
+    """The length of the leading axis that all arrays of a batch share; None if they share none."""
+    lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else None
+
+
+def _is_none(node: Any) -> bool:
+    return node is None

@@ -30,7 +30,7 @@ from ampx.mesh_axes import count_devices, divide_sum, mark_varying
 from ampx.trees import is_floating, wider_dtype
 
 Normalize = Literal["mean", "sum", "weights"]
-AuxReduction = Literal["mean", "sum", "stack", "concat", "last"]
+AuxReduction = Literal["auto", "mean", "sum", "stack", "concat", "last"]
 
 
 def unpack_output(
@@ -117,6 +117,7 @@ def normalize_sums(
     aux_reduction: Any,
     axes: tuple[str, ...],
     num_rows: int | None,
+    rows_each: int | None,
 ) -> tuple[jax.Array, Any, jax.Array, Any]:
     """Divides sums over micro-batches by the total weight of all devices.
 
@@ -129,6 +130,7 @@ def normalize_sums(
       aux_reduction: how auxiliary outputs become one.
       axes: mapped axes that the batch is split over. Gradients stay local.
       num_rows: rows of the batch without padding; None where there is none.
+      rows_each: rows of one micro-batch; None if that is not known.
 
     Returns:
       Loss and weight (float32 scalars, the same on all devices), gradients of this device, and
@@ -155,10 +157,37 @@ def normalize_sums(
         # Without any weight the sum may be anything, NaN included, and what is wanted is zero.
         return jnp.where(weight == 0, jnp.zeros_like(mean), mean)
 
-    aux = reduce_aux(auxes, weights, divisor, aux_reduction, axes, num_rows)
+    kinds = choose_aux_reductions(aux_reduction, auxes, rows_each)
+    aux = reduce_aux(auxes, weights, divisor, kinds, axes, num_rows)
     if normalize != "sum":
         loss, grads = jax.tree.map(divide, (loss, grads))
     return loss, grads, weight, aux
+
+
+def choose_aux_reductions(reduction: Any, auxes: Any, rows_each: int | None) -> Any:
+    """What becomes of each auxiliary output, with `"auto"` decided by its shape.
+
+    An output whose leading axis has as many entries as a micro-batch has rows is one for each row,
+    and is joined; all others are averaged.
+
+    Args:
+      reduction: an `AuxReduction`, or a tree prefix of them.
+      auxes: auxiliary outputs, leaves of shape (k, ...).
+      rows_each: rows of one micro-batch; None if that is not known.
+
+    Returns:
+      A tree like `auxes` of `AuxReduction`s without `"auto"`.
+    """
+
+    def choose(kind: AuxReduction, stacked: jax.Array) -> AuxReduction:
+        if kind != "auto":
+            return kind
+        return "concat" if rows_each is not None and stacked.shape[1:2] == (rows_each,) else "mean"
+
+    def choose_all(kind: AuxReduction, subtree: Any) -> Any:
+        return jax.tree.map(lambda leaf: choose(kind, leaf), subtree)
+
+    return jax.tree.map(choose_all, reduction, auxes)
 
 
 def reduce_aux(
@@ -175,7 +204,7 @@ def reduce_aux(
       auxes: auxiliary outputs, leaves of shape (k, ...).
       weights: float32[k].
       divisor: float32 scalar, the total weight over micro-batches and devices, never zero.
-      reduction: an `AuxReduction`, or a tree prefix of them.
+      reduction: a tree prefix of `AuxReduction`s, without `"auto"`.
       axes: mapped axes that means and sums also reduce over.
       num_rows: rows of the batch, if repeats were added at its end; else None.
 
@@ -206,8 +235,9 @@ def reduce_aux(
             return jax.lax.psum(mark_varying(total, axes), axes)
         if not is_floating(stacked):
             raise TypeError(
-                f"aux_reduction='mean' needs floating leaves, got {stacked.dtype}: give 'sum' or "
-                "'stack' for this leaf, in a tree of reductions like the auxiliary output"
+                f"aux_reduction='mean', which 'auto' is for all but rows, needs floating leaves, "
+                f"got {stacked.dtype}: give 'sum' or 'stack' for this leaf, in a tree of "
+                "reductions like the auxiliary output"
             )
         wide = stacked.astype(wider_dtype(stacked.dtype, jnp.float32))
         per_row = weights.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))

@@ -42,7 +42,7 @@ def value_and_grad(
     normalize: Normalize = "weights",
     has_aux: bool = False,
     has_aux_loss: bool = False,
-    aux_reduction: Any = "mean",
+    aux_reduction: Any = "auto",
     stash: Stash | Callable[..., Any] = "inputs",
     skips: Mapping[str, Edge] | None = None,
     layers_per_stage: Sequence[int] | None = None,
@@ -81,7 +81,8 @@ def value_and_grad(
       has_aux: whether `last` returns auxiliary output after its value: a tree of numbers.
       has_aux_loss: whether `stage` returns `(x, loss)`: a float32 scalar, such as a router's, in
         the unit of what `last` returns, to which it is added.
-      aux_reduction: `"mean"` or `"sum"` over micro-batches and devices.
+      aux_reduction: `"mean"` or `"sum"` over micro-batches and devices, `"concat"` for the rows of
+        the batch in their order, or `"auto"`: see `ampx.value_and_grad`.
       stash: what a stage keeps of a micro-batch between its forward and its backward: `"inputs"`
         recomputes all else; `"residuals"` recomputes nothing; a policy of
         `jax.checkpoint_policies` says what each layer keeps. `first` and `last` are recomputed.
@@ -145,7 +146,7 @@ def value_and_grad(
     # A faulty schedule could make devices wait for ever, or leave out gradients silently.
     schedule.validate()
     for kind in jax.tree.leaves(aux_reduction):
-        check_choice("aux_reduction", kind, ("mean", "sum"))
+        check_choice("aux_reduction", kind, ("auto", "mean", "sum", "concat"))
     check_choice("normalize", normalize, get_args(Normalize))
     phases = None
     if isinstance(policy, PrecisionSchedule):

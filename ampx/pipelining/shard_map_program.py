@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from ampx.accumulation.microbatches import batch_size, reshape_into_microbatches
-from ampx.accumulation.normalization import as_scale, normalize_sums
+from ampx.accumulation.normalization import as_scale, choose_aux_reductions, normalize_sums
 from ampx.accumulation.results import GradResult
 from ampx.checking import as_int
 from ampx.data_parallel.reduction import Reduction
@@ -43,6 +43,7 @@ from ampx.mesh_axes import (
     check_axes_of_mesh,
     fold_in_device,
     is_spec,
+    join_shards,
     mark_varying,
     place,
 )
@@ -74,7 +75,7 @@ class PipelineGradients:
       axis_name: the mesh axis of the stages.
       data_axes: the mesh axes that the batch is split over.
       mesh: the mesh; None for that of `jax.set_mesh`.
-      aux_reduction: `"mean"` or `"sum"`, or a tree of these.
+      aux_reduction: `"auto"`, `"mean"`, `"sum"` or `"concat"`, or a tree of these.
       accumulator_dtype: dtype of the sums of gradients, at least.
       layers_per_stage: how many layers each stage has; None for equally many.
       param_specs: partition specs by part of the parameters, or None.
@@ -341,7 +342,8 @@ class PipelineGradients:
             )
             if observe is not None:
                 observe(executor)
-            result = self._reduce_over_devices(executor.run(), layout)
+            rows_each = batch_size(batch) // model.schedule.num_microbatches
+            result = self._reduce_over_devices(executor.run(), layout, rows_each)
             return result._replace(grads=sum_over_replicas(result.grads, specs, replicas))
 
         # Results: loss, gradients, weight, auxiliary output, state and verdict. All but gradients
@@ -364,20 +366,17 @@ class PipelineGradients:
         grads = {part: (result.grads | {"stages": stages})[part] for part in params}
         return result._replace(grads=grads)
 
-    def _reduce_over_devices(self, totals: Totals, layout: Layout) -> GradResult:
+    def _reduce_over_devices(self, totals: Totals, layout: Layout, rows_each: int) -> GradResult:
         """Sums over devices: loss and weight, then the verdict, then gradients."""
         # Each micro-batch has its loss and weight on the device of the last stage, and zeros
         # elsewhere (losses of layers where these are): the sum over stages collects them.
         losses, weights, aux = lax.psum(totals.results, self.axis_name)
+        kinds, axes = choose_aux_reductions(self.aux_reduction, aux, rows_each), self.data_axes
         loss, grads, weight, aux = normalize_sums(
-            totals.grads,
-            losses,
-            weights,
-            aux,
-            self.model.normalize,
-            self.aux_reduction,
-            self.data_axes,
-            None,
+            totals.grads, losses, weights, aux, self.model.normalize, kinds, axes, None, rows_each
+        )
+        aux = jax.tree.map(
+            lambda kind, leaf: join_shards(leaf, axes) if kind == "concat" else leaf, kinds, aux
         )
         if grads is None:
             return GradResult(loss, None, weight, aux)

@@ -46,9 +46,10 @@ def train_step(
     loss_scale: Any = "policy",
     max_grad_norm: float | None = None,
     num_microbatches: int = 1,
+    batch_axes: Any = 0,
     normalize: Normalize = "mean",
     has_aux: bool = False,
-    aux_reduction: Any = "mean",
+    aux_reduction: Any = "auto",
     accumulator_dtype: DTypeLike = jnp.float32,
     remainder: Remainder = "error",
     sparse_rows: Mapping[str, Callable[[Any], jax.Array]] | None = None,
@@ -74,6 +75,7 @@ def train_step(
         opt level's, and adds none where the policy has none.
       max_grad_norm: clip the unscaled gradients by their global norm, before `tx`.
       num_microbatches: see `ampx.value_and_grad`.
+      batch_axes: see `ampx.value_and_grad`.
       normalize: see `ampx.value_and_grad`.
       has_aux: see `ampx.value_and_grad`.
       aux_reduction: see `ampx.value_and_grad`.
@@ -120,6 +122,7 @@ def train_step(
         _refuse_options(
             policy=policy,
             num_microbatches=num_microbatches,
+            batch_axes=batch_axes,
             normalize=normalize,
             has_aux=has_aux,
             aux_reduction=aux_reduction,
@@ -143,6 +146,7 @@ def train_step(
         else value_and_grad(
             loss_fn,
             num_microbatches=num_microbatches,
+            batch_axes=batch_axes,
             policy=schedule or recipe,
             normalize=normalize,
             has_aux=has_aux,

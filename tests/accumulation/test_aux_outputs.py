@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from helpers import make_mesh
+from jax.sharding import PartitionSpec as P
 
 import ampx
 
@@ -129,3 +132,71 @@ def test_concat_leaves_out_the_repeats():
         aux_reduction="concat",
     )
     assert grads_of(jnp.ones(()), jnp.arange(5)).aux.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_by_default_rows_are_joined_and_all_else_is_averaged(num_microbatches):
+    """(8, 10) for 32 rows would be a mean over unrelated rows. The reference is the whole batch."""
+    x = np.random.default_rng(0).normal(size=(32, 10)).astype(np.float32)
+
+    def loss_fn(w, rows):
+        aux = {
+            "logits": w * rows,
+            "predictions": jnp.argmax(rows, axis=1),
+            "right": rows[:, 0] > 0,
+            "half": rows[:, 1].astype(jnp.bfloat16),
+            "accuracy": jnp.mean(rows[:, 0] > 0, dtype=jnp.float32),
+            "by class": jnp.mean(rows, axis=0),  # f32[10], no rows
+        }
+        return jnp.mean(rows) * w, aux
+
+    grads_of = ampx.value_and_grad(loss_fn, num_microbatches=num_microbatches, has_aux=True)
+    aux = jax.jit(grads_of)(jnp.float32(2), x).aux
+    for name, value in {
+        "logits": 2 * x,
+        "predictions": np.argmax(x, axis=1),
+        "right": x[:, 0] > 0,
+        "half": x[:, 1].astype(jnp.bfloat16),
+    }.items():
+        np.testing.assert_array_equal(aux[name], value)
+        assert aux[name].dtype == value.dtype or name == "predictions"
+    np.testing.assert_allclose(aux["accuracy"], np.mean(x[:, 0] > 0))
+    np.testing.assert_allclose(aux["by class"], np.mean(x, axis=0), atol=1e-6)
+
+
+def test_what_looks_like_rows_can_be_averaged():
+    rules = {"as rows": "auto", "as numbers": "mean"}
+    aux = aux_of(lambda b: {"as rows": b["x"], "as numbers": b["x"]}, rules, num_microbatches=2)
+    np.testing.assert_array_equal(aux["as rows"], X)
+    np.testing.assert_array_equal(aux["as numbers"], [0.5, 2.5, 4.5, 6.5])
+
+
+def test_joined_rows_leave_out_the_repeats():
+    def loss_fn(w, rows, *, mask):
+        return w * jnp.sum(jnp.where(mask, rows, 0)), {"rows": rows, "two": jnp.ones(2)}
+
+    grads_of = ampx.value_and_grad(
+        loss_fn, num_microbatches=4, normalize="sum", remainder="mask", has_aux=True
+    )
+    assert grads_of(jnp.ones(()), jnp.arange(10.0)).aux["rows"].tolist() == list(range(10))
+
+
+def test_devices_keep_their_own_rows():
+    mesh = make_mesh((2,), ("data",))
+
+    def loss_fn(w, rows):
+        return jnp.mean(w * rows), {"rows": rows, "mean": jnp.mean(rows)}
+
+    step = ampx.train_step(
+        loss_fn, optax.sgd(0.1), num_microbatches=2, has_aux=True, axis_name="data"
+    )
+
+    def local(state, batch):
+        state, report = step(state, batch)
+        return state, report.loss, report.aux
+
+    specs = (P(), P(), {"rows": P("data"), "mean": P()})
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=specs)
+    _, _, aux = jax.jit(sharded)(step.init(jnp.ones(())), X)
+    np.testing.assert_array_equal(aux["rows"], X)
+    assert aux["mean"] == 3.5

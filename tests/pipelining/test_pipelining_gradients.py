@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bit_equal
+from helpers import assert_bit_equal, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pipeline_models import (
@@ -184,6 +184,33 @@ def test_auxiliary_outputs_are_summed():
     expected = reference(3, 2, aux_reduction="sum")
     assert_equal_to(expected, result)
     assert result.aux["rows"] == 12
+
+
+def test_rows_of_auxiliary_outputs_are_joined_over_micro_batches_and_data_shards():
+    def last(p, shared, x, batch, key):
+        aux = {"rows": x, "number": batch["number"], "mean": jnp.mean(x)}
+        return (jnp.sum(x), jnp.float32(len(x))), aux
+
+    grads_of = ampx.pipelining.value_and_grad(
+        first=lambda p, shared, batch, key: batch["x"],
+        stage=lambda p, x, key: x * p,
+        last=last,
+        schedule=one_f_one_b(2, 2),
+        axis_name="stage",
+        data_axes=("replica", "data"),
+        mesh=make_mesh((2, 2, 2), ("data", "stage", "replica")),
+        has_aux=True,
+    )
+    x = np.arange(24, dtype=np.float32).reshape(12 * 2, 1)
+    batch = {"x": x, "number": np.arange(24)}
+    result = jax.jit(grads_of)({"stages": jnp.array([2.0, 3.0])}, batch)
+    np.testing.assert_array_equal(result.aux["rows"], 6 * x)
+    np.testing.assert_array_equal(result.aux["number"], np.arange(24))
+    np.testing.assert_allclose(result.aux["mean"], 6 * x.mean(), rtol=1e-6)
+    assert jax.eval_shape(grads_of.value, {"stages": jnp.ones(2)}, batch).aux["rows"].shape == (
+        24,
+        1,
+    )
 
 
 def test_no_weight_at_all_gives_zero():
