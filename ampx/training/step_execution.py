@@ -61,9 +61,9 @@ from ampx.updates.extra_args import explain_refused
 class TrainStep:
     """A pure function `step(state, batch, *, key=None, **extra_args) -> (state, StepReport)`.
 
-    It is to be jitted.
-
-    With `jax.jit`, or `nnx.jit` for an nnx model, which keeps shared parameters shared.
+    It is to be jitted: by `jax.jit`, or for an nnx model by `nnx.jit`, which keeps shared
+    parameters shared. An nnx model and its optimizer are trained in place, as by flax's own
+    optimizer, and given back.
 
     Attributes:
       tx: the whole optax transformation, loss scale and clipping included. Give this one to
@@ -130,7 +130,7 @@ class TrainStep:
 
         Args:
           state: an `ampx.TrainState`, a flax linen `TrainState`, or a pair (nnx model,
-            nnx.Optimizer).
+            nnx.Optimizer), which is changed in place.
           batch: a pytree of arrays with a leading batch axis.
           key: a random key for this step, instead of the state's own.
           **extra_args: handed to the optimizer, beside `value`, `grad`, `value_fn`, `obj_fn`,

@@ -231,31 +231,31 @@ def check_has_one_loss(opt_state: optax.OptState) -> None:
 def apply_to_nnx(
     state: Any, grads: Any, new_rest: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Updates copies of an nnx model and optimizer; a skip holds statistics and step.
+    """Updates an nnx model and its optimizer in place, and gives both back.
 
-    Random counters go on: only what the model learnt from the bad batch is undone. Copies, because
-    nnx objects are changed in place, and a step is a pure function.
+    In place as `nnx.Optimizer.update` does it: whoever holds these objects sees them trained, and
+    whoever takes what is given back gets the same objects. A skip holds statistics and step.
+    Random counters go on: only what the model learnt from the bad batch is undone.
     """
     # Whoever holds an nnx model has imported flax; ampx itself never does.
     nnx = sys.modules["flax.nnx"]
-    model, optimizer = nnx.clone(state[0]), nnx.clone(state[1])
+    model, optimizer = state
+    # What is needed of the old state is read before anything is written.
+    old_opt_state, old_step = nnx.as_pure(optimizer.opt_state), optimizer.step[...]
+    old_rest = flax_modules.select_nnx_rest(nnx.clone(model), optimizer.wrt)
     optimizer.update(model, grads, **extra_args)
-    old_opt_state, opt_state = (nnx.as_pure(o.opt_state) for o in (state[1], optimizer))
     # float32 gradients must not widen the half moments that half parameters came with.
-    opt_state = trees.cast_like(opt_state, old_opt_state)
+    opt_state = trees.cast_like(nnx.as_pure(optimizer.opt_state), old_opt_state)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
     skipped, applied = compare_states(old_opt_state, opt_state)
     # `nnx.Optimizer.update` counts every call; here a step counts only if it was applied.
     # At its largest number the count stays, where nnx's own would begin again.
-    old_step = state[1].step[...]
     stays = ~applied | is_largest(old_step)
     optimizer.step[...] = trees.hold(stays, optimizer.step[...], old_step)
     # The rest is what is not differentiated: random counters, which go on as keys do, and
     # statistics, of which a skip keeps the old.
     random, learnt = nnx.split_state(new_rest, nnx.RngState, ...)
-    _, old_learnt = nnx.split_state(
-        flax_modules.select_nnx_rest(nnx.clone(state[0]), optimizer.wrt), nnx.RngState, ...
-    )
+    _, old_learnt = nnx.split_state(old_rest, nnx.RngState, ...)
     nnx.update(model, random, trees.hold(skipped, learnt, old_learnt))
     return model, optimizer
 

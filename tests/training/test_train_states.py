@@ -158,13 +158,47 @@ def test_state_keeps_shapes_and_dtypes(kind):
     chex.assert_trees_all_equal_shapes_and_dtypes(state, first)
 
 
-def test_nnx_arguments_are_not_changed_outside_of_jit():
-    step, (model, optimizer) = make("nnx", optax.sgd(0.1))
-    before = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model)))
-    (new_model, _), _ = step((model, optimizer), GOOD)
-    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(model)), before)
-    assert int(optimizer.step[...]) == 0
-    assert not np.array_equal(new_model.head.kernel[...], model.head.kernel[...])
+def test_an_nnx_pair_is_trained_in_place_and_given_back():
+    """Both habits, in a loop and in a jitted step of the user's own, train the same."""
+    step, pair = make("nnx", optax.sgd(0.1))
+    untouched = nnx.clone(pair)
+
+    @nnx.jit
+    def in_place(model, optimizer, batch):
+        (model, optimizer), report = step((model, optimizer), batch)
+        return report.loss
+
+    @nnx.jit
+    def given_back(pair, batch):
+        pair, report = step(pair, batch)
+        return pair, report.loss
+
+    results = []
+    for habit in ("in place", "given back", "no jit", "jax.jit"):
+        model, optimizer = nnx.clone(untouched)
+        own, losses = (model, optimizer), []
+        for batch in (GOOD, jax.tree.map(lambda leaf: leaf / 2, GOOD)):
+            if habit == "in place":
+                loss = in_place(model, optimizer, batch)
+            elif habit == "given back":
+                own, loss = given_back(own, batch)
+            else:
+                call = jax.jit(step) if habit == "jax.jit" else step
+                own, report = call(own, batch)
+                loss = report.loss
+            losses.append(float(loss))
+        assert own[0] is model or habit != "no jit", "the very objects are given back"
+        results.append((nnx.to_pure_dict(nnx.state(own[0], nnx.Param)), losses))
+        if habit != "jax.jit":  # which gives its own copies to the step
+            chex.assert_trees_all_equal(
+                nnx.to_pure_dict(nnx.state(model, nnx.Param)), results[-1][0]
+            )
+            assert int(optimizer.step[...]) == 2
+    before = nnx.to_pure_dict(nnx.state(untouched[0], nnx.Param))
+    for params, losses in results:
+        assert np.any(params["head"]["kernel"] != before["head"]["kernel"])
+        chex.assert_trees_all_close(params, results[0][0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(losses, results[0][1], rtol=1e-5)
 
 
 def test_init_copies_so_that_donation_keeps_the_parameters():
