@@ -50,6 +50,7 @@ from ampx.precision.opt_levels import Recipe, opt_level
 from ampx.precision.policies import Policy, cast_floating, get_policy, is_norm_path, norm_rule
 from ampx.precision.precision_schedules import Phase, PrecisionSchedule, precision_schedule
 from ampx.precision.recipe_names import as_recipe
+from ampx.training.added_params import extend_state
 from ampx.training.monitoring import metrics, progress_bar
 from ampx.training.step_execution import TrainStep
 from ampx.training.step_reports import StepReport
@@ -103,6 +104,7 @@ __all__ = [
     "densify_rows",
     "dynamic_loss_scale",
     "explain",
+    "extend_state",
     "find_loss_scale_state",
     "float_function",
     "follow_schedule",
