@@ -103,6 +103,19 @@ def suggest(word: Any, known: Iterable[str]) -> str:
     return f": did you mean {close[0]!r}?" if close else ""
 
 
+def join_first(words: Iterable[Any], most: int = 4) -> str:
+    """Joins words for an error that stays short, however many there are.
+
+    Examples:
+      >>> from ampx.checking import join_first
+      >>> join_first(range(3)), join_first(range(300))
+      ('0, 1, 2', '0, 1, 2, 3 and 296 more')
+    """
+    words = [str(word) for word in words]
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuses a word that is not among the choices.
 
@@ -399,10 +412,10 @@ def _describe(value: Any) -> str:
             f"got a traced value of type {jax.typeof(value)}: it has no value before the program "
             "runs. Give a number, or make it a static argument of jax.jit"
         )
-    return f"got {_shorten(value)} of type {type(value).__name__}"
+    return f"got {shorten(value)} of type {type(value).__name__}"
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any) -> str:
     """The repr of a value, cut off where it fills more than two lines."""
     text = repr(value)
     return text if len(text) <= 160 else f"{text[:157]}..."

@@ -185,7 +185,10 @@ def bubbles() -> None:
     """Prints the share of time that devices idle, by simulation."""
     rows = []
     for stages, microbatches in ((4, 8), (4, 32), (8, 32)):
-        for name in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"):
+        for name in (
+            *("gpipe", "1f1b", "interleaved", "zero-bubble", "interleaved-zero-bubble"),
+            *("zero-bubble-v", "dualpipe-v"),
+        ):
             schedule = pipelining.make_schedule(name, stages, microbatches)
             shares = [
                 schedule.simulate(forward=1, backward=2, mode=mode).bubble_fraction

@@ -129,7 +129,7 @@ CALLS = {
         f"pipelining.{name}": partial(getattr(pipelining, name), num_stages=2, num_microbatches=4)
         for name in (
             "eager_one_f_one_b forward_only gpipe interleaved looped_breadth_first one_f_one_b "
-            "zero_bubble zero_bubble_v"
+            "zero_bubble interleaved_zero_bubble zero_bubble_v dualpipe_v"
         ).split()
     },
 }
@@ -681,7 +681,8 @@ def test_axes_that_a_mesh_lacks_are_refused_at_once():
 
 
 def test_schedules_of_numpys_ints_are_those_of_pythons():
-    for name in "gpipe 1f1b eager-1f1b interleaved looped-bfs zero-bubble zero-bubble-v".split():
+    names = "gpipe 1f1b eager-1f1b interleaved looped-bfs zero-bubble interleaved-zero-bubble"
+    for name in (*names.split(), "zero-bubble-v", "dualpipe-v"):
         plain = pipelining.make_schedule(name, 2, 4)
         found = pipelining.make_schedule(name, np.int64(2), np.int32(4))
         assert found == plain and repr(found.rows) == repr(plain.rows)

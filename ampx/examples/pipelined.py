@@ -35,7 +35,9 @@ SCHEDULES = (
     "interleaved",
     "looped-bfs",
     "zero-bubble",
+    "interleaved-zero-bubble",
     "zero-bubble-v",
+    "dualpipe-v",
 )
 _PARTS = {"first", "stages", "last"}
 _FIRST = ("Embed_0", "position")

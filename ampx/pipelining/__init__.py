@@ -21,7 +21,12 @@ from ampx.pipelining.schedules.generators import (
     one_f_one_b,
 )
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.pipelining.schedules.zero_bubbles import zero_bubble, zero_bubble_v
+from ampx.pipelining.schedules.zero_bubbles import (
+    dualpipe_v,
+    interleaved_zero_bubble,
+    zero_bubble,
+    zero_bubble_v,
+)
 from ampx.pipelining.shard_map_program import PipelineGradients
 
 __all__ = [
@@ -30,10 +35,12 @@ __all__ = [
     "Plan",
     "Schedule",
     "balance",
+    "dualpipe_v",
     "eager_one_f_one_b",
     "forward_only",
     "gpipe",
     "interleaved",
+    "interleaved_zero_bubble",
     "layer_costs",
     "looped_breadth_first",
     "make_schedule",

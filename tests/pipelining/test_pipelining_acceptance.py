@@ -17,7 +17,7 @@ from ampx.pipelining.schedules.generators import (
     one_f_one_b,
 )
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.pipelining.schedules.zero_bubbles import zero_bubble, zero_bubble_v
+from ampx.pipelining.schedules.zero_bubbles import dualpipe_v, zero_bubble, zero_bubble_v
 
 # torch: test/distributed/pipelining/test_schedule.py, (stages a device, micro-batches, devices).
 TORCH_SIZES = [
@@ -165,7 +165,7 @@ def test_torch_send_recv(text, devices, expected):
 
 def test_torch_pipeline_activation_liveness_reuses_completed_slots():
     text = "0F0,0F1,0I0,0F2,0W0,0F3,0I1,0W1,0I2,0W2,0I3,0W3"
-    liveness = Schedule.from_csv(text).validate().liveness()
+    liveness = Schedule.from_csv(text).validate().liveness(mode="async")
     assert liveness.peak == (3,)
     assert liveness.slots == {(0, 0): 0, (0, 1): 1, (0, 2): 2, (0, 3): 0}
     assert liveness.lifetimes[0, 0] == (0, 4)
@@ -176,7 +176,10 @@ def test_torch_pipeline_activation_liveness_granularity():
     """Torch's stages 0 and 2 are 0 and 1 here: there is no other device."""
     text = "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1,0F2,1F2,1B2,0B2"
     schedule = Schedule.from_csv(text).validate()
-    stages, merged = schedule.liveness(), schedule.liveness(merge_chunks=True)
+    stages, merged = (
+        schedule.liveness(mode="async"),
+        schedule.liveness(merge_chunks=True, mode="async"),
+    )
     order = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     assert stages.peak == (3,)
     assert [stages.slots[key] for key in order] == [0, 1, 2, 0, 0, 1]
@@ -210,6 +213,7 @@ def test_torch_csv_of_v_and_dual_pipe_rows():
     assert schedule.device_of == (0, 1, 1, 0)
     assert schedule.num_microbatches == 4
     assert Schedule.from_csv(schedule.to_csv()) == schedule
+    assert schedule.rows == dualpipe_v(2, 4).rows
 
 
 @pytest.mark.parametrize(
@@ -251,7 +255,7 @@ def test_deepspeed_inference_schedule(stages, microbatches):
 def test_deepspeed_train_schedule(stages, microbatches):
     schedule = one_f_one_b(stages, microbatches).validate()
     assert schedule.num_ticks == 2 * (microbatches + stages - 1)
-    liveness = schedule.liveness()
+    liveness = schedule.liveness(mode="async")
     for stage in range(stages):
         buffers = max(2, min(stages - stage, microbatches))
         assert liveness.peak[stage] <= buffers
@@ -284,12 +288,12 @@ def test_jaxpp_interleaved_takes_less_than_one_round():
 def test_jaxpp_zero_bubble_length_and_activations(stages, microbatches):
     schedule = zero_bubble(stages, microbatches)
     assert schedule.num_ticks == 3 * microbatches + stages - 1
-    assert schedule.liveness().peak == (stages,) * stages
+    assert schedule.liveness(mode="async").peak == (stages,) * stages
 
 
 def test_jaxpp_zero_bubble_of_four_stages_and_eight_micro_batches():
     assert zero_bubble(4, 8).num_ticks == 27
-    assert zero_bubble(4, 8).liveness().peak == (4, 4, 4, 4)
+    assert zero_bubble(4, 8).liveness(mode="async").peak == (4, 4, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from ampx.pipelining import (
 )
 from ampx.pipelining.runtime.buffers import ArrayType, Carrier, Pool
 from ampx.pipelining.runtime.executor import Executor
+from ampx.pipelining.runtime.lowering import lower
 
 KEY = jax.random.key(7)
 
@@ -115,6 +116,32 @@ def test_stages_are_not_run_in_bubbles(schedule):
     jax.block_until_ready(run(grads_of, make_params(), batch))
     jax.effects_barrier()
     assert len(calls) == 8 * schedule.num_microbatches
+
+
+@pytest.mark.parametrize(("size", "exchanges"), [((3, 2), 3), ((12, 96), 106)])
+def test_the_ticks_in_which_neighbours_exchange(size, exchanges):
+    """Stage s sends micro-batch m in tick s + m; the last stage sends nothing."""
+    edges = [(stage, stage + 1) for stage in range(size[0] - 1)]
+    for make in (gpipe, one_f_one_b, zero_bubble):
+        tables = lower(make(*size), [edges])
+        for (route,) in (tables.activations, tables.cotangents):
+            assert route.is_busy.sum() == exchanges
+
+
+def test_neighbours_exchange_only_what_somebody_sends(monkeypatch):
+    calls, permute = [], jax.lax.ppermute
+
+    def counted(value, *args, **options):
+        jax.debug.callback(lambda x: calls.append(1), value.ravel()[0])
+        return permute(value, *args, **options)
+
+    monkeypatch.setattr(jax.lax, "ppermute", counted)
+    jax.block_until_ready(
+        run(pipeline(gpipe(3, 2), stage=lambda p, x, key: x), make_params(6), make_batch(4))
+    )
+    jax.effects_barrier()
+    # 3 devices, 2 directions, 3 ticks: of 7 ticks the first 3 have something to send forward.
+    assert len(calls) == 3 * 2 * 3
 
 
 # --- memory and traces

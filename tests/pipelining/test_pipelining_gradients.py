@@ -29,9 +29,11 @@ from pipeline_models import (
 import ampx
 from ampx.pipelining import (
     Schedule,
+    dualpipe_v,
     eager_one_f_one_b,
     gpipe,
     interleaved,
+    interleaved_zero_bubble,
     looped_breadth_first,
     one_f_one_b,
     zero_bubble,
@@ -57,6 +59,8 @@ CASES = [
     (zero_bubble(2, 5), 2),
     (zero_bubble_v(2, 1), 1),
     (zero_bubble_v(2, 5), 2),
+    (interleaved_zero_bubble(2, 3, chunks=4), 1),
+    (dualpipe_v(2, 5), 2),
 ]
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.collections import PolyCollection
 
 import ampx
@@ -23,7 +25,12 @@ from ampx.pipelining.schedules.generators import (
     one_f_one_b,
 )
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.pipelining.schedules.zero_bubbles import zero_bubble, zero_bubble_v
+from ampx.pipelining.schedules.zero_bubbles import (
+    dualpipe_v,
+    interleaved_zero_bubble,
+    zero_bubble,
+    zero_bubble_v,
+)
 from ampx.plotting import plot_schedule
 
 GENERATORS = {
@@ -33,10 +40,12 @@ GENERATORS = {
     "interleaved": interleaved,
     "looped-bfs": looped_breadth_first,
     "zero-bubble": zero_bubble,
+    "interleaved-zero-bubble": interleaved_zero_bubble,
     "zero-bubble-v": zero_bubble_v,
+    "dualpipe-v": dualpipe_v,
     "forward-only": forward_only,
 }
-CHUNKED = ["interleaved", "looped-bfs", "forward-only"]
+CHUNKED = ["interleaved", "looped-bfs", "interleaved-zero-bubble", "forward-only"]
 
 
 def parsed(text: str) -> list[Action]:
@@ -62,8 +71,12 @@ def test_every_size_is_valid_and_complete(name, num_stages):
             assert schedule == schedule.aligned()
             assert any(row[-1] is not None for row in schedule.rows)
             actions = sum(action is not None for row in schedule.rows for action in row)
-            each = {"forward-only": 1, "zero-bubble": 3, "zero-bubble-v": 3}.get(name, 2)
-            assert actions == each * schedule.num_stages * num_microbatches
+            halved = sum(a.kind == "I" for row in schedule.rows for a in row if a is not None)
+            each = 1 + schedule.has_backward
+            assert actions - halved == each * schedule.num_stages * num_microbatches
+            if name != "dualpipe-v":  # of its backwards some are whole
+                total = schedule.num_stages * num_microbatches
+                assert halved == ("zero-bubble" in name) * total
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -99,7 +112,12 @@ def test_sizes_that_make_no_sense_are_refused(generator, arguments, error, messa
 
 
 @pytest.mark.parametrize(
-    ("generator", "instead"), [(interleaved, "one_f_one_b"), (looped_breadth_first, "gpipe")]
+    ("generator", "instead"),
+    [
+        (interleaved, "one_f_one_b"),
+        (looped_breadth_first, "gpipe"),
+        (interleaved_zero_bubble, "zero_bubble"),
+    ],
 )
 def test_one_chunk_is_another_schedule(generator, instead):
     with pytest.raises(ValueError, match=f"chunks must be at least 2, got 1: use {instead}"):
@@ -111,7 +129,8 @@ def test_one_chunk_is_another_schedule(generator, instead):
 def test_stages_lie_where_the_systems_put_them():
     assert one_f_one_b(3, 2).device_of == (0, 1, 2)
     assert interleaved(3, 3).device_of == (0, 1, 2, 0, 1, 2)
-    assert zero_bubble_v(3, 3).device_of == (0, 1, 2, 2, 1, 0)
+    assert zero_bubble_v(3, 3).device_of == dualpipe_v(3, 3).device_of == (0, 1, 2, 2, 1, 0)
+    assert interleaved_zero_bubble(3, 3).device_of == (0, 1, 2, 0, 1, 2)
     assert interleaved(2, 2, chunks=3).stages_on(1) == (1, 3, 5)
     assert zero_bubble_v(3, 3).stages_on(0) == (0, 5)
 
@@ -206,12 +225,64 @@ def test_what_torch_overlaps_is_done_one_after_the_other():
         ("", "empty"),
         (",,\n,,", "empty"),
         ("0F0\n0B0", "stage 0 must be on one device, got 0B0 on device 1 and others on device 0"),
-        ("0F0\n2F0", r"stages must be 0 to 2, but there is none of \[1\]"),
+        ("0F0\n2F0", "stages must be 0 to 2, but there is none of 1"),
     ],
 )
 def test_files_that_make_no_sense_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Schedule.from_csv(text)
+
+
+def chain(num_devices):
+    """A forward on each device: small, but a square grid with as many ticks."""
+    return "\n".join(f"{stage}F0" for stage in range(num_devices))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("999999999F0,999999999B0", "stages must be 0 to 999999999, but there is none of 0"),
+        ("0F999999999", "micro-batches must be 0 to 999999999, but there is none of 0"),
+        (",".join(f"{2 * stage}F0" for stage in range(10**5)), "stages .*there is none of 1"),
+        (f"{'9' * 5000}F0", "line 1, column 1: an action is .*got '999.*[.]{3};"),
+        ("0" + "F" * 10**5 + "0", "line 1, column 1: an action is"),
+        ("0F0\n" + "x" * 200_000, "line 2: field larger than field limit"),
+        ("0F0\r0B0", "line 1: new-line character seen in unquoted field"),
+        ("0F0\n\n1F0", "line 2 has no action: give one line for each device"),
+        (chain(5000) + "," * 5000, "5000 devices with 5001 ticks each are more than 16777216"),
+    ],
+    ids=range(9),
+)
+def test_hostile_files_are_refused_in_few_words(text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Schedule.from_csv(text)
+    assert len(str(error.value)) < 400
+
+
+def test_errors_about_large_files_are_short():
+    waiting = Schedule.from_csv("\n".join(f"{s}B0,{s}F0" for s in range(3000)))
+    broken = Schedule.from_csv(",".join(f"{s}F0" for s in reversed(range(10**5))))
+    for look in (waiting.aligned, waiting.simulate, waiting.validate, broken.validate):
+        with pytest.raises(ValueError, match="schedule 'csv'") as error:
+            look()
+        assert len(str(error.value)) < 8000
+
+
+numbers = st.integers(0, 3) | st.integers(0, 10**30)
+cells = st.builds("{}{}{}".format, numbers, st.sampled_from("FBIWX"), numbers)
+cells |= st.builds("({};{})OVERLAP_F_B".format, cells, cells) | st.text(',\r\0"0F٣ ', max_size=4)
+files = st.lists(st.lists(cells, max_size=4).map(",".join), max_size=4).map("\n".join)
+
+
+@given(files | st.text(max_size=20))
+def test_any_text_is_a_schedule_or_a_short_error(text):
+    try:
+        schedule = Schedule.from_csv(text)
+        assert schedule.num_microbatches <= len(text) and schedule.num_stages <= len(text)
+        schedule.render()
+        schedule.aligned().validate().simulate()
+    except ValueError as error:
+        assert len(str(error)) < 2000
 
 
 def test_aligning_takes_out_what_nobody_waits_for():
@@ -274,7 +345,7 @@ def test_the_picture_shows_every_action_for_its_time(name, mode):
     assert ("darker" in axes.get_xlabel()) == (schedule.num_stages > 3)
     labels = axes.get_legend_handles_labels()[1]
     assert labels[0] == "forward" and labels[-1] == "waiting"
-    assert ("weight gradient" in labels) == ("zero" in name)
+    assert ("weight gradient" in labels) == ("zero" in name or name == "dualpipe-v")
 
 
 def test_numbers_that_do_not_fit_are_left_out():

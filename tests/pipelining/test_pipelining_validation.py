@@ -22,7 +22,9 @@ SCHEDULES = [
         ("interleaved", 3),
         ("looped-bfs", 2),
         ("zero-bubble", None),
+        ("interleaved-zero-bubble", 2),
         ("zero-bubble-v", None),
+        ("dualpipe-v", None),
         ("forward-only", 2),
     ]
     for size in [(1, 1), (1, 3), (2, 3), (3, 2), (3, 5)]
@@ -30,17 +32,14 @@ SCHEDULES = [
 
 
 def is_valid(schedule: Schedule) -> bool:
-    """The oracle: counts what each stage has done, and plays the grid one tick after the other.
-
-    A stage that must do 0, 1, 2, ... in turn can neither leave out, repeat nor exchange.
-    """
+    """The oracle: lists what each stage has done, and plays the grid one tick after the other."""
     stages, microbatches = range(schedule.num_stages), schedule.num_microbatches
-    forwards, backwards = [0 for _ in stages], [0 for _ in stages]
-    halves: list[list[int]] = [[] for _ in stages]
+    forwards, backwards = [set() for _ in stages], [set() for _ in stages]
+    halves = [set() for _ in stages]
     if len({len(row) for row in schedule.rows}) != 1:
         return False
     for column in zip(*schedule.rows, strict=True):
-        sent, returned = list(forwards), list(backwards)
+        sent, returned = [set(done) for done in forwards], [set(done) for done in backwards]
         for device, action in enumerate(column):
             if action is None:
                 continue
@@ -50,22 +49,24 @@ def is_valid(schedule: Schedule) -> bool:
             if microbatch not in range(microbatches):
                 return False
             if kind == "F":
-                if microbatch != forwards[stage] or stage and sent[stage - 1] <= microbatch:
+                if microbatch in forwards[stage] or stage and microbatch not in sent[stage - 1]:
                     return False
-                forwards[stage] += 1
+                forwards[stage].add(microbatch)
             elif kind in "BI":
-                last = stage == stages[-1]
-                if microbatch != backwards[stage] or sent[stage] <= microbatch:
+                if microbatch in backwards[stage] or microbatch not in sent[stage]:
                     return False
-                if not last and returned[stage + 1] <= microbatch:
+                if stage < stages[-1] and microbatch not in returned[stage + 1]:
                     return False
-                backwards[stage] += 1
+                backwards[stage].add(microbatch)
                 if kind == "I":
-                    halves[stage].append(microbatch)
-            elif not halves[stage] or halves[stage].pop(0) != microbatch:
+                    halves[stage].add(microbatch)
+            elif microbatch not in halves[stage]:
                 return False
-    wanted = [microbatches if schedule.has_backward else 0] * schedule.num_stages
-    done = all(count == microbatches for count in forwards) and backwards == wanted
+            else:
+                halves[stage].remove(microbatch)
+    everything = set(range(microbatches))
+    wanted = everything if schedule.has_backward else set()
+    done = all(f == everything and b == wanted for f, b in zip(forwards, backwards, strict=True))
     return done and not any(halves)
 
 
@@ -198,10 +199,6 @@ ZERO = zero_bubble(2, 2)
             r"0B0 \(backward of stage 0, micro-batch 0\) at tick 0 .*forward of stage 0.*at tick 3",
         ),
         (put(ONE, 0, 0, "0F1"), r"0F1 .* at tick 1 on device 0 .*second time"),
-        (
-            changed(ONE, (0, 0, Action(0, "F", 1)), (0, 1, Action(0, "F", 0))),
-            r"0F0 .* at tick 1 .* comes after micro-batch 1: .*ascending order",
-        ),
         (
             Schedule("x", [[Action(0, k, 0) for k in "FWI"]], (0,), 1),
             r"0W0 \(weight gradient of stage 0, micro-batch 0\) at tick 1 .* at tick 2",

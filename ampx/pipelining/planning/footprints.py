@@ -2,7 +2,7 @@
 
   known by shapes        parameters, optimizer state, batch, gradients     of one device's shards
   known by the tables    (slots + 1) * bytes of a value                    for each buffer
-  sent, by the tables    exchanges of a tick * bytes of a value * ticks    idle ticks send, too
+  sent, by the tables    exchanges * bytes of a value                      all devices or none
   sent, by the trace     bytes of each collective                          outside of the loop
   one stage's work       what the compiler says of one device's program, less all of the above
 
@@ -292,12 +292,12 @@ class Footprint:
         def add(purpose: str, size: float) -> None:
             sent[purpose] = sent.get(purpose, 0.0) + size
 
-        # All devices take part in each exchange of each tick, also with nothing to send.
+        # All devices take part in an exchange, also those with nothing to send, if any has.
         for name in WIRES:
             for route, size in zip(getattr(tables, name), getattr(self.stored, name), strict=True):
                 # A device can be a sender in several groups of links: one `ppermute` each.
-                exchanges = sum(device == s for pairs in route.links for s, _ in pairs)
-                add(name, exchanges * size * self.num_ticks)
+                for pairs, is_busy in zip(route.links, route.is_busy, strict=True):
+                    add(name, size * int(is_busy.sum()) * sum(device == s for s, _ in pairs))
         # Outside of the loop over ticks. What is in it was counted above, or is inside of stages,
         # which the devices run differently often.
         for found in find_traffic(self.body, self.sizes, loops=False):

@@ -59,7 +59,7 @@ class Plan:
       >>> found.memory["parameters"], found.memory["stash of activations"]
       (32768, 12288)
       >>> round(found.lockstep.bubble_fraction, 3), found.devices[3].sent["cotangents"]
-      (0.273, 28672)
+      (0.273, 20480)
     """
 
     schedule: Schedule

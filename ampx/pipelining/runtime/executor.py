@@ -151,7 +151,8 @@ class Executor:
                 return None
             return jnp.moveaxis(jnp.asarray(table)[..., device], -1, 0)
 
-        carry, _ = lax.scan(self._run_tick, self._make_carry(), jax.tree.map(own, self.tables))
+        rows = jnp.arange(self.tables.num_ticks), jax.tree.map(own, self.tables)
+        carry, _ = lax.scan(self._run_tick, self._make_carry(), rows)
         return Totals(carry.grads, carry.results)
 
     def _make_carry(self) -> _Carry:
@@ -174,18 +175,19 @@ class Executor:
             jax.tree.map(lambda t: t.zeros(number), self.results),
         )
 
-    def _run_tick(self, carry: _Carry, row: Tables) -> tuple[_Carry, None]:
-        """Runs one tick; `row` has the tables' entries for this device and tick, as scalars."""
+    def _run_tick(self, carry: _Carry, now: tuple[jax.Array, Tables]) -> tuple[_Carry, None]:
+        """Runs one tick: its number, and the tables' entries for this device, as scalars."""
+        tick, row = now
         # The order is that of the moments of `intervals`, by which slots were given out.
         carry, sent = self._run_forward(carry, row)
         carry, returned = self._run_backward(carry, row)
         carry = self._run_weight_gradient(carry, row)
         carry = carry._replace(
             activations=self._exchange_wires(
-                self.tables.activations, row.activations, carry.activations, sent
+                tick, self.tables.activations, row.activations, carry.activations, sent
             ),
             cotangents=self._exchange_wires(
-                self.tables.cotangents, row.cotangents, carry.cotangents, returned
+                tick, self.tables.cotangents, row.cotangents, carry.cotangents, returned
             ),
         )
         return carry, None
@@ -402,18 +404,40 @@ class Executor:
     # --- between devices -------------------------------------------------------------------------
 
     def _exchange_wires(
-        self, routes: Sequence[Route], rows: Sequence[Route], buffers: Wires, sent: Wires
+        self,
+        tick: jax.Array,
+        routes: Sequence[Route],
+        rows: Sequence[Route],
+        buffers: Wires,
+        sent: Wires,
     ) -> Wires:
-        return tuple(map(self._exchange_wire, routes, rows, buffers, sent))
+        wires = zip(routes, rows, buffers, sent, strict=True)
+        return tuple(self._exchange_wire(tick, *wire) for wire in wires)
 
     def _exchange_wire(
-        self, route: Route, row: Route, buffers: list[jax.Array], sent: list[jax.Array]
+        self,
+        tick: jax.Array,
+        route: Route,
+        row: Route,
+        buffers: list[jax.Array],
+        sent: list[jax.Array],
     ) -> list[jax.Array]:
         # A device that nobody sends to in an exchange is given zeros by `ppermute`, and its table
         # says to write them to the slot that nobody reads. So does that of one whose neighbour
-        # was idle: no condition is needed here.
-        for exchange, pairs in enumerate(route.links):
-            arrived = [lax.ppermute(value, self.axis_name, pairs) for value in sent]
+        # was idle. Where all are idle nothing is sent. That is known by the tick alone, so all
+        # devices take the same branch, and a collective may stand in it.
+        for exchange, (pairs, is_busy) in enumerate(zip(route.links, route.is_busy, strict=True)):
+
+            def permute(values: list[jax.Array], pairs: Any = pairs) -> list[jax.Array]:
+                return [lax.ppermute(value, self.axis_name, pairs) for value in values]
+
+            if not is_busy.any():
+                continue
+            if is_busy.all():
+                arrived = permute(sent)
+            else:
+                # What was sent has the type of what arrives, and goes to the slot of nobody.
+                arrived = lax.cond(jnp.asarray(is_busy)[tick], permute, list, sent)
             buffers = write_slot(buffers, row.arrivals[exchange], arrived)
         # The next stage may be on the same device, as at the turn of zero-bubble V. Known while
         # tracing: most schedules have no such write.

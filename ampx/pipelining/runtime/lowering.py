@@ -85,6 +85,11 @@ class Route(NamedTuple):
     arrivals: Any
     storage: Storage
 
+    @property
+    def is_busy(self) -> np.ndarray:
+        """bool[exchanges, ticks]: whether any device awaits anything in an exchange of a tick."""
+        return (self.arrivals[:-1] < self.storage.num_slots).any(axis=-1)
+
 
 class Tables(NamedTuple):
     """A schedule, ready to be run.

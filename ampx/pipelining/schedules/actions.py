@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast, get_args
 
+from ampx.checking import shorten
+
 Kind = Literal["F", "B", "I", "W"]
 
 
@@ -53,8 +55,8 @@ def parse_action(text: str) -> Action:
       The action.
 
     Raises:
-      ValueError: for any other text, and for what torch adds to a schedule to send, receive,
-        reduce or gather: in ampx these are not in a schedule.
+      ValueError: for any other text, for numbers of more than nine digits, and for what torch adds
+        to a schedule to send, receive, reduce or gather: in ampx these are not in a schedule.
 
     References:
       torch.distributed.pipelining, whose schedules print their actions so.
@@ -64,10 +66,12 @@ def parse_action(text: str) -> Action:
       >>> parse_action("0W3")
       Action(stage=0, kind='W', microbatch=3)
     """
-    found = re.fullmatch(r"([0-9]+)([A-Z_]+?)([0-9]+)", text.strip())
+    # Nine digits are enough for anybody. Python itself refuses to read some thousands.
+    found = re.fullmatch(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})", text.strip())
     if found is None or found[2] not in get_args(Kind):
         raise ValueError(
-            f"an action is a stage, one of F, B, I, W, and a micro-batch, such as 2F0; got {text!r}"
+            "an action is a stage, one of F, B, I, W, and a micro-batch, such as 2F0; got "
+            f"{shorten(text)}"
         )
     return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
 

@@ -13,29 +13,44 @@ All are one idea with other numbers: a device warms up with some forwards, then 
 a forward in turn, then the backwards that are left. With P devices, M micro-batches, v chunks and
 groups of G micro-batches (P of them, where P divides M), on device d::
 
-  schedule       warm-up forwards               idle share            activations kept at most
-  gpipe          M                              (P-1) / (M+P-1)       M
-  1f1b           P - d                          (P-1) / (M+P-1)       P - d
-  eager-1f1b     2(P-1-d) + 1                   (P-1) / (M+P-1)       2(P-1-d) + 1
-  interleaved    2(P-1-d) + 1 + (v-1)G          (P-1) / (vM+P-1)      the same, of 1/v the size
-  looped-bfs     vM                             (P-1) / (vM+P-1)      vM, of 1/v the size
-  zero-bubble    P - d                          (P-1) / (3M+P-1)      P
-  zero-bubble-v  2(P-d) - 1 on the way down     (P-1) / (6M+P-1)      2P, of half the size
+  schedule                 warm-up forwards            idle share         activations on paper
+  gpipe                    M                           (P-1) / (M+P-1)    M
+  1f1b                     P - d                       (P-1) / (M+P-1)    P - d
+  eager-1f1b               2(P-1-d) + 1                (P-1) / (M+P-1)    2(P-1-d) + 1
+  interleaved              2(P-1-d) + 1 + (v-1)G       (P-1) / (vM+P-1)   the same, of 1/v size
+  looped-bfs               vM                          (P-1) / (vM+P-1)   vM, of 1/v size
+  zero-bubble              P - d                       (P-1) / (3M+P-1)   P
+  interleaved-zero-bubble  P - d + (v-1)G              (P-1) / (3vM+P-1)  P + (v-1)G, of 1/v size
+  zero-bubble-v            2(P-d) - 1 on the way down  (P-1) / (6M+P-1)   2P, of half size
+  dualpipe-v               2P - 1 - d down, d + 1 up   (P-1) / (6M+P-1)   2P + 1, of half size
 
-Idle shares are for stages of equal cost and at least P micro-batches. Those of zero-bubble are for
-`F`, `I` and `W` that take equally long; that of zero-bubble-v begins with 2P - 1 micro-batches.
+Idle shares are for stages of equal cost and at least P micro-batches. Those of the last four are
+for `F`, `I` and `W` that take equally long; that of zero-bubble-v begins with 2P - 1 micro-batches,
+that of dualpipe-v with 2P. Activations are those that devices keep which go on by themselves,
+`liveness(mode="async")`; `ampx.pipelining.schedules.ticks` says why one program keeps more.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from ampx.checking import as_positive_int, check_choice
 from ampx.pipelining.schedules.actions import Action
-from ampx.pipelining.schedules.orders import as_sizes, schedule_from_orders
+from ampx.pipelining.schedules.orders import (
+    as_chunks,
+    as_sizes,
+    group_microbatches,
+    list_backwards,
+    list_forwards,
+    schedule_from_orders,
+)
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.pipelining.schedules.zero_bubbles import zero_bubble, zero_bubble_v
+from ampx.pipelining.schedules.zero_bubbles import (
+    dualpipe_v,
+    interleaved_zero_bubble,
+    zero_bubble,
+    zero_bubble_v,
+)
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -129,7 +144,7 @@ def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 
     Examples:
       >>> from ampx.pipelining.schedules.generators import eager_one_f_one_b
-      >>> eager_one_f_one_b(num_stages=4, num_microbatches=8).liveness().peak
+      >>> eager_one_f_one_b(num_stages=4, num_microbatches=8).liveness(mode="async").peak
       (7, 5, 3, 1)
     """
     return _alternate(
@@ -176,8 +191,8 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
       device 1 (stages 1, 3)  .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 .
     """
     num_stages, num_microbatches = as_sizes(num_stages, num_microbatches)
-    chunks = _as_chunks(chunks, "one_f_one_b")
-    groups = _group_microbatches(num_stages, num_microbatches)
+    chunks = as_chunks(chunks, "one_f_one_b")
+    groups = group_microbatches(num_stages, num_microbatches)
     return _alternate(
         "interleaved",
         num_stages,
@@ -220,7 +235,7 @@ def looped_breadth_first(num_stages: int, num_microbatches: int, chunks: int = 2
       device 0 (stages 0, 2)  0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1
       device 1 (stages 1, 3)  .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 .
     """
-    chunks = _as_chunks(chunks, "gpipe")
+    chunks = as_chunks(chunks, "gpipe")
     return _alternate(
         "looped-bfs",
         num_stages,
@@ -260,10 +275,10 @@ def forward_only(num_stages: int, num_microbatches: int, chunks: int = 1) -> Sch
     num_stages, num_microbatches = as_sizes(num_stages, num_microbatches)
     chunks = as_positive_int("chunks", chunks)
     # Without backwards there is nothing to alternate with: all forwards, in the order of groups.
-    groups = _group_microbatches(num_stages, num_microbatches)
+    groups = group_microbatches(num_stages, num_microbatches)
     return schedule_from_orders(
         "forward-only",
-        lambda device: _list_forwards(device, num_stages, chunks, groups),
+        lambda device: list_forwards(device, num_stages, chunks, groups),
         tuple(range(num_stages)) * chunks,
         num_microbatches,
         has_backward=False,
@@ -277,11 +292,13 @@ _GENERATORS: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "looped-bfs": looped_breadth_first,
     "zero-bubble": zero_bubble,
+    "interleaved-zero-bubble": interleaved_zero_bubble,
     "zero-bubble-v": zero_bubble_v,
+    "dualpipe-v": dualpipe_v,
     "forward-only": forward_only,
 }
-# The names whose functions take `chunks`; zero-bubble-v has two of them always.
-_CHUNKED = ("interleaved", "looped-bfs", "forward-only")
+# The names whose functions take `chunks`; zero-bubble-v and dualpipe-v have two of them always.
+_CHUNKED = ("interleaved", "looped-bfs", "interleaved-zero-bubble", "forward-only")
 
 
 def make_schedule(
@@ -291,11 +308,11 @@ def make_schedule(
 
     Args:
       name: `"gpipe"`, `"1f1b"`, `"eager-1f1b"`, `"interleaved"`, `"looped-bfs"`, `"zero-bubble"`,
-        `"zero-bubble-v"` or `"forward-only"`.
+        `"interleaved-zero-bubble"`, `"zero-bubble-v"`, `"dualpipe-v"` or `"forward-only"`.
       num_stages: devices along the stage axis.
       num_microbatches: parts of a batch.
-      chunks: stages of the model on each device, for `"interleaved"`, `"looped-bfs"` and
-        `"forward-only"`; by default theirs.
+      chunks: stages of the model on each device, for `"interleaved"`, `"looped-bfs"`,
+        `"interleaved-zero-bubble"` and `"forward-only"`; by default theirs.
 
     Returns:
       A `Schedule`, whose name is `name`.
@@ -316,14 +333,6 @@ def make_schedule(
     if name not in _CHUNKED:
         raise ValueError(f"chunks is for {', '.join(_CHUNKED)}, got chunks={chunks} with {name!r}")
     return _GENERATORS[name](num_stages, num_microbatches, chunks)
-
-
-def _as_chunks(chunks: int, instead: str) -> int:
-    """Converts a number of chunks; refuses one, which is a schedule with another name."""
-    chunks = as_positive_int("chunks", chunks)
-    if chunks < 2:
-        raise ValueError(f"chunks must be at least 2, got {chunks}: use {instead}")
-    return chunks
 
 
 def _alternate(
@@ -347,13 +356,8 @@ def _alternate(
     num_stages, num_microbatches = as_sizes(num_stages, num_microbatches)
 
     def order(device: int) -> Iterator[Action]:
-        forwards = _list_forwards(device, num_stages, chunks, groups or [range(num_microbatches)])
-        # Backwards take micro-batches in the order of the forwards, and chunks in the opposite one:
-        # of 0F0 0F1 2F0 2F1 they are 2B0 2B1 0B0 0B1.
-        backwards = [
-            Action((chunks - 1 - stage // num_stages) * num_stages + device, "B", microbatch)
-            for stage, _, microbatch in forwards
-        ]
+        taken = device, num_stages, chunks, groups or [range(num_microbatches)]
+        forwards, backwards = list_forwards(*taken), list_backwards(*taken, "B")
         ahead = min(len(forwards), ahead_of(device))
         yield from forwards[:ahead]
         # A slice of one action, or of none after the last forward.
@@ -362,28 +366,3 @@ def _alternate(
             yield from forwards[ahead + place : ahead + place + 1]
 
     return schedule_from_orders(name, order, tuple(range(num_stages)) * chunks, num_microbatches)
-
-
-def _group_microbatches(num_stages: int, num_microbatches: int) -> list[range]:
-    """Micro-batches in groups of `num_stages` or, with what is left over, a little more.
-
-    A group is as many as fill the devices once: when its last micro-batch has gone through a chunk
-    on device 0, its first one comes back from the last device for the next chunk.
-    """
-    count = max(1, num_microbatches // num_stages)
-    size, left = divmod(num_microbatches, count)
-    # 7 micro-batches on 3 devices: 2 groups, range(0, 4) and range(4, 7).
-    starts = [group * size + min(group, left) for group in range(count + 1)]
-    return [range(*bounds) for bounds in itertools.pairwise(starts)]
-
-
-def _list_forwards(
-    device: int, num_stages: int, chunks: int, groups: Sequence[range]
-) -> list[Action]:
-    """The forwards of a device: a group of micro-batches through all chunks, then the next."""
-    return [
-        Action(chunk * num_stages + device, "F", microbatch)
-        for group in groups
-        for chunk in range(chunks)
-        for microbatch in group
-    ]

@@ -1,9 +1,9 @@
 """Which activations a schedule keeps, from when to when, counted in ticks.
 
-These are the residuals of `intervals`: made by a forward, released by its backward. They are looked
-at in two ways. `"async"` takes the ticks of the schedule's own grid, where each device does one
-action at a time: the figures of the papers. `"lockstep"` takes those of the one compiled program,
-whose forwards run ahead: what a step really allocates.
+These are the residuals of `intervals`: made by a forward, released by its backward. The figure is
+that of the one compiled program, in *lockstep*: what a step allocates. In its ticks forwards run
+ahead, so it is larger than those of the papers, in which each device does one action at a time, in
+the ticks of the schedule's own grid. `"async"` gives these.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Liveness:
       >>> from ampx.pipelining.schedules.generators import one_f_one_b
       >>> liveness = one_f_one_b(num_stages=2, num_microbatches=3).liveness()
       >>> liveness.peak
-      (2, 1)
-      >>> liveness.lifetimes[0, 1], liveness.slots[0, 2]
-      ((1, 5), 0)
+      (3, 1)
+      >>> liveness.lifetimes[0, 1], liveness.slots[1, 2]  # forward in tick 1, backward in tick 3
+      ((1, 3), 0)
       >>> liveness.live
-      array([[1, 2, 2, 2, 2, 2, 1, 1],
-             [0, 1, 1, 1, 1, 1, 1, 0]])
+      array([[1, 2, 3, 2, 1],
+             [0, 1, 1, 1, 0]])
     """
 
     lifetimes: dict[tuple[int, int], tuple[int, int]]
@@ -54,11 +54,10 @@ class Liveness:
 def find_liveness(schedule: Grid, *, merge_chunks: bool, mode: str) -> Liveness:
     """Finds lifetimes, and gives them slots; see `Schedule.liveness`."""
     check_choice("mode", mode, ("async", "lockstep"))
-    if mode == "async":
-        placement = placement_on_grid(schedule.rows)
-    else:
-        placement = place_in_lockstep(schedule.rows, schedule.num_stages)
+    placement = placement_on_grid(schedule.rows)
     _check_released(schedule, placement)
+    if mode == "lockstep":
+        placement = place_in_lockstep(schedule.rows, schedule.num_stages)
     intervals = Timeline(placement, schedule.num_microbatches).residuals()
     # Who shares a place: a (stage, micro-batch) has one alone, or all stages that a device runs on
     # a micro-batch share one, under the name of the first of them.

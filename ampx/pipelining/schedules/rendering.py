@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ampx.checking import join_first
 from ampx.pipelining.schedules.grid import Grid
 
 _IDLE = "."
 
 
-def render_grid(schedule: Grid, start: int = 0, stop: int | None = None) -> str:
-    """Draws the grid of a schedule as text; see `Schedule.render`.
+def render_grid(
+    schedule: Grid, start: int = 0, stop: int | None = None, devices: range | None = None
+) -> str:
+    """Draws the grid of a schedule as text, or that of some devices; see `Schedule.render`.
 
     A schedule with faults is drawn too, as far as that goes: it is part of the message about them.
     """
@@ -20,14 +23,12 @@ def render_grid(schedule: Grid, start: int = 0, stop: int | None = None) -> str:
     ticks = range(*slice(start, stop).indices(num_ticks))
     chunked = schedule.num_stages > schedule.num_devices
     columns = [[str(tick) for tick in ticks]]
-    for row in schedule.rows:
-        columns.append([_write_cell(row, tick, chunked) for tick in ticks])
+    devices = range(schedule.num_devices) if devices is None else devices
+    for device in devices:
+        columns.append([_write_cell(schedule.rows[device], tick, chunked) for tick in ticks])
     # All columns are as wide as the widest cell, so that ticks of different devices stand in line.
     width = max((len(cell) for row in columns for cell in row), default=1)
-    labels = [
-        "tick",
-        *(_write_label(schedule, device, chunked) for device in range(len(schedule.rows))),
-    ]
+    labels = ["tick", *(_write_label(schedule, device, chunked) for device in devices)]
     margin = max(map(len, labels))
     lines = (
         f"{label:<{margin}}  {' '.join(f'{cell:<{width}}' for cell in row)}".rstrip()
@@ -47,8 +48,9 @@ def _write_headline(schedule: Grid, num_ticks: int) -> str:
 
 
 def _write_label(schedule: Grid, device: int, chunked: bool) -> str:
-    stages = ", ".join(map(str, schedule.stages_on(device)))
-    return f"device {device} (stages {stages})" if chunked else f"device {device}"
+    if not chunked:
+        return f"device {device}"
+    return f"device {device} (stages {join_first(schedule.stages_on(device), most=16)})"
 
 
 def _write_cell(row: Sequence[Any], tick: int, chunked: bool) -> str:

@@ -8,23 +8,21 @@ What is run is the order of each row, not its ticks: the compiled program has ti
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ampx.checking import join_first
 from ampx.pipelining.schedules.actions import (
     Action,
     merge_backwards,
     needs_of,
-    parse_action,
     result_of,
     split_backwards,
 )
+from ampx.pipelining.schedules.csv_format import parse_csv
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.liveness import Liveness, find_liveness
 from ampx.pipelining.schedules.rendering import render_grid
@@ -33,9 +31,6 @@ from ampx.pipelining.schedules.validation import check_schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# What torch's DualPipeV writes for a forward and a backward that share a tick.
-_OVERLAPPED = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +85,14 @@ class Schedule(Grid):
                 for head in heads
             ]
             if not any(column):
-                waiting = (
+                waiting = join_first(
                     f"device {device} for the inputs of {head[0]}"
                     for device, head in enumerate(heads)
                     if head
                 )
                 raise ValueError(
-                    f"schedule {self.name!r}: the devices wait for each other for ever: "
-                    f"{', '.join(waiting)}. Change the order of their actions"
+                    f"schedule {self.name!r}: the devices wait for each other for ever: {waiting}. "
+                    "Change the order of their actions"
                 )
             for device, action in enumerate(column):
                 rows[device].append(action)
@@ -133,7 +128,8 @@ class Schedule(Grid):
         r"""Looks for faults.
 
         Every stage goes forward with every micro-batch once, and backward once, whole or in two
-        halves, on its own device, in ascending order of micro-batches and after what it needs.
+        halves, on its own device, and after what it needs. Any order in which that holds is right,
+        and `ampx.pipelining.value_and_grad` runs it.
 
         Returns:
           The schedule itself, so that calls can be chained.
@@ -180,7 +176,7 @@ class Schedule(Grid):
             what `weight_grad` leaves of `backward`, or half of it.
           weight_grad: time of the half that gives gradients of the weights; as `input_grad`.
           communication: time until another device has a result. Devices go on computing meanwhile,
-            except in lockstep, where each tick ends with it.
+            except in lockstep, where each tick ends with it if anybody sends.
           mode: `"async"`: a device goes on as soon as it has its inputs, as in a program for each
             device. `"lockstep"`: all devices end a tick together, as in ampx's one compiled
             program, and a tick has room for a forward, a backward and a weight gradient.
@@ -209,7 +205,7 @@ class Schedule(Grid):
         )
 
     def liveness(
-        self, *, merge_chunks: bool = False, mode: Literal["async", "lockstep"] = "async"
+        self, *, merge_chunks: bool = False, mode: Literal["async", "lockstep"] = "lockstep"
     ) -> Liveness:
         """Finds which activations each device holds, tick by tick, and how many places they need.
 
@@ -219,16 +215,17 @@ class Schedule(Grid):
         Args:
           merge_chunks: whether a micro-batch has one place for all stages of a device, from the
             first forward to the last backward.
-          mode: as for `simulate`. `"async"`: in the ticks of this grid, the figures of the papers.
-            `"lockstep"`: in those of ampx's one compiled program, which runs forwards as early as
-            they can run, and so keeps more.
+          mode: `"lockstep"`: in the ticks of ampx's one compiled program, so this is what a step
+            allocates. `"async"`: in the ticks of this grid, where each device does one action at a
+            time. These are the figures of the papers. They are smaller, since the program runs
+            forwards as early as they can run.
 
         Returns:
           A `Liveness`.
 
         Raises:
-          ValueError: if a backward has no forward before it, a forward has no backward, or the
-            mode is unknown.
+          ValueError: if a backward has no forward before it, a forward has no backward, the mode is
+            unknown, or the devices wait for each other for ever.
 
         References:
           `analyze_pipeline_activation_liveness` in torch.distributed.pipelining.
@@ -238,9 +235,9 @@ class Schedule(Grid):
           >>> gpipe(num_stages=4, num_microbatches=8).liveness().peak
           (8, 8, 8, 8)
           >>> one_f_one_b(num_stages=4, num_microbatches=8).liveness().peak
-          (4, 3, 2, 1)
-          >>> one_f_one_b(num_stages=4, num_microbatches=8).liveness(mode="lockstep").peak
           (7, 5, 3, 1)
+          >>> one_f_one_b(num_stages=4, num_microbatches=8).liveness(mode="async").peak
+          (4, 3, 2, 1)
         """
         return find_liveness(self, merge_chunks=merge_chunks, mode=mode)
 
@@ -305,7 +302,8 @@ class Schedule(Grid):
 
         Raises:
           OSError: if a file cannot be read.
-          ValueError: if a cell is not an action, or the devices of the stages are not clear.
+          ValueError: if the text is not such a file, or has gaps: about the first line that is
+            wrong. Nothing in a file can make a schedule or an error that is much larger than it.
 
         Examples:
           >>> from ampx.pipelining.schedules.schedule import Schedule
@@ -315,21 +313,8 @@ class Schedule(Grid):
         """
         # A string is the text itself, never a path: "0F0,0B0" could be either.
         text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8")
-        rows = [
-            _read_row(device, cells) for device, cells in enumerate(csv.reader(io.StringIO(text)))
-        ]
-        length = max(map(len, rows), default=0)
-        rows = [row + [None] * (length - len(row)) for row in rows]
-        actions = [action for row in rows for action in row if action is not None]
-        if not actions:
-            raise ValueError("the schedule is empty: give a line such as 0F0,0B0 for each device")
-        return cls(
-            name,
-            tuple(map(tuple, rows)),
-            _find_devices(rows),
-            1 + max(action.microbatch for action in actions),
-            any(action.kind != "F" for action in actions),
-        )
+        grid = parse_csv(text, name)
+        return cls(**{field.name: getattr(grid, field.name) for field in dataclasses.fields(grid)})
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """Writes the rows in torch's format, which `from_csv` reads.
@@ -355,35 +340,3 @@ class Schedule(Grid):
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
-
-
-def _read_row(device: int, cells: Sequence[str]) -> list[Action | None]:
-    row: list[Action | None] = []
-    for tick, cell in enumerate(cells):
-        # One cell can become two actions, which makes the row longer than the others: `from_csv`
-        # fills up, and `aligned` puts things in their ticks.
-        overlapped = _OVERLAPPED.fullmatch(cell.strip())
-        try:
-            for text in overlapped.groups() if overlapped else [cell]:
-                row.append(parse_action(text) if text.strip() else None)
-        except ValueError as error:
-            raise ValueError(
-                f"line {device + 1}, column {tick + 1}: {error}; for a file, give a pathlib.Path"
-            ) from error
-    return row
-
-
-def _find_devices(rows: Sequence[Sequence[Action | None]]) -> tuple[int, ...]:
-    # A stage is where its actions are. Every stage must occur, and in one row only.
-    devices: dict[int, int] = {}
-    for device, row in enumerate(rows):
-        for action in row:
-            if action is not None and devices.setdefault(action.stage, device) != device:
-                raise ValueError(
-                    f"stage {action.stage} must be on one device, got {action} on device {device} "
-                    f"and others on device {devices[action.stage]}"
-                )
-    absent = sorted(set(range(max(devices) + 1)) - set(devices))
-    if absent:
-        raise ValueError(f"stages must be 0 to {max(devices)}, but there is none of {absent}")
-    return tuple(devices[stage] for stage in range(len(devices)))

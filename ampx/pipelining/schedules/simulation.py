@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ampx.checking import as_number, as_number_array, check_choice
+from ampx.checking import as_number, as_number_array, check_choice, join_first
 from ampx.pipelining.schedules.actions import Action, needs_of, result_of
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.ticks import place_in_lockstep
@@ -207,11 +207,11 @@ def _play_async(
                 done[result_of(action)] = clocks[device]
                 places[device] += 1
                 progress = True
-    waiting = [str(o[p]) for o, p in zip(orders, places, strict=True) if p < len(o)]
+    waiting = [o[p] for o, p in zip(orders, places, strict=True) if p < len(o)]
     if waiting:
         raise ValueError(
-            f"schedule {schedule.name!r}: the devices wait for each other at {', '.join(waiting)}: "
-            "call validate()"
+            f"schedule {schedule.name!r}: the devices wait for each other at "
+            f"{join_first(waiting)}: call validate()"
         )
     return times
 
@@ -238,6 +238,16 @@ def _play_lockstep(
                 times[action] = clock, clock + costs[action.kind][action.stage]
                 clock = times[action][1]
             longest = max(longest, clock)
-        # Neighbours exchange once a tick, and nobody goes on before: messages cannot be hidden.
-        begin = longest + communication
+        # Neighbours exchange at the end of the tick, and nobody goes on before: messages cannot be
+        # hidden. Where nobody has anything for another device, there is no exchange.
+        sends = any(_is_sent(schedule, action) for actions in tick for action in actions)
+        begin = longest + communication * sends
     return times
+
+
+def _is_sent(schedule: Grid, action: Action) -> bool:
+    """Whether another device waits for the result of an action."""
+    to = action.stage + {"F": 1, "W": 0}.get(action.kind, -1)
+    if to not in range(schedule.num_stages):
+        return False
+    return schedule.device_of[to] != schedule.device_of[action.stage]

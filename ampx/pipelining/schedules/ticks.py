@@ -5,9 +5,11 @@ therefore has room for one action of each sort: a forward, a backward and a weig
 order. With one action a tick, a device that goes forward would make its neighbours, which go
 backward, wait.
 
-A device runs its forwards in the order of the schedule, and as early as they can run; a backward
-waits for the forwards that the schedule puts before it. Gradients of weights keep nobody waiting:
-they are moved to the last ticks, where every device has some.
+A device runs its forwards in the order of the schedule, and as early as they can run. A backward
+waits for the forwards and the backwards that the schedule puts before it. Whatever the order of
+micro-batches is, nobody waits for ever if the schedule has a grid: of all actions that are left,
+the one that comes first on the grid has all it waits for. Gradients of weights keep nobody waiting,
+so they go where a device would wait for others, see `_place_weight_gradients`.
 
 `1f1b` with 3 stages and 4 micro-batches has 12 ticks on its grid, and 8 of these longer ones:
 
@@ -24,12 +26,20 @@ the grid keeps S - s. That is the price of early forwards. It does not grow with
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ampx.pipelining.schedules.actions import Action, needs_of, result_of
+import numpy as np
+
+from ampx.checking import join_first
+from ampx.pipelining.schedules.actions import Action, Kind, needs_of, result_of
 
 Rows = Sequence[Sequence[Action | None]]
+
+# How long actions take, as far as the places of weight gradients depend on it: the unit of the
+# papers. One program cannot know how long its stages will take.
+_LENGTHS: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class Placement(NamedTuple):
@@ -101,20 +111,66 @@ def place_in_lockstep(rows: Rows, num_stages: int) -> Placement:
             for action in _take_ready(streams, forwards, done, tick, num_stages):
                 tick_of[action] = done[result_of(action)] = tick
         if len(tick_of) == before:
-            heads = ", ".join(str(s.head) for s in forwards + backwards if s.head)
+            heads = join_first(s.head for s in forwards + backwards if s.head)
             raise ValueError(
                 f"at tick {tick} the devices wait for each other, at {heads}: call validate()"
             )
         tick += 1
-    # A tick lasts as long as its fullest device. The H weight gradients of a device go into the
-    # last H ticks, in order: then the devices have them at the same time, instead of every tick
-    # having one somewhere. None comes before its `I`: there is at most one `I` a tick, so after the
-    # one at place p the other H - 1 - p need as many ticks, and it is at tick T - H + p at latest.
-    for stream in backwards:
-        halves = [action for action in stream.actions if action.kind == "I"]
-        for place, action in enumerate(halves):
-            tick_of[action._replace(kind="W")] = tick - len(halves) + place
-    return Placement(tick_of, tick)
+    return _place_weight_gradients(rows, Placement(tick_of, tick))
+
+
+def _place_weight_gradients(rows: Rows, placement: Placement) -> Placement:
+    """Adds the gradients of weights to forwards and backwards that have their ticks.
+
+    A tick lasts as long as its fullest device, so a device that has less to do in it has a *gap*: a
+    weight gradient costs no time there. The others are put where all devices have one at a time.
+    In `zero-bubble` with 3 stages and 4 micro-batches, gaps are in brackets:
+
+      tick      0     1     2      3      4        5        6      7     8     9
+      device 0  F0    F1    F2     F3     I0 [W0]  I1 [W1]  I2     W2    I3    W3
+      device 1  .     F0    F1     F2 I0  F3 I1    I2 [W0]  I3     W1    [W2]  W3
+      device 2  .     .     F0 I0  F1 I1  F2 I2    F3 I3    [W0]   W1    [W2]  W3
+
+    All devices together take as long as devices that go on by themselves: 3 * 4 + 3 - 1 units.
+    """
+    tick_of, num_ticks = placement
+    halves: list[dict[int, Action]] = [{} for _ in rows]  # the `I` of a device by its tick
+    busy = np.zeros((len(rows), num_ticks))
+    for device, row in enumerate(rows):
+        for action in row:
+            if action is not None and action.kind != "W":
+                tick = tick_of[action]
+                busy[device, tick] += _LENGTHS[action.kind]
+                if action.kind == "I":
+                    halves[device][tick] = action
+    if not any(halves):
+        return placement
+    has_gap = busy.max(axis=0, initial=0) - busy >= _LENGTHS["W"]  # bool[devices, ticks]
+    # From the last tick to the first. A weight gradient comes after its `I`, so from each tick on a
+    # device needs as many places as it still has `I`. Where one is lacking, all devices get one.
+    lacking = np.zeros(len(rows), int)  # by device: `I` without a place, from this tick on
+    is_longer = np.zeros(num_ticks, bool)
+    for tick in reversed(range(num_ticks)):
+        lacking += [tick in own for own in halves]
+        lacking -= has_gap[:, tick]
+        is_longer[tick] = lacking.max(initial=0) > 0
+        lacking -= is_longer[tick]
+    # The place for all is in the tick itself, or, since a tick has one for each device, in a tick
+    # of its own behind it, if some device has a gap there.
+    is_doubled = is_longer & has_gap.any(axis=0)
+    begins = np.cumsum(1 + is_doubled) - (1 + is_doubled)
+    placed = {action: int(begins[tick]) for action, tick in tick_of.items()}
+    for device, own in enumerate(halves):
+        # The first place is the best one: values that wait for it are then freed soonest.
+        waiting: deque[Action] = deque()
+        for tick in range(num_ticks):
+            waiting.extend([own[tick]] if tick in own else [])
+            first = has_gap[device, tick] or (is_longer[tick] and not is_doubled[tick])
+            for place, is_there in enumerate((first, is_doubled[tick])):
+                if is_there and waiting:
+                    action = waiting.popleft()._replace(kind="W")
+                    placed[action] = int(begins[tick]) + place
+    return Placement(placed, num_ticks + int(is_doubled.sum()))
 
 
 def _make_stream(row: Sequence[Action | None], kinds: str) -> _Stream:

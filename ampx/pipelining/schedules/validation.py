@@ -7,17 +7,21 @@ Three passes, each of which may rely on what the ones before have found right:
   3. missing  nothing that should be there is absent
 
 Only the first fault is reported, with the ticks around it: later ones are often its consequences.
+
+Nothing is asked of the order of micro-batches. Each has its own slots in the program, and what it
+adds to sums and results says which micro-batch it is of.
 """
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
+from ampx.checking import shorten
 from ampx.pipelining.schedules.actions import Action, Kind, needs_of, result_of
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.rendering import render_grid
 
-# Ticks that the message shows on either side of the fault: a grid of thousands helps nobody.
+# Ticks, and devices, that the message shows on either side of the fault: thousands help nobody.
 _SHOWN = 10
 # Which other kinds of the same stage and micro-batch an action does not go with.
 _EXCLUDES: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",), "W": ("B",)}
@@ -30,8 +34,9 @@ def check_schedule(schedule: Grid) -> None:
         raise ValueError(f"schedule {schedule.name!r}: {fault}")
     found = _find_fault_of_order(schedule) or _find_missing(schedule)
     if found is not None:
-        tick, fault = found
-        grid = render_grid(schedule, max(0, tick - _SHOWN), tick + _SHOWN + 1)
+        tick, device, fault = found
+        devices = range(schedule.num_devices)[max(0, device - _SHOWN) : device + _SHOWN + 1]
+        grid = render_grid(schedule, max(0, tick - _SHOWN), tick + _SHOWN + 1, devices)
         raise ValueError(f"schedule {schedule.name!r}: {fault}\n{grid}")
 
 
@@ -45,9 +50,10 @@ def _find_fault_of_shape(schedule: Grid) -> str | None:
     for stage, device in enumerate(schedule.device_of):
         if device not in range(devices):
             return f"stage {stage} is on device {device!r}, but there are rows for {devices}"
+    used = set(schedule.device_of)
     for device, row in enumerate(schedule.rows):
-        if not schedule.stages_on(device):
-            return f"device {device} has no stage: device_of is {schedule.device_of}"
+        if device not in used:
+            return f"device {device} has no stage: device_of is {shorten(schedule.device_of)}"
         if len(row) != len(schedule.rows[0]):
             return (
                 f"rows must be of one length, got {len(row)} ticks for device {device} and "
@@ -56,19 +62,16 @@ def _find_fault_of_shape(schedule: Grid) -> str | None:
         for tick, action in enumerate(row):
             if action is not None and not isinstance(action, Action):
                 return (
-                    f"device {device} has {action!r} at tick {tick}: a place holds an Action or "
-                    "None; parse_action reads text"
+                    f"device {device} has {shorten(action)} at tick {tick}: a place holds an "
+                    "Action or None; parse_action reads text"
                 )
     return None
 
 
-def _find_fault_of_order(schedule: Grid) -> tuple[int, str] | None:
-    """Finds the first fault of an action that is there, tick by tick and device by device."""
+def _find_fault_of_order(schedule: Grid) -> tuple[int, int, str] | None:
+    """Finds the first fault of an action that is there: its tick, its device, and what it is."""
     tick_of = _find_first_ticks(schedule)
     seen: set[Action] = set()
-    # By (stage, kind of result), where a whole backward counts as its `I`: the micro-batch that
-    # came last. Order is asked for within a kind only: an `I` may overtake a `W`.
-    last: dict[tuple[int, str], int] = {}
     for tick, column in enumerate(zip(*schedule.rows, strict=True)):
         for device, action in enumerate(column):
             if action is None:
@@ -82,16 +85,10 @@ def _find_fault_of_order(schedule: Grid) -> tuple[int, str] | None:
                 fault = _find_double_backward(action, seen) or _find_missing_input(
                     schedule, action, tick, tick_of
                 )
-            stream = (action.stage, result_of(action).kind)
-            if fault is None and last.get(stream, -1) > action.microbatch:
-                fault = (
-                    f"comes after micro-batch {last[stream]}: the micro-batches of a stage go in "
-                    "ascending order"
-                )
             if fault is not None:
-                return tick, f"{_describe(action)} at tick {tick} on device {device} {fault}"
+                where = f"at tick {tick} on device {device}"
+                return tick, device, f"{_describe(action)} {where} {fault}"
             seen.add(action)
-            last[stream] = action.microbatch
     return None
 
 
@@ -161,7 +158,7 @@ def _find_missing_input(
     return None
 
 
-def _find_missing(schedule: Grid) -> tuple[int, str] | None:
+def _find_missing(schedule: Grid) -> tuple[int, int, str] | None:
     """Finds the first action that is nowhere; what is there is known to be right."""
     # What is there is known, and nothing is there twice, so counting would tell whether something
     # is missing. Looking for the first one that is costs little more, and says what to add.
@@ -179,5 +176,6 @@ def _find_missing(schedule: Grid) -> tuple[int, str] | None:
                     # Neither half is there: then it is the whole that is missing.
                     halved = kind == "I" and whole._replace(kind="W") not in there
                     action = whole if halved else action
-                    return tick, f"{_describe(action)} is missing from all {tick} ticks"
+                    fault = f"{_describe(action)} is missing from all {tick} ticks"
+                    return tick, schedule.device_of[stage], fault
     return None
