@@ -6,10 +6,12 @@ Three kinds of leaves need care wherever a tree is mapped, and have a predicate 
                dtype, with which nothing can be computed (`is_float0`)
     integers   step counts, random keys: no cast to half, no NaN (`is_floating`)
     float8     and float64: floating, but a policy does not cast them (`CASTABLE`)
+    others     functions, strings and numbers inside a module: not trained (`split_trainable`)
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,9 +32,69 @@ def cast_castable(tree: Any, dtype: DTypeLike) -> Any:
 
 def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
     """The leaf in `dtype` if it is floating and can be cast, else as it is."""
-    if getattr(leaf, "dtype", None) not in CASTABLE or leaf.dtype == dtype:
+    if not _is_array(leaf) or leaf.dtype not in CASTABLE or leaf.dtype == dtype:
         return leaf
     return leaf.astype(dtype)
+
+
+def split_trainable(tree: Any) -> tuple[Any, Any]:
+    """Splits a tree of parameters into what is trained and the rest.
+
+    Trained are arrays of floating numbers. Not trained are integers and bools, random keys,
+    functions, strings, and whatever else is a leaf. A Python float is a parameter in a plain tree,
+    as it is to `jax.grad`; inside an Equinox module it is a setting, such as a dropout rate.
+
+    Returns:
+      A tree of the trained leaves with None in the place of others, and one of the others with None
+      in the place of these; the tree itself and None, if all leaves are trained.
+    """
+    numbers = () if _has_equinox_module(tree) else (float, complex)
+    leaves, structure = jax.tree.flatten(tree)
+    trained = [_is_inexact_array(leaf) or isinstance(leaf, numbers) for leaf in leaves]
+    if all(trained):
+        return tree, None
+    pairs = list(zip(leaves, trained, strict=True))
+    return (
+        structure.unflatten([leaf if own else None for leaf, own in pairs]),
+        structure.unflatten([None if own else leaf for leaf, own in pairs]),
+    )
+
+
+def merge_trainable(trainable: Any, rest: Any) -> Any:
+    """Joins what `split_trainable` has split; other parameters may stand in their places."""
+    if rest is None:
+        return trainable
+    return jax.tree.map(
+        lambda other, own: own if other is None else other,
+        rest,
+        trainable,
+        is_leaf=lambda node: node is None,
+    )
+
+
+def copy_arrays(tree: Any) -> Any:
+    """Copies the arrays of a tree; Python's numbers become arrays, but not inside a module."""
+    numbers = () if _has_equinox_module(tree) else (bool, int, float, complex)
+
+    def copy(leaf: Any) -> Any:
+        return jnp.copy(leaf) if _is_array(leaf) or isinstance(leaf, numbers) else leaf
+
+    return jax.tree.map(copy, tree)
+
+
+def _has_equinox_module(tree: Any) -> bool:
+    # Whoever holds such a module has imported Equinox; ampx itself never does.
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and bool(find_nodes(tree, equinox.Module))
+
+
+def _is_array(leaf: Any) -> bool:
+    # Types such as `jnp.float32` have a dtype, too.
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
+
+
+def _is_inexact_array(leaf: Any) -> bool:
+    return _is_array(leaf) and not is_float0(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:

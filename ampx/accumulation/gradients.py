@@ -66,7 +66,7 @@ from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.precision.recipe_names import as_recipe
-from ampx.trees import cast_like, map_by_path, wider_dtype
+from ampx.trees import cast_like, map_by_path, merge_trainable, split_trainable, wider_dtype
 
 Remainder = Literal["error", "mask"]
 
@@ -92,6 +92,8 @@ def value_and_grad(
         `loss_fn(..., model_state=state)`. It returns `value`, followed in a tuple by the auxiliary
         output if `has_aux` and by the new state if there is one. `value` is the scalar loss of its
         rows, or for `normalize="weights"` the pair (sum of losses, sum of weights).
+        Leaves that are no floating arrays, such as the functions and settings of an Equinox module,
+        are handed on as they are; their gradient is None.
         `params` may be an nnx module: `loss_fn` then gets a copy to call and change. They may be
         `ampx.fused.FlatParams`: `loss_fn` gets the tree, and `grads` are flat.
       num_microbatches: k; the leading axis of the batch is split by `split_microbatches`.
@@ -178,6 +180,9 @@ def value_and_grad(
             if tables:
                 raise ValueError("sparse_rows needs a tree of parameters, not flat ones")
             fun = functools.partial(_call_with_tree, fun)
+        params, rest = split_trainable(params)  # nnx has its own filters: all it gives is trained
+        if rest is not None:
+            fun = functools.partial(_call_merged, fun, rest)
         scale = as_scale(loss_scale)
         key = fold_in_device(key, axes)
         # Under check_vma=True JAX sums the gradient of a replicated parameter over the devices by
@@ -326,6 +331,10 @@ def _as_function(
 
 def _call_with_tree(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
     return fun(as_tree(params), *args, **kwargs)
+
+
+def _call_merged(fun: Callable[..., Any], rest: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    return fun(merge_trainable(params, rest), *args, **kwargs)
 
 
 def _check_same_structure(new_state: Any, state: Any) -> None:

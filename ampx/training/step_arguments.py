@@ -34,7 +34,7 @@ from ampx.data_parallel.zero1 import Zero1State
 from ampx.loss_scaling.nonfinite import unscale
 from ampx.mesh_axes import tracks_varying
 from ampx.pipelining.shard_map_program import PipelineGradients
-from ampx.trees import find_nodes
+from ampx.trees import find_nodes, merge_trainable
 
 # What the step computes itself, or what its parts tell each other.
 _OWN = ("grad", "weight", "verdict", "reduce_op", "overflow", "tail")
@@ -61,11 +61,13 @@ class Evaluation(NamedTuple):
       grads_of: see `ampx.training.step_execution.TrainStep`.
       model: the nnx model whose parameters are evaluated; None for a pytree of parameters.
       wrt: the nnx filter of the parameters, or None.
+      rest: what is not trained, with which the optimizer's parameters make the whole tree; or None.
     """
 
     grads_of: Callable[..., GradResult]
     model: Any = None
     wrt: Any = None
+    rest: Any = None
 
     def compute_value(self, inputs: Inputs, params: Any) -> jax.Array:
         """The unscaled loss at other parameters; float32 scalar."""
@@ -84,6 +86,7 @@ class Evaluation(NamedTuple):
     def _call(self, inputs: Inputs, params: Any, **options: Any) -> GradResult:
         if self.model is not None:
             params = flax_modules.replace_params(self.model, params, self.wrt)
+        params = merge_trainable(params, self.rest)
         return self.grads_of(params, inputs.batch, wrt=self.wrt, **inputs.about, **options)
 
 

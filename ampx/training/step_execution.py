@@ -52,7 +52,7 @@ from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.training import step_arguments, train_states
 from ampx.training.step_reports import StepReport, measure_groups
 from ampx.training.train_states import TrainState
-from ampx.trees import cast_like, find_nodes
+from ampx.trees import cast_like, copy_arrays, find_nodes, merge_trainable, split_trainable
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import explain_refused
 
@@ -98,7 +98,9 @@ class TrainStep:
         """Makes the first state.
 
         Args:
-          params: a pytree of parameters, or `ampx.fused.FlatParams`, stored as the policy says.
+          params: a pytree of parameters, or `ampx.fused.FlatParams`, stored as the policy says. The
+            optimizer sees its floating arrays. A state that holds functions or strings, as that of
+            an Equinox module may, needs `equinox.filter_jit` in the place of `jax.jit`.
           key: a random key, if `loss_fn` takes one.
           model_state: batch statistics and the like, if `loss_fn` takes them.
 
@@ -116,9 +118,10 @@ class TrainStep:
             )
         # The optimizer starts from what is stored, so that moments are as wide as parameters.
         stored = params if self.recipe is None else self.recipe.cast_params(params)
-        stored, key, model_state = jax.tree.map(jnp.copy, (stored, key, model_state))
+        stored, key, model_state = copy_arrays((stored, key, model_state))
         step = jnp.zeros((), jnp.int32)
-        state = TrainState(step, stored, self.tx.init(stored), key, model_state)
+        opt_state = self.tx.init(split_trainable(stored)[0])
+        state = TrainState(step, stored, opt_state, key, model_state)
         train_states.check_has_one_loss(state.opt_state)
         state = train_states.separate_buffers(state)
         return train_states.place_beside(params, state)
@@ -166,9 +169,10 @@ class TrainStep:
         grads, of_reduction, sent = self._reduce(result, now.opt_state)
         result = result._replace(grads=grads)
         # `grad` is scaled here, as `grads` are; a loss scale hands it on unscaled.
+        rest = None if is_nnx else split_trainable(now.params)[1]
         own = {"weight": result.weight, "value": result.loss, "grad": grads, **of_reduction}
         functions = step_arguments.make_functions(
-            step_arguments.Evaluation(self.grads_of, model, wrt),
+            step_arguments.Evaluation(self.grads_of, model, wrt, rest),
             step_arguments.Inputs(batch, scale, about),
             now.opt_state,
             self.reduction,
@@ -274,12 +278,11 @@ class TrainStep:
           The new ones, and the norm of the unscaled gradients if a fused update has measured it on
           its way; else None.
         """
+        trained, rest = split_trainable(now.params)
         if can_apply(now.opt_state):  # all that is inside the loss scale works in one pass
-            params, opt_state, report = apply(
-                self.tx, grads, now.opt_state, now.params, **extra_args
-            )
-            return params, opt_state, report.global_norm
-        updates, opt_state = self.tx.update(grads, now.opt_state, now.params, **extra_args)
+            params, opt_state, report = apply(self.tx, grads, now.opt_state, trained, **extra_args)
+            return merge_trainable(params, rest), opt_state, report.global_norm
+        updates, opt_state = self.tx.update(grads, now.opt_state, trained, **extra_args)
         # float32 gradients must not widen the half moments that half parameters came with.
         opt_state = cast_like(opt_state, now.opt_state)
         return apply_updates(now.params, updates), opt_state, None

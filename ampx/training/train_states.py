@@ -124,6 +124,12 @@ def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
         return TrainState(optimizer.step[...], model, nnx.as_pure(optimizer.opt_state))
     if all(hasattr(state, name) for name in ("params", "opt_state", "step", "replace")):
         _check_same_tx(state.tx, tx, "TrainState.create(..., tx=step.tx)")
+        if trees.split_trainable(state.params)[1] is not None:
+            raise TypeError(
+                "the params of a flax TrainState hold leaves that are no floating arrays, and its "
+                "optimizer was made for all of them: keep these outside of params, or make the "
+                "state with step.init(params)"
+            )
         # flax documents `batch_stats` as the name by which users add statistics to their state.
         model_state = getattr(state, "batch_stats", None)
         return TrainState(jnp.asarray(state.step), state.params, state.opt_state, None, model_state)
@@ -279,7 +285,7 @@ def _check_same_structure(state: TrainState, tx: optax.GradientTransformation) -
     traced, as one that looks at values cannot, nothing is known and nothing is refused.
     """
     try:
-        due = jax.eval_shape(tx.init, state.params)
+        due = jax.eval_shape(tx.init, trees.split_trainable(state.params)[0])
     except Exception:  # of a user's transformation, and of any kind
         return
     if jax.tree.structure(due) == jax.tree.structure(state.opt_state):
@@ -288,7 +294,8 @@ def _check_same_structure(state: TrainState, tx: optax.GradientTransformation) -
     if found == wanted:
         raise ValueError(
             f"the state holds an optimizer state, {found}, that was made for other parameters than "
-            "its own: make both together, with step.init(params)"
+            "its own: make both together, with step.init(params). jax.jit turns the numbers inside "
+            "an Equinox module into arrays, which are parameters: use equinox.filter_jit"
         )
     raise ValueError(
         f"the state holds the optimizer state {found or 'without any class'}, and this train step "

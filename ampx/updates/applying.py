@@ -20,7 +20,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     Args:
       params: the parameters.
-      updates: what an optimizer returned for them.
+      updates: what an optimizer returned for them; None where a leaf is not trained.
 
     Returns:
       The sum, computed in the wider of the two dtypes, in the dtypes of `params`.
@@ -39,13 +39,15 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         return param.astype(wider_dtype(param.dtype, update.dtype))
 
     def widest_sum(param: Any, update: Any) -> Any:
-        if is_float0(update):  # the gradient of an integer parameter
+        # None is the update of what is not trained, float0 the gradient of an integer.
+        if update is None or is_float0(update):
             return param
         # Added in the wider dtype and rounded once. Rounded to half before, it would round twice.
-        return optax.apply_updates(widen(param, update), widen(update, param))
+        total = optax.apply_updates(widen(param, update), widen(update, param))
+        return cast_like(total, param)
 
     _check_shapes(params, updates)
-    return cast_like(jax.tree.map(widest_sum, params, updates), params)
+    return jax.tree.map(widest_sum, params, updates)
 
 
 def _check_shapes(params: Any, updates: Any) -> None:
@@ -55,7 +57,7 @@ def _check_shapes(params: Any, updates: Any) -> None:
         jax.tree_util.tree_leaves_with_path(params), structure.flatten_up_to(updates), strict=True
     )
     for (path, param), update in leaves:
-        if jnp.shape(param) != jnp.shape(update):
+        if update is not None and jnp.shape(param) != jnp.shape(update):
             where = f" at {path_name(path)!r}" if path else ""
             raise ValueError(
                 f"the update{where} has shape {jnp.shape(update)}, and its parameter has shape "
