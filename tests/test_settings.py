@@ -224,6 +224,7 @@ def kind_of(parameter):
         "ArrayLike": "number",
         "ArrayLike | optax.Schedule": "number",
         "optax.ScalarOrSchedule": "number",
+        "optax.ScalarOrSchedule | Mapping[str, optax.ScalarOrSchedule]": "number",
         "DTypeLike": "dtype",
         "SlotDtype": "dtype",
     }

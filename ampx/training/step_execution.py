@@ -50,6 +50,7 @@ from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.training import step_arguments, train_states
+from ampx.training.monitoring import metrics
 from ampx.training.step_reports import StepReport, measure_groups
 from ampx.training.train_states import TrainState
 from ampx.trees import cast_like, copy_arrays, find_nodes, merge_trainable, split_trainable
@@ -70,7 +71,8 @@ class TrainStep:
         flax's `TrainState.create` or `nnx.Optimizer`.
       grads_of: from parameters and a batch to a `GradResult`, as `ampx.value_and_grad` makes it.
       recipe: how parameters are stored and computed with; None leaves them as they are.
-      learning_rate: a number or schedule, for the report alone; None where it was not given.
+      learning_rate: a number or schedule, or pairs of a group and its own, for the report alone;
+        None where it was not given.
       group_of: from a parameter's path to its group in `StepReport.local_norm`; None for no groups.
       reduction: how gradients are reduced over `axis_name`; None without it.
       schedule: a precision schedule, or None.
@@ -87,7 +89,7 @@ class TrainStep:
     tx: optax.GradientTransformationExtraArgs
     grads_of: Callable[..., GradResult] = dataclasses.field(repr=False)
     recipe: Recipe | None
-    learning_rate: optax.ScalarOrSchedule | None
+    learning_rate: optax.ScalarOrSchedule | tuple[tuple[str, optax.ScalarOrSchedule], ...] | None
     group_of: Callable[[str], str] | None
     reduction: Reduction | None = dataclasses.field(default=None, repr=False)
     schedule: PrecisionSchedule | None = None
@@ -325,17 +327,29 @@ class TrainStep:
 
     def _learning_rate(
         self, step: jax.Array, applied: jax.Array, new_opt_state: Any
-    ) -> jax.Array | None:
-        """The rate of the last update that was applied; before any, that of the first."""
-        rate = self.learning_rate
-        if rate is None:
+    ) -> jax.Array | dict[str, jax.Array] | None:
+        """The rate of the last update that was applied; before any, that of the first.
+
+        A dict from group to rate where there are several.
+        """
+        if self.learning_rate is None:
             # inject_hyperparams stores the rate it has just used, beside the schedule's own state;
             # on a skip its state stands still.
             found = optax.tree.get_all_with_path(
                 new_opt_state, "learning_rate", lambda _, value: isinstance(value, jax.Array)
             )
-            return found[0][1] if len(found) == 1 else None
-        if callable(rate):
-            # `step` updates were applied before this call; the last of them had number step - 1.
-            rate = rate(jnp.where(applied, step, jnp.maximum(step, 1) - 1))
-        return jnp.asarray(rate, jnp.float32)
+            if len(found) == 1:
+                return found[0][1]
+            named = metrics(new_opt_state).items()
+            ending = "/learning_rate"
+            rates = {name.removesuffix(ending): r for name, r in named if name.endswith(ending)}
+            return rates or None
+        # `step` updates were applied before this call; the last of them had number step - 1.
+        last = jnp.where(applied, step, jnp.maximum(step, 1) - 1)
+
+        def evaluate(rate: Any) -> jax.Array:
+            return jnp.asarray(rate(last) if callable(rate) else rate, jnp.float32)
+
+        if isinstance(self.learning_rate, tuple):
+            return {group: evaluate(rate) for group, rate in self.learning_rate}
+        return evaluate(self.learning_rate)

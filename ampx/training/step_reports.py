@@ -28,7 +28,8 @@ class StepReport(NamedTuple):
       loss_scale: float32 scalar, the scale that this step used; 1 without a loss scale.
       learning_rate: float32 scalar, the rate of the last update that was applied: this step's, or,
         if it was skipped or its window of `ampx.multi_steps` goes on, that of an earlier one.
-        Before any update it is the rate of the first. None where it is not known.
+        Before any update it is the rate of the first. Where there are several, a dict from group to
+        rate. None where it is not known.
       global_norm: float32 scalar, norm of the unscaled, reduced gradients before any clipping.
       local_norm: dict from parameter group to its norm, a float32 scalar; None unless asked for.
       size: dict from parameter group to its number of elements, an int32 scalar, or from 2**31 on
@@ -53,7 +54,7 @@ class StepReport(NamedTuple):
     loss: jax.Array
     overflow: jax.Array
     loss_scale: jax.Array
-    learning_rate: jax.Array | None
+    learning_rate: jax.Array | dict[str, jax.Array] | None
     global_norm: jax.Array
     local_norm: dict[str, jax.Array] | None = None
     size: dict[str, jax.Array] | None = None
@@ -84,6 +85,31 @@ def measure_groups(
     norms = {name: optax.tree.norm(leaves) for name, leaves in groups.items()}
     sizes = {name: as_size(sum(leaf.size for leaf in own)) for name, own in groups.items()}
     return norms, sizes
+
+
+def as_group_function(groups: Any) -> Callable[[str], str]:
+    """From a tree of group names, as the labels of `optax.partition`, to a function of paths.
+
+    Args:
+      groups: a tree prefix of the parameters with a string for each parameter or part.
+
+    Returns:
+      A function from a parameter's path, joined by "/", to its group. It raises a ValueError for a
+      path that the tree does not reach.
+    """
+    named = {path_name(path): group for path, group in jax.tree_util.tree_leaves_with_path(groups)}
+
+    def group_of(path: str) -> str:
+        parts = path.split("/")
+        for end in range(len(parts), 0, -1):
+            if (prefix := "/".join(parts[:end])) in named:
+                return named[prefix]
+        raise ValueError(
+            f"local_norm names no group for the parameter {path!r}, and has {sorted(named)}: give "
+            "a group to each parameter, or to the part of the tree that it is in"
+        )
+
+    return group_of
 
 
 def as_size(number: int) -> jax.Array:

@@ -33,6 +33,7 @@ from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.precision.recipe_names import as_recipe
 from ampx.training.step_execution import TrainStep
+from ampx.training.step_reports import as_group_function
 from ampx.trees import find_nodes
 from ampx.updates.clipping import clipped
 from ampx.updates.extra_args import accept_extra_args
@@ -53,8 +54,8 @@ def train_step(
     accumulator_dtype: DTypeLike = jnp.float32,
     remainder: Remainder = "error",
     sparse_rows: Mapping[str, Callable[[Any], jax.Array]] | None = None,
-    learning_rate: optax.ScalarOrSchedule | None = None,
-    local_norm: bool | Callable[[str], str] = False,
+    learning_rate: optax.ScalarOrSchedule | Mapping[str, optax.ScalarOrSchedule] | None = None,
+    local_norm: bool | Callable[[str], str] | Any = False,
     axis_name: str | Sequence[str] | None = None,
     bucket_bytes: int | None = None,
     tail_overlap: bool | None = None,
@@ -83,9 +84,11 @@ def train_step(
       remainder: see `ampx.value_and_grad`.
       sparse_rows: see `ampx.value_and_grad`; made dense once, after accumulation.
       learning_rate: the rate or schedule that `tx` was built with, for the report; a schedule is
-        read at the last step that was applied. Not needed with `optax.inject_hyperparams`.
+        read at the last step that was applied. For several groups a dict from group to rate or
+        schedule. Not needed with `optax.inject_hyperparams`, also in groups of `optax.partition`.
       local_norm: report norm and size of every parameter group. True groups by the first component
-        of a parameter's path; a function maps the path, joined by "/", to a group.
+        of a parameter's path; a function maps the path, joined by "/", to a group. Or a tree of
+        group names, a prefix of the parameters: the labels of `optax.partition`.
       axis_name: mapped axes that the batch is split over, inside `shard_map`. Gradients are then
         judged and summed over them, once a step, in buckets, so `tx` must not do it too, unless it
         is an `ampx.zero1`. Under plain `jit` leave it out: arrays are global there. Statistics in a
@@ -114,10 +117,8 @@ def train_step(
     """
     check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
     check_transformation("tx", tx)
-    if not callable(local_norm):
-        local_norm = as_bool("local_norm, if it is no function,", local_norm)
-    if learning_rate is not None:
-        check_hyperparameter("learning_rate", learning_rate, may_be_schedule=True)
+    group_of = _as_grouping(local_norm)
+    rates = _as_rates(learning_rate)
     if isinstance(loss_fn, PipelineGradients):
         _refuse_options(
             policy=policy,
@@ -157,11 +158,9 @@ def train_step(
             sparse_rows=sparse_rows,
         )
     )
-    # True stands for a grouping by the first name in a path, as of the layers of a model.
-    group_of = _first_component if local_norm is True else (local_norm or None)
     reduction = _choose_reduction(axis_name, bucket_bytes, tail_overlap)
     whole_tx = _wrap(tx, max_grad_norm, _choose_loss_scale(loss_scale, recipe, schedule), schedule)
-    return TrainStep(whole_tx, grads_of, recipe, learning_rate, group_of, reduction, schedule)
+    return TrainStep(whole_tx, grads_of, recipe, rates, group_of, reduction, schedule)
 
 
 def _choose_loss_scale(
@@ -254,6 +253,34 @@ def _clip(
         return state
 
     return optax.GradientTransformationExtraArgs(init, clipping.update)
+
+
+def _as_rates(learning_rate: Any) -> Any:
+    """Checks a rate, or those of several groups, and makes these hashable: pairs in a tuple.
+
+    `jax.jit` hashes a `TrainStep`, which is the function that it compiles.
+    """
+    if not isinstance(learning_rate, Mapping) or not learning_rate:
+        if learning_rate is not None:
+            check_hyperparameter("learning_rate", learning_rate, may_be_schedule=True)
+        return learning_rate
+    for group, rate in learning_rate.items():
+        check_hyperparameter(f"learning_rate[{group!r}]", rate, may_be_schedule=True)
+    return tuple(learning_rate.items())
+
+
+def _as_grouping(local_norm: Any) -> Callable[[str], str] | None:
+    """A function from a parameter's path to its group, or None for no groups."""
+    if callable(local_norm):
+        return local_norm
+    names = jax.tree.leaves(local_norm)
+    # A word alone would be one group for all, or more likely a slip.
+    is_tree = bool(names) and not jax.tree_util.all_leaves([local_norm])
+    if is_tree and all(isinstance(name, str) for name in names):
+        return as_group_function(local_norm)
+    what = "local_norm, if it is no function and no tree of group names,"
+    # True stands for a grouping by the first name in a path, as of the layers of a model.
+    return _first_component if as_bool(what, local_norm) else None
 
 
 def _first_component(path: str) -> str:

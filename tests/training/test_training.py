@@ -274,6 +274,59 @@ def test_local_norms_of_groups_of_ones_own():
     assert report.local_norm == {"decayed": pytest.approx(np.hypot(5, 84)), "rest": 12.0}
 
 
+GROUPS = {"a": "slow", "b": {"c": "slow", "d": "fast"}}
+RATES_OF = {"slow": optax.exponential_decay(0.5, 1, 0.5), "fast": 0.125}
+
+
+def test_local_norms_by_the_labels_of_a_partition():
+    step = ampx.train_step(quadratic, optax.sgd(0.1), local_norm=GROUPS)
+    _, report = step(step.init(QUADRATIC), ONES)
+    assert report.size == {"slow": 3, "fast": 2}
+    assert report.local_norm == {"slow": pytest.approx(13), "fast": 84.0}
+    step = ampx.train_step(quadratic, optax.sgd(0.1), local_norm={"a": "slow", "b": "fast"})
+    assert step(step.init(QUADRATIC), ONES)[1].size == {"slow": 2, "fast": 3}
+    step = ampx.train_step(quadratic, optax.sgd(0.1), local_norm={"a": "slow", "b": {"c": "x"}})
+    with pytest.raises(ValueError, match=r"no group for the parameter 'b/d', .*\['a', 'b/c'\]"):
+        step(step.init(QUADRATIC), ONES)
+
+
+def grouped(make):
+    return optax.partition({name: make(rate) for name, rate in RATES_OF.items()}, GROUPS)
+
+
+@pytest.mark.parametrize("source", ["injected", "given", "several optimizers"])
+def test_rates_are_told_by_group(source):
+    """The reference is what the parameters do: SGD moves each by its rate times its gradient."""
+    loss_scale, rates = "dynamic", None
+    tx = grouped(optax.inject_hyperparams(optax.sgd))
+    groups = GROUPS
+    if source == "given":
+        tx, rates = grouped(optax.sgd), RATES_OF
+    if source == "several optimizers":
+        rate = optax.inject_hyperparams(optax.sgd)
+        groups = {"a": "a", "b": {"c": "b", "d": "b"}}
+        tx, loss_scale = {"a": rate(RATES_OF["slow"]), "b": rate(RATES_OF["fast"])}, None
+        tx = ampx.dynamic_loss_scale(tx)
+    step = ampx.train_step(quadratic, tx, loss_scale=loss_scale, learning_rate=rates)
+    state, jitted = step.init(QUADRATIC), jax.jit(step)
+    for batch in (ONES, BAD, ONES):
+        old = state.params
+        state, report = jitted(state, batch)
+        assert set(report.learning_rate) == set(jax.tree.leaves(groups))
+        assert all(r.dtype == jnp.float32 and r.shape == () for r in report.learning_rate.values())
+        if not report.overflow:
+            rates = jax.tree.map(report.learning_rate.get, groups)
+            expected = jax.tree.map(lambda p, rate: p * (1 - rate), old, rates)
+            chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
+    assert sorted(map(float, report.learning_rate.values())) == [0.125, 0.25]
+
+
+@pytest.mark.parametrize("rate", ["0.1", True, None])
+def test_a_wrong_rate_of_a_group_is_named(rate):
+    with pytest.raises(TypeError, match=r"learning_rate\['fast'\] must be a number"):
+        ampx.train_step(quadratic, optax.sgd(0.1), learning_rate={"slow": 0.1, "fast": rate})
+
+
 def test_local_norms_only_where_asked():
     step = ampx.train_step(quadratic, optax.sgd(0.1))
     _, report = step(step.init(QUADRATIC), ONES)
