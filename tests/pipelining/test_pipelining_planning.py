@@ -258,6 +258,7 @@ def test_collectives_inside_of_stages_are_counted():
     whole = sum(np.prod(t.shape) * 4 for t in make_params()["stages"].values())
     embedding = 4 * VOCABULARY * WIDTH
     assert found.memory["parameters"] == whole // 8 + embedding
+    assert [device.parameters for device in found.devices] == [whole // 8 + embedding] * 2
 
 
 # --- meshes that are not here --------------------------------------------------------------------

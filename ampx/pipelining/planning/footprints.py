@@ -233,26 +233,27 @@ class Footprint:
 
     def devices(self) -> list[DevicePlan]:
         """Describes all devices along the stage axis, without their idle time."""
-        layers = self.layers_of_stages
+        layers, sizes = self.layers_of_stages, self._measure_parameters()
         found = []
         for device in range(self.schedule.num_devices):
             stages = self.schedule.stages_on(device)
             # All devices hold the parameters of the ends; this is about what they read.
-            used = {
-                part: self.params[part]
+            used = (
+                sizes[part]
                 for part, on in (
                     ("first", 0 in stages),
                     ("last", self.schedule.num_stages - 1 in stages),
                     ("shared", {0, self.schedule.num_stages - 1} & set(stages)),
                 )
-                if on and part in self.params
-            }
+                if on and part in sizes
+            )
             found.append(
                 DevicePlan(
                     device,
                     stages,
                     sum(layers[stage] for stage in stages),
-                    _count_bytes(used) + sum(map(self._count_stage_bytes, stages)),
+                    sum(map(_sum_leaves, used))
+                    + sum(self._count_stage_bytes(s, sizes) for s in stages),
                     self.stored.tables.residuals.used[device],
                     self._count_stash(device),
                     0.0,  # `plan` fills in the idle share, which a simulation finds
@@ -261,12 +262,23 @@ class Footprint:
             )
         return found
 
-    def _count_stage_bytes(self, stage: int) -> int:
+    def _measure_parameters(self) -> dict[str, Any]:
+        """Finds the bytes of each leaf, less what the axes besides that of stages divide."""
+
+        def measure(leaf: Any, sharding: Any) -> int:
+            named = (axes for axes in sharding.spec if axes is not None)
+            axes = {a for some in named for a in (some if isinstance(some, tuple) else (some,))}
+            parts = [self.sizes[axis] for axis in axes - {self.grads_of.axis_name}]
+            return size_in_bytes(leaf) // int(np.prod(parts, dtype=int))
+
+        return jax.tree.map(measure, dict(self.params), self.grads_of.shardings(self.params))
+
+    def _count_stage_bytes(self, stage: int, sizes: dict[str, Any]) -> int:
         """Counts the bytes of the parameters of one stage."""
-        stages, layers = self.params["stages"], self.layers_of_stages
+        layers = self.layers_of_stages
         if self.grads_of.model.is_separate:
-            return _count_bytes(stages[stage])
-        return _count_bytes(stages) * layers[stage] // sum(layers)
+            return _sum_leaves(sizes["stages"][stage])
+        return _sum_leaves(sizes["stages"]) * layers[stage] // sum(layers)
 
     def _count_stash(self, device: int) -> int:
         """Counts the bytes of the slots that a device uses; it may have more."""
@@ -341,6 +353,10 @@ def _measure_storage(executor: Executor) -> _Stored:
 def _count_bytes(tree: Any) -> int:
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ArrayType))
     return sum(map(size_in_bytes, leaves))
+
+
+def _sum_leaves(sizes: Any) -> int:
+    return sum(jax.tree.leaves(sizes))
 
 
 def _count_buffer_bytes(routes: Sequence[Route], sizes: Sequence[int]) -> int:
