@@ -5,6 +5,7 @@ tracker, on whether the step was skipped, and, bit for bit, on the parameters an
 factors are powers of two, so nothing is rounded on the way that the other does not round.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Callable
@@ -35,12 +36,19 @@ EXCLUDED = {
     "holds an element that would turn from finite to infinite",
 }
 FORMS = ("optax", "fused", "micro-batches", "multi_steps")
+DUELS = ("two optimizers", "two optimizers in turns")
 PEERS = (
     Peer(
         source="torch",
         runs="`torch.amp.GradScaler`, over random histories of finite and other gradients: "
         "scale, growth tracker, skips, parameters and momenta as of `ampx.dynamic_loss_scale`",
-        cases=lambda: [*FORMS, "saved state", "factors that are no powers of two", *EXCLUDED],
+        cases=lambda: [
+            *FORMS,
+            *DUELS,
+            "saved state",
+            "factors that are no powers of two",
+            *EXCLUDED,
+        ],
         excluded=EXCLUDED,
     ),
 )
@@ -191,6 +199,85 @@ def test_torch_grad_scaler_over_histories(form, dynamics, init_scale, history):
 def test_torch_grad_scaler_over_windows(form, dynamics, init_scale, history):
     """The scale stays the same within a window, and one bad loss in it skips the whole of it."""
     check_histories(form, dynamics, init_scale, history)
+
+
+# Two networks with an optimizer each: a loss of the first, a loss of the second, and one of both;
+# and whose turn it is.
+duels = st.lists(
+    st.tuples(*[st.sampled_from(GOOD * 4 + BAD)] * 4, st.sampled_from(["ab", "ab", "a", "b"])),
+    min_size=1,
+    max_size=12,
+)
+NETWORKS = {"a": np.array([1.0, -2.0], np.float32), "b": np.array([0.25], np.float32)}
+
+
+@functools.cache
+def duel_step_of(dynamics: tuple, who: str, in_turns: bool) -> Callable:
+    tx = make_duel(dynamics, 1.0)
+
+    @jax.jit
+    def step(params, state, factors):
+        scale = ampx.current_loss_scale(state)
+        grads = {name: factors[name][0] * scale + factors[name][1] * scale for name in who}
+        calls = [{name: grads[name]} for name in who] if in_turns else [grads]
+        for number, own_grads in enumerate(calls):
+            is_last = number == len(calls) - 1
+            own = {name: params[name] for name in own_grads}
+            updates, state = tx.update(own_grads, state, own, move_scale=is_last)
+            params = {**params, **ampx.apply_updates(own, updates)}
+        return params, state
+
+    return step
+
+
+def make_duel(dynamics: tuple, init_scale: float) -> optax.GradientTransformationExtraArgs:
+    optimizers = {"a": optax.sgd(RATE, MOMENTUM), "b": ampx.fused.sgd(RATE, MOMENTUM)}
+    settings = {**settings_of(dynamics), **UNBOUNDED, "init_scale": init_scale}
+    return ampx.dynamic_loss_scale(optimizers, **settings)
+
+
+@pytest.mark.parametrize("in_turns", [False, True], ids=DUELS)
+@given(dynamics=st.sampled_from(DYNAMICS[1:3]), init_scale=scales, duel=duels)
+def test_torch_grad_scaler_of_two_optimizers(in_turns, dynamics, init_scale, duel):
+    """Only the optimizer with bad gradients skips; the scale falls once for both."""
+    params = {name: torch.nn.Parameter(torch.tensor(start)) for name, start in NETWORKS.items()}
+    optimizers = {
+        name: torch.optim.SGD([param], lr=RATE, momentum=MOMENTUM) for name, param in params.items()
+    }
+    calls = collections.Counter()
+    for name, optimizer in optimizers.items():
+        optimizer.register_step_pre_hook(lambda *_, name=name: calls.update(name))
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, **settings_of(dynamics))
+    tx = make_duel(dynamics, init_scale)
+    found = {name: jnp.asarray(start) for name, start in NETWORKS.items()}
+    state = tx.init(found)
+    for number, (*numbers, of_both, who) in enumerate(duel):
+        first, second, third = np.float32(numbers)
+        factors = {
+            "a": np.array([[first, second], [of_both, 1]], np.float32),
+            "b": np.array([[third], [of_both]], np.float32),
+        }
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        own = [(params[name] * torch.tensor(factors[name][0])).sum() for name in who]
+        both = sum((params[name] * torch.tensor(factors[name][1])).sum() for name in who)
+        for loss in (*own, both):
+            scaler.scale(loss).backward()
+        before = calls.copy()
+        for name in who:
+            scaler.step(optimizers[name])
+        scaler.update()
+        step = duel_step_of(dynamics, who, in_turns)
+        found, state = step(found, state, factors)
+        where = (number, duel[number])
+        assert float(state.loss_scale) == scaler.get_scale(), where
+        assert int(state.growth_tracker) == scaler._get_growth_tracker(), where
+        for name in who:
+            skipped = state.inner_state.optimizer_skipped[name]
+            assert bool(skipped) == (calls[name] == before[name]), where
+        for name, param in params.items():
+            expected = param.detach().numpy()
+            np.testing.assert_array_equal(found[name], expected, err_msg=str(where))
 
 
 def test_torch_grad_scaler_goes_on_from_its_saved_state():
