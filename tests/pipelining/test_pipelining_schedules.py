@@ -197,6 +197,16 @@ def test_splitting_one_f_one_b_lets_the_stage_before_go_on():
     assert split.simulate(**costs).makespan < whole.simulate(**costs).makespan
 
 
+def test_what_torch_adds_to_run_a_schedule_is_left_out():
+    """As its runtime writes `ScheduleInterleavedZeroBubble` by default, with messages."""
+    text = (
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0I0,0W0,0REDUCE_GRAD,0RESHARD\n"
+        "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD"
+    )
+    schedule = Schedule.from_csv(text).aligned().validate()
+    assert schedule == Schedule.from_csv("0F0,,,0I0,0W0\n,1F0,1B0")
+
+
 @pytest.mark.parametrize("name", GENERATORS)
 def test_files_keep_everything(name, tmp_path: Path):
     schedule = make_schedule(name, 3, 4)
@@ -220,7 +230,7 @@ def test_what_torch_overlaps_is_done_one_after_the_other():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1SEND_B0", "line 2, column 2: .*got '1SEND_B0'"),
+        ("0F0,0B0\n1F0,1SEND_0", "line 2, column 2: .*got '1SEND_0'"),
         ("schedule.csv", "line 1, column 1: .*give a pathlib.Path"),
         ("", "empty"),
         (",,\n,,", "empty"),

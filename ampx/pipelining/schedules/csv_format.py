@@ -18,6 +18,9 @@ from ampx.pipelining.schedules.grid import Grid
 
 # What torch's DualPipeV writes for a forward and a backward that share a tick.
 _OVERLAPPED = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
+# What torch adds to a schedule that is ready to run, and writes with it by default. In one compiled
+# program all of it follows from the actions.
+_ADDED = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
 # Devices times ticks: 1024 devices with 16384 ticks each.
 _MOST_PLACES = 2**24
 
@@ -73,10 +76,12 @@ def _read_row(device: int, cells: Sequence[str]) -> list[Action | None]:
     for tick, cell in enumerate(cells):
         # One cell can become two actions, which makes the row longer than the others: rows are
         # filled up, and `aligned` puts things in their ticks.
-        overlapped = _OVERLAPPED.fullmatch(cell.strip())
+        cell = cell.strip()
+        overlapped = _OVERLAPPED.fullmatch(cell)
         try:
             for text in overlapped.groups() if overlapped else [cell]:
-                row.append(parse_action(text) if text.strip() else None)
+                is_idle = not text.strip() or _ADDED.fullmatch(text)
+                row.append(None if is_idle else parse_action(text))
         except ValueError as error:
             raise ValueError(
                 f"line {device + 1}, column {tick + 1}: {error}; for a file, give a pathlib.Path"

@@ -290,14 +290,15 @@ class Schedule(Grid):
         r"""Reads torch's format: a line for each device, a column for each tick.
 
         Which device has which stage, and how many micro-batches there are, follows from the
-        actions. What torch would overlap, `(0F7;7B3)OVERLAP_F_B`, is done one after the other.
+        actions. What torch would overlap, `(0F7;7B3)OVERLAP_F_B`, is done one after the other. What
+        it adds to send, receive, gather and reduce, such as `0SEND_F7` and `0UNSHARD`, is left out.
 
         Args:
           source: the text itself, or the path (a `pathlib.Path`) of a file with it.
           name: of the schedule.
 
         Returns:
-          The schedule, not yet validated. Files that list actions without idle ticks, as some of
+          The schedule, not yet validated. Files that list actions without idle ticks, as most of
           torch's, need `aligned()`.
 
         Raises:
