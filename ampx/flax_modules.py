@@ -56,19 +56,23 @@ def is_nnx_module(value: Any) -> bool:
     return nnx is not None and isinstance(value, nnx.Module)
 
 
-def find_batch_statistics(params: Any) -> str | None:
-    """Finds the path of a running mean or variance that lies among parameters, if there is any.
+def find_floating_state(params: Any) -> str | None:
+    """Finds the path of what is floating among parameters and is none, such as a running mean.
 
     Args:
-      params: nnx variables, or a dict of linen variables, whose statistics are in the collection
-        `"batch_stats"`.
+      params: nnx variables, of which parameters are of the type `nnx.Param`; or a dict of linen
+        variables, whose statistics are in the collection `"batch_stats"`.
     """
     nnx = find_imported("flax.nnx")
-    kind = nnx.BatchStat if nnx else ()
+    kind = nnx.Variable if nnx else ()
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, kind))
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if isinstance(leaf, kind) or "batch_stats" in name.split("/"):
+        if "batch_stats" in name.split("/"):
+            return name
+        is_state = isinstance(leaf, kind) and not isinstance(leaf, nnx.Param)
+        dtypes = [jnp.result_type(x) for x in jax.tree.leaves(leaf)]
+        if is_state and any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
             return name
     return None
 

@@ -60,7 +60,8 @@ def value_and_grad(
     The parameters are a dict: `"stages"` has leaves with a leading axis of layers; `"first"` and
     `"last"` belong to what comes before and after the layers; `"shared"` is read by both, as a tied
     embedding is. All but `"stages"` may be left out. They keep this layout whatever the schedule
-    and the number of devices.
+    and the number of devices. Leaves that are not floating are read and not trained; random keys
+    among them, as those of nnx streams, are folded with a number drawn by the key of the call.
 
     Args:
       first: `first(params["first"], params["shared"], microbatch, key) -> x`, any pytree.
@@ -90,8 +91,9 @@ def value_and_grad(
         `(x, {name: value})`, the target takes `{name: value}` after its key. Values go from device
         to device directly.
       layers_per_stage: how many layers each stage has, as `ampx.pipelining.balance` gives them.
-        Equally many by default. If the devices do not divide the number of all layers, every
-        device has to hold them all, and their optimizer state.
+        Equally many by default. 0 is a stage that hands on what it is given. If the devices do
+        not divide the number of all layers, every device has to hold them all, and their optimizer
+        state.
       param_specs: `PartitionSpec`s for parts of `params` (a tree prefix for each part) that name
         further axes, over which `first`, `stage` and `last` may use collectives. The first entry
         for `"stages"` is `axis_name`.

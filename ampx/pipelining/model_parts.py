@@ -6,7 +6,9 @@
   "last"      the last stage             on every device
   "shared"    the first and the last     on every device
 
-A caller may leave out all but `"stages"`.
+A caller may leave out all but `"stages"`. Floating leaves are trained. All others, such as
+counters, flags and the random keys of nnx modules, are read and keep their values; in trees of
+gradients None is in their places.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from ampx import flax_modules
 from ampx.mesh_axes import axes_of_spec, is_spec
+from ampx.pipelining.runtime.buffers import is_key
 from ampx.trees import is_floating, path_name
 
 PARTS = ("first", "stages", "last", "shared")
@@ -64,20 +67,55 @@ def sum_over_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
 
 
 def check_params(params: Any) -> None:
-    """Raises unless these are parts of a model, and all of their leaves have gradients."""
+    """Raises unless these are parts of a model, and what is floating in them is to be trained."""
     if not isinstance(params, Mapping) or "stages" not in params or set(params) - set(PARTS):
         found = list(params) if isinstance(params, Mapping) else type(params).__name__
         raise TypeError(
             f"params must be a dict with 'stages' and any of 'first', 'last', 'shared', got {found}"
         )
-    statistics = flax_modules.find_batch_statistics(dict(params))
-    if statistics is not None:
-        raise ValueError(f"{statistics} is no parameter, and {NO_STATE}")
-    # Stage programs count on it: of their inputs the first ones, all parameters, are
-    # differentiated.
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
-        if not is_floating(leaf):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
             raise TypeError(
-                f"the parameter {path_name(path)} has dtype {leaf.dtype}, which has no gradient: "
-                "keep it in the batch, or close over it"
+                f"{path_name(path)} is no array but of type {type(leaf).__name__}, and a pipeline "
+                "takes arrays: close over the rest, as eqx.partition(layer, eqx.is_array) divides "
+                "an Equinox module"
             )
+    state = flax_modules.find_floating_state(dict(params))
+    if state is not None:
+        raise ValueError(
+            f"{state} is no parameter, and {NO_STATE}. What is to be trained is an nnx.Param"
+        )
+
+
+def check_keys(params: Any, key: jax.Array | None) -> None:
+    """Raises if parameters hold random keys that would be the same in every call.
+
+    Raises:
+      ValueError: if so.
+    """
+    if key is not None:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
+        if is_key(leaf):
+            raise ValueError(
+                f"{path_name(path)} is a random key, and the call has none: all steps and "
+                "micro-batches would draw the same numbers. Give key=..., as train_step does "
+                "after step.init(params, key=...); keys among parameters are folded with it"
+            )
+
+
+def as_whole_gradients(grads: Any, params: Any) -> Any:
+    """Makes gradients in the structure of parameters of those of the floating leaves.
+
+    Args:
+      grads: a dict of parts, with nothing in the places of other leaves.
+      params: the parameters.
+    """
+
+    def fill(part: str) -> Any:
+        leaves, structure = jax.tree.flatten(params[part])
+        found = iter(jax.tree.leaves(grads[part]))
+        own = [next(found) if is_floating(leaf) else None for leaf in leaves]
+        return jax.tree.unflatten(structure, own)
+
+    return {part: fill(part) for part in params}

@@ -47,8 +47,17 @@ from ampx.mesh_axes import (
     mark_varying,
     place,
 )
-from ampx.pipelining.model_parts import NO_STATE, PARTS, check_params, make_specs, sum_over_replicas
+from ampx.pipelining.model_parts import (
+    NO_STATE,
+    PARTS,
+    as_whole_gradients,
+    check_keys,
+    check_params,
+    make_specs,
+    sum_over_replicas,
+)
 from ampx.pipelining.runtime.assembly import assemble, make_stage_parameters
+from ampx.pipelining.runtime.buffers import store_keys
 from ampx.pipelining.runtime.executor import Executor, Totals
 from ampx.pipelining.runtime.layouts import Layout, make_separate_layout, make_stacked_layout
 from ampx.pipelining.runtime.models import Model
@@ -151,8 +160,9 @@ class PipelineGradients:
           phase: with a precision schedule, `ampx.precision_phase(opt_state)`.
 
         Returns:
-          A `GradResult`: gradients like `params`, float32, still times the loss scale, complete on
-          all devices; `verdict` is what was found in them before they were summed.
+          A `GradResult`: gradients like `params`, float32 (None for leaves that are not
+          floating), still times the loss scale, complete on all devices; `verdict` is what was
+          found in them before they were summed.
 
         Raises:
           TypeError: if `params` is not a dict of such parts, or stages do not fit together.
@@ -166,7 +176,8 @@ class PipelineGradients:
                 "split the module with nnx.split, and give its state as params['stages']"
             )
         scale = as_scale(loss_scale)
-        return self._switch(lambda at: at._run(at.model, params, batch, scale, key), phase)
+        result = self._switch(lambda at: at._run(at.model, params, batch, scale, key), phase)
+        return result._replace(grads=as_whole_gradients(result.grads, params))
 
     def value(
         self,
@@ -258,7 +269,8 @@ class PipelineGradients:
                 "ask for that of one, as in plan(grads_of.in_phase(0), ...)"
             )
         scale = jnp.ones((), jnp.float32)
-        return self._run(self.model, params, batch, scale, key, observe)
+        result = self._run(self.model, params, batch, scale, key, observe)
+        return result._replace(grads=as_whole_gradients(result.grads, params))
 
     def shardings(self, params: Any, mesh: Mesh | None = None) -> Any:
         """Says where parameters, and an optimizer's state of the same shapes, should lie.
@@ -272,11 +284,9 @@ class PipelineGradients:
           stages, the rest on every device. So are layers whose number these do not divide, and
           stages that differ.
         """
-        specs = make_specs(
-            self.axis_name,
-            self.param_specs,
-            self._make_layout(self.model, params["stages"]).is_divided,
-        )
+        stages = jax.eval_shape(store_keys, params["stages"])
+        is_divided = self._make_layout(self.model, stages).is_divided
+        specs = make_specs(self.axis_name, self.param_specs, is_divided)
         mesh = mesh or self.mesh
         if mesh is None:
             raise ValueError(
@@ -301,10 +311,13 @@ class PipelineGradients:
     ) -> GradResult:
         mesh = self._check_mesh()
         check_params(params)
+        if model.schedule.has_backward and observe is None:
+            check_keys(params, key)
         # A part that is left out is None, a tree without leaves. Half-precision copies are made
         # once a step, outside of the loop: all micro-batches read the same ones.
         parts = {part: params.get(part) for part in PARTS}
         computed = parts if self.recipe is None else self.recipe.half_params(parts)
+        computed = store_keys(computed)
         layout = self._make_layout(model, computed["stages"])
         self._check_batch(batch)
         specs = make_specs(self.axis_name, self.param_specs, layout.is_divided)
@@ -359,12 +372,7 @@ class PipelineGradients:
             axis_names=set(self._axes),
             check_vma=self.check_vma,
         )(*place_params((computed, batch, key, scale), in_specs))
-        if not model.schedule.has_backward:
-            return result
-        structure = jax.tree.structure(parts["stages"])  # lists may have been tuples
-        stages = jax.tree.unflatten(structure, jax.tree.leaves(result.grads["stages"]))
-        grads = {part: (result.grads | {"stages": stages})[part] for part in params}
-        return result._replace(grads=grads)
+        return result
 
     def _reduce_over_devices(self, totals: Totals, layout: Layout, rows_each: int) -> GradResult:
         """Sums over devices: loss and weight, then the verdict, then gradients."""

@@ -27,15 +27,15 @@ from ampx.pipelining import one_f_one_b, value_and_grad
 LAYERS = 4
 
 
-def make_grads_of(stage, **options):
+def make_grads_of(stage, *, microbatches=4, data=2, **options):
     return value_and_grad(
         first=embed,
         stage=stage,
         last=head,
-        schedule=one_f_one_b(2, 4),
+        schedule=one_f_one_b(2, microbatches),
         axis_name="stage",
         data_axes="data",
-        mesh=make_stage_mesh(2, 2),
+        mesh=make_stage_mesh(data, 2),
         **options,
     )
 
@@ -258,14 +258,89 @@ def test_frozen_batch_statistics_are_closed_over():
     assert_equal_to_the_sequence(stage, variables["params"])
 
 
-def test_state_of_random_generators_is_refused():
-    class WithRngs(nnx.Module):
-        def __init__(self, rngs):
-            self.dropout = nnx.Dropout(0.3, rngs=rngs)
-            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+# --- random state of nnx modules -----------------------------------------------------------------
 
+
+class WithRngs(nnx.Module):
+    """A layer whose two dropouts hold the streams that they draw from."""
+
+    def __init__(self, rngs):
+        self.dropout, self.late = nnx.Dropout(0.3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.late(jnp.tanh(self.linear(self.dropout(x))))
+
+
+def layers_with_rngs():
     layers = [nnx.split(WithRngs(nnx.Rngs(number))) for number in range(LAYERS)]
+    return layers[0][0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *[s for _, s in layers])
+
+
+def with_call_key(state, key):
+    """The state of a layer with its keys as the pipeline gives them, folded with the call's."""
+    number = jax.random.bits(key, dtype=jnp.uint32)
+    streams, rest = nnx.split_state(state, nnx.RngKey, ...)
+    streams = jax.tree.map(lambda stored: jax.random.fold_in(stored, number), streams)
+    return nnx.merge_state(streams, rest)
+
+
+@pytest.mark.slow_but("state")
+@pytest.mark.parametrize("form", ["state", "module", "module, O2"])
+def test_dropout_with_streams_of_its_own_equals_the_sequence(form):
+    graphdef, stages = layers_with_rngs()
+    is_module = form != "state"
+    policy = ampx.opt_level("O2", half_dtype=jnp.bfloat16) if "O2" in form else None
+    if is_module:
+        stages = nnx.merge(graphdef, stages)
+
+    def stage(layer, x, key):
+        return layer(x) if is_module else nnx.merge(graphdef, layer)(x)
+
+    params, batch, key = with_stages(stages), make_batch(0), jax.random.key(4)
+    grads_of = make_grads_of(stage, microbatches=2, data=1, policy=policy)
+    found = jax.jit(grads_of)(params, batch, key=key)
+    _, trained, rest = nnx.split(nnx.merge(*layers_with_rngs()), nnx.Param, ...)
+
+    def loss_of(trained_parts):
+        total, weights = 0.0, 0.0
+        state = nnx.merge_state(trained_parts["stages"], rest)
+        for number in range(2):
+            own = jax.random.fold_in(jax.random.fold_in(key, 0), number)  # shard, micro-batch
+            rows = jax.tree.map(lambda x, n=number: x[n::2], batch)
+            x = embed(trained_parts["first"], trained_parts["shared"], rows, None)
+            for n in range(LAYERS):
+                layer = jax.tree.map(lambda leaf, n=n: leaf[n], state)
+                layer = with_call_key(layer, jax.random.fold_in(own, n + 1))
+                x = nnx.merge(graphdef, layer)(x)
+            loss, weight = head(trained_parts["last"], trained_parts["shared"], x, rows, None)
+            total, weights = total + loss, weights + weight
+        return total / weights
+
+    loss, grads = jax.jit(jax.value_and_grad(loss_of))(params | {"stages": trained})
+    rtol = 2e-2 if policy else 1e-5
+    np.testing.assert_allclose(found.loss, loss, rtol=rtol)
+    assert jax.tree.leaves(found.grads["stages"], is_leaf=lambda x: x is None)[:2] == [None, None]
+    assert_close(found.grads, grads, 5 * rtol)
+
+
+def test_streams_without_a_key_would_draw_the_same_in_every_step():
+    graphdef, stages = layers_with_rngs()
+    grads_of = make_grads_of(lambda layer, x, key: nnx.merge(graphdef, layer)(x))
+    with pytest.raises(ValueError, match="stages/dropout/rngs/key/value is a random key.*key=..."):
+        jax.eval_shape(grads_of, with_stages(stages), make_batch(0))
+    # Evaluation without a key draws from the streams as they are, or not at all.
+    jax.eval_shape(grads_of.value, with_stages(stages), make_batch(0))
+
+
+def test_other_state_of_nnx_modules_is_refused():
+    class WithCache(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.largest = nnx.Variable(jnp.zeros(()))
+
+    layers = [nnx.split(WithCache(nnx.Rngs(number))) for number in range(LAYERS)]
     stages = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[state for _, state in layers])
-    grads_of = make_grads_of(lambda params, x, key: nnx.merge(layers[0][0], params)(x))
-    with pytest.raises(TypeError, match="stages/dropout/rngs/count/.* dtype uint32.* no gradient"):
+    grads_of = make_grads_of(lambda layer, x, key: x)
+    with pytest.raises(ValueError, match="stages/largest is no parameter.*nnx.Param"):
         jax.eval_shape(grads_of, with_stages(stages), make_batch(0))

@@ -337,11 +337,6 @@ REFUSED = {
         ValueError,
         "'stage' is the axis of the stages.*leave it out of data_axes",
     ),
-    "integers": (
-        lambda: traced(simple(), with_part(first={"position": jnp.ones((3, 8), jnp.int32)})),
-        TypeError,
-        "first/position has dtype int32.*keep it in the batch",
-    ),
     "no stages": (
         lambda: traced(simple(), {"first": jnp.ones(2)}),
         TypeError,

@@ -30,6 +30,7 @@ from ampx.pipelining.runtime.buffers import ArrayType
 from ampx.pipelining.runtime.executor import Executor
 from ampx.pipelining.runtime.lowering import Route
 from ampx.pipelining.shard_map_program import PipelineGradients
+from ampx.trees import split_trainable
 
 WIRES = "activations", "cotangents"
 
@@ -149,9 +150,10 @@ class Footprint:
         """Counts bytes by purpose, the same on every device."""
         stored, tables = self.stored, self.stored.tables
         local = self._find_shards(self.params)
+        trained, _ = split_trainable(local)
         known = {
             "parameters": _count_bytes(local),
-            "optimizer state": 0 if tx is None else _count_bytes(jax.eval_shape(tx.init, local)),
+            "optimizer state": 0 if tx is None else _count_bytes(jax.eval_shape(tx.init, trained)),
             "batch": self._count_local_batch(),
             "gradients": _count_bytes(self._find_shards(self.result.grads)),
         }
@@ -194,13 +196,13 @@ class Footprint:
     def _find_shards(self, tree: Any) -> Any:
         """Finds the shapes of what one device has of parameters, or of gradients."""
         shardings = self.grads_of.shardings(self.params)
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                sharding.shard_shape(leaf.shape), leaf.dtype
-            ),
-            dict(tree),
-            shardings,
-        )
+
+        def shard(sharding: Any, leaf: Any) -> Any:
+            if leaf is None:  # the gradient of a leaf that is not trained
+                return None
+            return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
+
+        return jax.tree.map(shard, shardings, dict(tree))
 
     def _count_local_batch(self) -> int:
         """Counts the bytes of the rows of one data shard; all stages have the same ones."""

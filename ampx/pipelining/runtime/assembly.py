@@ -22,7 +22,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx.jaxprs import folds, reading, source_info
-from ampx.pipelining.runtime.buffers import ArrayType, make_carrier, make_pool, type_of
+from ampx.pipelining.runtime.buffers import (
+    ArrayType,
+    make_carrier,
+    make_pool,
+    restore_keys,
+    type_of,
+)
 from ampx.pipelining.runtime.executor import Executor, Parameters
 from ampx.pipelining.runtime.layouts import Layout, number_chunks
 from ampx.pipelining.runtime.lowering import lower
@@ -35,7 +41,7 @@ from ampx.pipelining.runtime.stage_programs import (
 )
 from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.trees import wider_dtype
+from ampx.trees import is_floating, split_trainable, wider_dtype
 
 
 class StageKind(NamedTuple):
@@ -240,28 +246,35 @@ def make_stage_parameters(
     """Makes the functions by which the executor reaches the parameters of a device.
 
     Args:
-      view: a dict of parts; `"stages"` as `layout` shows them.
+      view: a dict of parts; `"stages"` as `layout` shows them, random keys as `store_keys` does.
       layout: of the stages.
       kinds: which parts the programs read.
       accumulator_dtype: of the sums, at least.
     """
 
-    def select(program: int, chunk: Any) -> Any:
+    def select_stored(program: int, chunk: Any) -> Any:
         kind = kinds[program]
         own = layout.select(view["stages"], kind.stages[0], chunk)
         return {part: own if part == "stages" else view[part] for part in kind.uses}
+
+    def select(program: int, chunk: Any) -> Any:
+        return restore_keys(select_stored(program, chunk))
 
     # Sums of many micro-batches lose what is small against them in half precision, so they are kept
     # in `accumulator_dtype`, or wider where the parameters are.
     def zeros() -> Any:
         return jax.tree.map(
             lambda leaf: jnp.zeros_like(leaf, dtype=wider_dtype(leaf.dtype, accumulator_dtype)),
-            view,
+            split_trainable(view)[0],
         )
 
     def add(total: Any, program: int, chunk: Any, gradients: Sequence[Any]) -> Any:
-        # Selecting again costs nothing: only the structure is looked at.
-        own = jax.tree.unflatten(jax.tree.structure(select(program, chunk)), gradients)
+        # Selecting again costs nothing: only types are looked at. Leaves that are not floating have
+        # no gradient, and no sum.
+        leaves, structure = jax.tree.flatten(select_stored(program, chunk))
+        rest_of = iter(gradients)
+        own = [next(rest_of) if is_floating(leaf) else None for leaf in leaves]
+        own = jax.tree.unflatten(structure, own)
         # Sums of parts that this program does not read stay as they are.
         stages = layout.add(total["stages"], kinds[program].stages[0], chunk, own.pop("stages"))
         rest = {

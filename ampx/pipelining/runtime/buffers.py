@@ -66,7 +66,7 @@ def type_of(leaf: Any) -> ArrayType:
     """Finds the type of an array, or of an abstract value; of a random key that of its numbers."""
     aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
     axes = aval.manual_axis_type.varying
-    if _is_key(aval):
+    if is_key(aval):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return ArrayType(tuple(aval.shape), np.dtype(aval.dtype), axes)
 
@@ -78,12 +78,12 @@ def as_varying_as(value: jax.Array, aval: Any) -> jax.Array:
 
 def as_key_numbers(leaf: Any) -> Any:
     """Converts a random key to numbers; anything else stays as it is."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def as_key_again(numbers: Any, aval: Any) -> Any:
     """Converts what `as_key_numbers` returned to a random key again, if it was one."""
-    if not _is_key(aval):
+    if not is_key(aval):
         return numbers
     # The implementation of a key's dtype is asked of a key, and there is none: only types. So it is
     # taken from a traced one.
@@ -94,7 +94,43 @@ def as_key_again(numbers: Any, aval: Any) -> Any:
     return jax.random.wrap_key_data(numbers, impl=names[0])
 
 
-def _is_key(leaf: Any) -> bool:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoredKey:
+    """A random key that lies among arrays: its numbers are the leaf of this node.
+
+    Attributes:
+      numbers: unsigned integers, in the shape of the key with an axis more.
+      dtype: of the key.
+    """
+
+    numbers: Any
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+
+def store_keys(tree: Any) -> Any:
+    """Converts the random keys in a tree to numbers, which can be packed, stacked and sent."""
+    return jax.tree.map(
+        lambda leaf: StoredKey(jax.random.key_data(leaf), leaf.dtype) if is_key(leaf) else leaf,
+        tree,
+    )
+
+
+def restore_keys(tree: Any) -> Any:
+    """Undoes `store_keys`."""
+
+    def is_stored(node: Any) -> bool:
+        return isinstance(node, StoredKey)
+
+    return jax.tree.map(
+        lambda node: as_key_again(node.numbers, node) if is_stored(node) else node,
+        tree,
+        is_leaf=is_stored,
+    )
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a value, or an abstract one, is a random key with a dtype of its own."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

@@ -8,20 +8,25 @@ Shapes of one leaf, on one of D devices:
   StackedLayers    (layers / D, ...), divided    (chunks, longest, ...)        as the view
                    (layers, ...), if D does not divide the layers
   SeparateStages   a tree for each stage         [(chunks, longest), ...],     as the view
-                                                 an array for each dtype
+                                                 an array for each dtype,
+                                                 floating ones and others
 
 `longest` is the number of layers of the longest stage, or of the numbers in its parameters; shorter
-stages are padded. Separate stages whose trees are alike keep their arrays. `as_view` makes the
-view, `as_stored` brings gradients from there to where the parameters are stored. In between,
-`select` and `add` look at one stage.
+stages are padded, and one without layers is all padding. Separate stages whose trees are alike keep
+their arrays. `as_view` makes the view, `as_stored` brings gradients from there to where the
+parameters are stored. In between, `select` and `add` look at one stage.
+
+Leaves that are not floating are there to be read: counters, flags, random keys as their numbers.
+They have no gradients, so trees of gradients have None in their places.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -29,10 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ampx.mesh_axes import mark_varying
 from ampx.pipelining.runtime.buffers import ArrayType, Carrier, make_carrier, read_slot
 from ampx.pipelining.runtime.layer_exchange import Place, Round, exchange_blocks, plan_exchange
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.trees import path_name
+from ampx.trees import is_floating, path_name
 
 
 class Layout(Protocol):
@@ -102,12 +108,15 @@ def make_stacked_layout(
         )
     # Any leaf will do now; leaves of shape (layers, ...).
     number, count = next(iter(shapes.values()))[0], schedule.num_stages
-    if number < count:
-        raise ValueError(
-            f"{number} layers cannot fill the {count} stages of {schedule.name!r} on "
-            f"{schedule.num_devices} devices: use fewer devices or chunks"
-        )
+    if number < 1:
+        raise ValueError("the leaves of params['stages'] have 0 layers: a model needs at least one")
     if layers_per_stage is None:
+        if number < count:
+            raise ValueError(
+                f"{number} layers cannot fill the {count} stages of {schedule.name!r} on "
+                f"{schedule.num_devices} devices: use fewer devices or chunks, or leave stages "
+                f"empty, as in layers_per_stage={(1,) * number + (0,) * (count - number)}"
+            )
         if number % count:
             raise ValueError(
                 f"{number} layers have no {count} equal parts: use a multiple of {count}, or give "
@@ -119,9 +128,10 @@ def make_stacked_layout(
             f"layers_per_stage must be {count} numbers that add up to {number}, got "
             f"{layers_per_stage}"
         )
-    if min(layers_per_stage) < 1:
+    if min(layers_per_stage) < 0:
         raise ValueError(
-            f"every stage needs a layer, got layers_per_stage={layers_per_stage}: use fewer stages"
+            f"layers_per_stage must not be negative, got {layers_per_stage}: 0 is a stage that "
+            "hands on what it is given"
         )
     # A backward in halves needs its layers one by one: a scan over them cannot be divided.
     unrolled = schedule.splits_backward or max(layers_per_stage) == 1
@@ -139,11 +149,24 @@ def make_separate_layout(schedule: Schedule, stages: Any) -> SeparateStages:
             "stage is a sequence, so params['stages'] must be a list of trees, one for each of "
             f"{schedule.num_stages} stages, got {type(stages).__name__}"
         )
-    own = {
-        stage: [ArrayType(np.shape(a), np.dtype(a.dtype), frozenset()) for a in jax.tree.leaves(t)]
-        for stage, t in enumerate(stages)
-    }
-    return SeparateStages(schedule, tuple(map(jax.tree.structure, stages)), make_carrier(own))
+    leaves = list(map(jax.tree.leaves, stages))
+    trained = tuple(tuple(map(is_floating, own)) for own in leaves)
+
+    def make_carrier_of(kind: bool) -> Carrier:
+        types = [
+            [
+                ArrayType(np.shape(leaf), np.dtype(leaf.dtype), frozenset())
+                for leaf, is_trained in zip(own, mask, strict=True)
+                if is_trained == kind
+            ]
+            for own, mask in zip(leaves, trained, strict=True)
+        ]
+        return make_carrier(dict(enumerate(types)))
+
+    structures = tuple(map(jax.tree.structure, stages))
+    return SeparateStages(
+        schedule, structures, trained, make_carrier_of(True), make_carrier_of(False)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +176,8 @@ class StackedLayers:
     Attributes:
       schedule: gives stages and devices.
       counts: how many layers each stage has.
-      unrolled: whether a stage gets a list of layers instead of stacked ones.
+      unrolled: whether a stage gets a list of layers instead of stacked ones. A stage without
+        layers gets an empty list.
     """
 
     schedule: Schedule
@@ -230,6 +254,8 @@ class StackedLayers:
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
         """Takes the layers of a stage, stacked or as a list."""
         count = self.counts[stage]
+        if not count:
+            return []
 
         # The chunk is known only when the program runs, since stages of a kind share it. How many
         # layers there are is the same for all of a kind, and static.
@@ -243,6 +269,8 @@ class StackedLayers:
 
     def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
         """Adds to the layers of one chunk."""
+        if not self.counts[stage]:
+            return total
         # Gradients come in the form in which `select` gave the layers.
         if self.unrolled:
             gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
@@ -263,12 +291,16 @@ class SeparateStages:
     Attributes:
       schedule: gives stages and devices.
       structures: for each stage that of its parameters.
-      carrier: packs them into arrays that are alike for all stages.
+      trained: for each leaf of each stage whether it is floating, and has a gradient.
+      carrier: packs those that are into arrays that are alike for all stages.
+      others: packs the rest.
     """
 
     schedule: Schedule
     structures: tuple[Any, ...]
+    trained: tuple[tuple[bool, ...], ...]
     carrier: Carrier
+    others: Carrier
 
     @property
     def is_divided(self) -> bool:
@@ -278,21 +310,37 @@ class SeparateStages:
     def as_view(self, stored: Any, axis_name: str) -> Any:
         """Packs the parameters of the device's stages, with a row for each."""
 
-        def pack(device: int) -> list[jax.Array]:
+        def pack(device: int) -> tuple[list[jax.Array], list[jax.Array]]:
             stages = self.schedule.stages_on(device)
             # Rows that no stage of this device reads, as all devices need equally many.
             padding = [0] * (_count_chunks(self.schedule) - len(stages))
-            rows = [self.carrier.pack(jax.tree.leaves(stored[s])) for s in (*stages, *padding)]
-            return [jnp.stack(arrays) for arrays in zip(*rows, strict=True)]
+            leaves = [jax.tree.leaves(stored[s]) for s in (*stages, *padding)]
+            floating = [self.carrier.pack(list(filter(is_floating, own))) for own in leaves]
+            rest = [self.others.pack([x for x in own if not is_floating(x)]) for own in leaves]
+            return _stack_rows(floating), _stack_rows(rest)
 
         # All devices hold the parameters of all stages; each packs its own.
         packs = [functools.partial(pack, device) for device in range(self.schedule.num_devices)]
-        return lax.switch(lax.axis_index(axis_name), packs)
+        # Branches need one type. A device whose stages have no parameters packs zeros alone, which
+        # are the same on all devices unless they are marked.
+        given = [jax.make_jaxpr(own)().out_avals for own in packs]
+        axes = [
+            frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
+            for avals in zip(*given, strict=True)
+        ]
+
+        def mark(own: Callable[[], Any]) -> Any:
+            leaves, structure = jax.tree.flatten(own())
+            marked = [mark_varying(x, sorted(over)) for x, over in zip(leaves, axes, strict=True)]
+            return jax.tree.unflatten(structure, marked)
+
+        branches = [functools.partial(mark, own) for own in packs]
+        return lax.switch(lax.axis_index(axis_name), branches)
 
     def as_stored(self, total: Any, axis_name: str) -> Any:
         """Unpacks one tree of gradients for each stage, on all devices."""
         # (chunks, longest) -> (devices * chunks, longest): a row for each stage, and padding.
-        everywhere = [_gather_from_devices(sums, axis_name) for sums in total]
+        everywhere = [_gather_from_devices(sums, axis_name) for sums in total[0]]
         chunks = number_chunks(self.schedule)
         return [
             self._as_tree(
@@ -301,21 +349,33 @@ class SeparateStages:
                     rows[device * _count_chunks(self.schedule) + chunks[stage]]
                     for rows in everywhere
                 ],
+                None,
             )
             for stage, device in enumerate(self.schedule.device_of)
         ]
 
     def select(self, view: Any, stage: int, chunk: Any) -> Any:
         """Takes the tree of a stage from its row."""
-        return self._as_tree(stage, read_slot(view, chunk))
+        return self._as_tree(stage, *(read_slot(arrays, chunk) for arrays in view))
 
-    def _as_tree(self, stage: int, arrays: Sequence[jax.Array]) -> Any:
-        return jax.tree.unflatten(self.structures[stage], self.carrier.unpack(stage, arrays))
+    def _as_tree(
+        self, stage: int, floating: Sequence[jax.Array], rest: Sequence[jax.Array] | None
+    ) -> Any:
+        """Unpacks a tree; with None in the place of what is not floating if there is no rest."""
+        trained = iter(self.carrier.unpack(stage, floating))
+        others = itertools.repeat(None) if rest is None else iter(self.others.unpack(stage, rest))
+        leaves = [next(trained) if kind else next(others) for kind in self.trained[stage]]
+        return jax.tree.unflatten(self.structures[stage], leaves)
 
     def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
         """Adds to the row of one chunk."""
+        sums, others = total
         packed = self.carrier.pack(jax.tree.leaves(gradients))
         return [
-            sums.at[chunk].add(gradient.astype(sums.dtype))
-            for sums, gradient in zip(total, packed, strict=True)
-        ]
+            old.at[chunk].add(gradient.astype(old.dtype))
+            for old, gradient in zip(sums, packed, strict=True)
+        ], others
+
+
+def _stack_rows(rows: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+    return [jnp.stack(arrays) for arrays in zip(*rows, strict=True)]

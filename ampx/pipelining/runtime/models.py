@@ -7,6 +7,10 @@
 A random key is folded with the micro-batch, then with 0 for `first`, n + 1 for layer n of N, and
 N + 1 for `last`. None of these numbers depends on the stage, so masks of dropout are the same for
 every schedule. Stages that differ count as one layer each.
+
+Random keys among the parameters, as nnx modules hold them, are the same in every call. So each is
+folded with a number that is drawn by the key of the call: what they make differs between
+micro-batches and steps, and does not depend on the stage either.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from ampx.accumulation.normalization import Normalize, as_loss_and_weight, unpac
 from ampx.checking import check_choice
 from ampx.mesh_axes import mark_varying, varying_axes
 from ampx.pipelining.runtime.assembly import StageKind
-from ampx.pipelining.runtime.buffers import as_varying_as
+from ampx.pipelining.runtime.buffers import as_varying_as, is_key
 from ampx.pipelining.runtime.layouts import StackedLayers
 from ampx.pipelining.runtime.stage_programs import Compute, StageInputs, StageOutputs
 from ampx.pipelining.schedules.intervals import Edge
@@ -146,7 +150,9 @@ class Model:
             params, key = inputs.params, inputs.key
             x = inputs.received[0]
             if is_first:
-                x = first(params["first"], params["shared"], inputs.microbatch, _fold_in(key, 0))
+                own_key = _fold_in(key, 0)
+                ends = _vary_keys((params["first"], params["shared"]), own_key)
+                x = first(*ends, inputs.microbatch, own_key)
                 # `first` may return a constant, which is the same on all devices. Layers would mix
                 # it with what differs, and the gradient of that step is a sum over devices.
                 x = mark_varying(x, sorted(varying_axes(inputs.stage)))
@@ -154,7 +160,8 @@ class Model:
             if not is_last:
                 return StageOutputs((x, *skipped), extra_loss)
             key = _fold_in(key, number_of_layers + 1)
-            out = last(params["last"], params["shared"], x, inputs.microbatch, key)
+            ends = _vary_keys((params["last"], params["shared"]), key)
+            out = last(*ends, x, inputs.microbatch, key)
             value, aux, _ = unpack_output(out, self.has_aux, False, "last")
             _check_aux(aux)
             loss, weight = as_loss_and_weight(value, self.normalize, "last")
@@ -175,7 +182,8 @@ class Model:
         call = self._at_precision(self.stage)
 
         def layer(params: Any, x: Any, key: Any, number: jax.Array) -> Any:
-            out = call(params, x, _fold_in(key, number + 1))
+            key = _fold_in(key, number + 1)
+            out = call(_vary_keys(params, key), x, key)
             new, loss = _unpack_loss(out) if self.has_aux_loss else (out, None)
             _check_same_type(x, new)
             # A layer that ends in a `psum` returns a value that is the same on all devices, and was
@@ -192,7 +200,7 @@ class Model:
             def body(x: Any, layer_and_number: Any) -> Any:
                 return layer(layer_and_number[0], x, inputs.key, layer_and_number[1])
 
-            if layout.unrolled:
+            if isinstance(params, list):
                 losses = []
                 for place, params_of_layer in enumerate(params):
                     x, loss = body(x, (params_of_layer, start + place))
@@ -219,7 +227,8 @@ class Model:
             # stage returns x, then its skips if it gives any, then its loss if it has one.
             arrived = dict(zip(self.skips, inputs.received[1:], strict=True))
             args = [{name: arrived[name] for name in takes}] if takes else []
-            out = call(params, x, _fold_in(inputs.key, stage + 1), *args)
+            key = _fold_in(inputs.key, stage + 1)
+            out = call(_vary_keys(params, key), x, key, *args)
             x, *rest = out if gives or self.has_aux_loss else (out,)
             given = rest.pop(0) if gives else {}
             skipped = [given[name] if name in gives else None for name in self.skips]
@@ -300,7 +309,24 @@ def _fold_in(key: jax.Array | None, number: Any) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, number)
 
 
+def _vary_keys(params: Any, key: jax.Array | None) -> Any:
+    """Folds each random key among parameters with a number that the key of the call draws."""
+    if key is None or not any(map(is_key, jax.tree.leaves(params))):
+        return params
+    number = jax.random.bits(key, dtype=jnp.uint32)
+
+    def fold(leaf: Any) -> Any:
+        if not is_key(leaf):
+            return leaf
+        folded = jax.vmap(lambda one: jax.random.fold_in(one, number))(leaf.reshape(-1))
+        return folded.reshape(leaf.shape)
+
+    return jax.tree.map(fold, params)
+
+
 def _sum_losses(losses: Any) -> jax.Array:
+    if isinstance(losses, list) and not losses:  # a stage without layers
+        return jnp.zeros((), jnp.float32)
     return jnp.sum(jnp.stack(list(losses)) if isinstance(losses, list) else losses).astype(
         jnp.float32
     )

@@ -82,7 +82,7 @@ class StageProgram:
       inputs: the inputs, as abstract values.
       outputs: the outputs, as abstract values.
       num_params: how many of the inputs are parameters.
-      pulled: which inputs have a gradient, by number.
+      pulled: which inputs have a gradient, by number; those of the parameters come first.
       kept: the abstract values of what is kept.
       residuals: what the backward reads, in its order: the number of an input, the number of what
         is kept plus the number of inputs, or a constant.
@@ -115,7 +115,7 @@ class StageProgram:
         """Runs the backward: gradients of the parameters, and of what was received."""
         operands = [*self._gather_residuals(inputs, kept), *cotangents]
         gradients = reading.evaluate(reading.as_closed(self.backward), *operands)
-        return gradients[: self.num_params], gradients[self.num_params :]
+        return gradients[: self.num_trained], gradients[self.num_trained :]
 
     def pull_inputs(
         self, inputs: StageInputs, kept: Sequence[Any], cotangents: Sequence[Any]
@@ -125,7 +125,7 @@ class StageProgram:
         # Residuals need not be deferred: at the weight gradient they are still at hand, or kept.
         residuals = self._gather_residuals(inputs, kept)
         values = reading.evaluate(reading.as_closed(self.halves.inputs), *residuals, *cotangents)
-        count = len(self.pulled) - self.num_params
+        count = len(self.pulled) - self.num_trained
         late = [i - len(residuals) for i in self.halves.reads if i >= len(residuals)]
         return values[:count], [*(cotangents[i] for i in late), *values[count:]]
 
@@ -141,6 +141,11 @@ class StageProgram:
     def _gather_residuals(self, inputs: StageInputs, kept: Sequence[Any]) -> list[Any]:
         at_hand = [*jax.tree.leaves(inputs), *kept]
         return [at_hand[r] if isinstance(r, int) else r.value for r in self.residuals]
+
+    @property
+    def num_trained(self) -> int:
+        """How many of the parameters have a gradient."""
+        return _count_trained(self.pulled, self.num_params)
 
     @property
     def reads_received(self) -> bool:
@@ -180,7 +185,7 @@ def trace_stage(
     """Traces a stage for inputs of these types.
 
     Args:
-      compute: the stage; parameters in `inputs` must all be floating.
+      compute: the stage.
       inputs: arrays or types.
       differentiate: whether there will be a backward.
       split: whether the backward comes in two halves.
@@ -259,13 +264,14 @@ def _add_backward(
 
     # From the pullback's structure and types alone: no array of the forward is in it.
     traced, _ = reading.trace(backward, types[num_outputs:], sent, loss)
-    halves = split_backward(traced, program.num_params) if split else None
+    num_trained = _count_trained(pulled, program.num_params)
+    halves = split_backward(traced, num_trained) if split else None
     deferred: list[Any] = []
     if halves is not None:
         first = reading.open_jaxpr(halves.inputs)
         # Operands of the backward are residuals, then cotangents.
         late = [i for i in halves.reads if i >= len(residuals)]
-        num_received = len(pulled) - program.num_params  # all parameters are floating
+        num_received = len(pulled) - num_trained
         deferred = [
             *(first.invars[i].aval for i in late),
             *(a.aval for a in first.outvars[num_received:]),
@@ -284,6 +290,10 @@ def _add_backward(
         halves=halves,
         deferred=tuple(deferred),
     )
+
+
+def _count_trained(pulled: Sequence[int], num_params: int) -> int:
+    return sum(number < num_params for number in pulled)
 
 
 def _find_cotangent_types(outputs: StageOutputs, types: Sequence[Any]) -> tuple[list[Any], Any]:
