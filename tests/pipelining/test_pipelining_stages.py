@@ -374,7 +374,6 @@ def refused(error, message, schedule=None, params=None, rows=4, **options):
 
 
 def test_arguments_that_do_not_fit_are_refused():
-    params = make_params()
     refused(ValueError, "8 layers have no 3 equal parts", one_f_one_b(3, 2))
     refused(ValueError, "add up to 8", layers_per_stage=(4, 3))
     refused(ValueError, "must not be negative", layers_per_stage=(9, -1))
@@ -390,8 +389,6 @@ def test_arguments_that_do_not_fit_are_refused():
     refused(TypeError, "must be a list.*2 (trees|stages)", stage=[stage] * 2)
     refused(TypeError, "must be functions", first=None)
     refused(TypeError, "a dict with 'stages'", params={"layers": 1})
-    named = params | {"first": {"positions": "words"}}
-    refused(TypeError, "first/positions is no array but of type str", params=named)
     refused(TypeError, "stage must return what it takes", stage=lambda p, x, key: x[..., :4])
 
 

@@ -191,6 +191,13 @@ def test_places_and_plans_know_them():
     assert found.memory["gradients"] == 4 * (1 + 2 * WIDTH * WIDTH + WIDTH)
 
 
+def test_what_is_no_array_is_refused():
+    params = make_params(4)
+    params["first"]["activation"] = jnp.tanh
+    with pytest.raises(TypeError, match="first/activation is no array but of type .*eqx.partition"):
+        make_grads_of(one_f_one_b(2, 2))(params, make_batch(), key=KEY)
+
+
 REFUSED = {
     "too few layers": (3, {}, r"leave stages empty, as in layers_per_stage=\(1, 1, 1, 0\)"),
     "negative": (4, {"layers_per_stage": (2, 3, -1, 0)}, "must not be negative.*hands on what"),
