@@ -236,7 +236,7 @@ PEERS = (
         source="torch",
         runs="the operations of the lists of `torch.autocast`, for GPUs and for CPUs: the dtypes "
         "of their results for half and float32 arguments, as `ampx.autocast` gives them",
-        cases=lambda: CASES,
+        cases=lambda: list(CASES),
         excluded=EXCLUDED,
     ),
 )

@@ -29,7 +29,7 @@ pytest.importorskip("torch")
 workers = pytest.importorskip("torch_processes")
 
 ROWS, WIDTH = 16, 8
-SECONDS = 120
+SECONDS = 300
 EXCLUDED: dict[str, str] = {}
 FORMS = {"one call": workers.SCENARIOS, "multi_steps": ("no_sync",)}
 CASES = [f"{name} in {form}" for form, names in FORMS.items() for name in names]
