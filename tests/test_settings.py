@@ -153,6 +153,7 @@ CHOICES = {
     "Refill": "growth",
     "OnFloor": "raise-flag",
     "NonfiniteUpdates": "hold",
+    "NonfiniteLoss": "count",
     "OnNonfinite": "drop_window",
     "Output": "original",
     "CustomVjp": "transform",

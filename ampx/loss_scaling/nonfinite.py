@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx.checking import as_dtype
-from ampx.mesh_axes import as_axes, mark_varying
+from ampx.mesh_axes import as_axes, mark_varying, tracks_varying, varying_axes
 from ampx.trees import is_floating, wider_dtype
 
 
@@ -105,6 +105,30 @@ def agree_on(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
         return jax.lax.psum(mark_varying(counts, axes), axes)
 
 
+def is_bad_loss(value: Any, axis_names: Sequence[str], *, must_agree: bool) -> jax.Array:
+    """Whether a loss is not finite; bool scalar.
+
+    Args:
+      value: the loss, or an array or tree of losses; None is no loss.
+      axis_names: mapped axes over which devices may have losses of their own.
+      must_agree: whether the answer must be the same on all devices also where types do not tell
+        whether losses are, which costs a sum of one integer over them.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(value) if is_floating(leaf)]
+    if not leaves:
+        return jnp.zeros((), bool)
+    is_bad = jnp.any(jnp.stack([jnp.any(~jnp.isfinite(leaf)) for leaf in leaves]))
+    own = varying_axes(is_bad)
+    # A loss that was summed over an axis does not vary over it. Unchecked, any loss might.
+    axes = [a for a in axis_names if a in own or (must_agree and not tracks_varying(a))]
+    return agree_on(is_bad.astype(jnp.int32), axes) > 0
+
+
+def is_infinite(norm: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Whether the norm of gradients is not finite on any device; bool scalar."""
+    return agree_on((~jnp.isfinite(norm)).astype(jnp.int32), axes) > 0
+
+
 def mark_overflowing(updates: Any, params: Any) -> Any:
     """Makes finite updates infinite where they would make a half parameter overflow.
 
@@ -151,3 +175,13 @@ def unscale(tree: Any, loss_scale: jax.Array) -> Any:
         return leaf.astype(wide) * (1 / loss_scale).astype(wide)
 
     return jax.tree.map(divide, tree)
+
+
+def unscale_and_sum(per_loss: Sequence[Any], scales: jax.Array) -> Any:
+    """Divides each loss's gradients by its own scale, then adds them.
+
+    g_1 / S_1 + g_2 / S_2, since a sum of g_1 and g_2 cannot be divided by two scales. It is
+    float32, though the gradients may be half: unscaled, most of them are too small for float16.
+    """
+    unscaled = [unscale(grads, scales[i]) for i, grads in enumerate(per_loss) if grads is not None]
+    return jax.tree.map(lambda first, *rest: sum(rest, first), *unscaled)

@@ -52,6 +52,7 @@ from ampx.updates.gradient_norms import compute_norm, fold_clip, measure_and_jud
 from ampx.updates.tails import Applied, Tail, hold_wrappers, takes_tail, unwrap_results
 
 NonfiniteUpdates = Literal["hold", "skip"]
+NonfiniteLoss = Literal["count", "skip"]
 # From the state and bool[*losses], which losses were bad, to the state with its scale moved.
 Advance = Callable[[LossScaleState, jax.Array], LossScaleState]
 
@@ -66,6 +67,7 @@ class Settings:
     axis_names: tuple[str, ...]
     saturation_dtype: DTypeLike | None
     nonfinite_updates: NonfiniteUpdates
+    nonfinite_loss: NonfiniteLoss
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_losses", as_positive_int("num_losses", self.num_losses))
@@ -73,6 +75,7 @@ class Settings:
             dtype = as_dtype("saturation_dtype", self.saturation_dtype, "floating")
             object.__setattr__(self, "saturation_dtype", dtype)
         check_choice("nonfinite_updates", self.nonfinite_updates, get_args(NonfiniteUpdates))
+        check_choice("nonfinite_loss", self.nonfinite_loss, get_args(NonfiniteLoss))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,10 +121,11 @@ class Judgement(NamedTuple):
     Attributes:
       counts: int32[*losses, 2], arrays with an infinity and arrays with a NaN, the same on all
         devices that must agree.
-      overflow: bool scalar, whether any count is above zero. Then the step is skipped.
+      overflow: bool scalar, whether any count is above zero or the loss undoes the step.
       seen: bool[*losses], which losses took part; numpy's where that is known while tracing.
       axes: the mapped axes whose devices must agree.
       norm: float32 scalar, global norm of the unscaled gradients; None if nobody measured it.
+      is_bad_loss: bool scalar, whether a loss was given and is not finite.
     """
 
     counts: jax.Array
@@ -129,6 +133,7 @@ class Judgement(NamedTuple):
     seen: np.ndarray | jax.Array
     axes: tuple[str, ...]
     norm: jax.Array | None = None
+    is_bad_loss: jax.Array | bool = False
 
 
 class Transition(NamedTuple):
@@ -157,12 +162,15 @@ def wrap_with_scale(
     axis_names: Sequence[str],
     saturation_dtype: DTypeLike | None,
     nonfinite_updates: NonfiniteUpdates,
+    nonfinite_loss: NonfiniteLoss,
 ) -> optax.GradientTransformationExtraArgs:
     """A loss scale around `inner` that moves by `advance`; the rest as in `dynamic_loss_scale`."""
     check_transformation("inner", inner)
     axes = as_axes(axis_names, "axis_names", may_be_empty=True)
     inner = accept_extra_args(inner)
-    settings = Settings(inner, advance, num_losses, axes, saturation_dtype, nonfinite_updates)
+    settings = Settings(
+        inner, advance, num_losses, axes, saturation_dtype, nonfinite_updates, nonfinite_loss
+    )
 
     def init(params: optax.Params) -> LossScaleState:
         return _init_state(settings, init_scale, hysteresis, params)
@@ -180,7 +188,7 @@ def wrap_with_scale(
         call = Call(updates, state, params, verdict, tail, extra_args)
         is_fused = settings.can_fuse and takes_tail(state.inner_state)
         judge, run = (_judge_fused, _run_fused) if is_fused else (_judge_plain, _run_plain)
-        judgement = judge(settings, call)
+        judgement = _judge_loss(settings, call, judge(settings, call))
         # The seam between looking and doing. `run` alone computes with parameters and the inner
         # state. All it needs are its arguments, and its result has the same shapes and dtypes
         # whatever the verdict: it is the call to put behind a `lax.cond` on `judgement.overflow`.
@@ -210,6 +218,7 @@ def _init_state(
         overflow=jnp.zeros((), bool),
         skipped_total=jnp.zeros((), jnp.int32),
         bad_update_total=jnp.zeros((), jnp.int32),
+        nonfinite_loss_total=jnp.zeros((), jnp.int32),
         floor_flag=jnp.zeros((), bool),
         inner_state=inner_state,
     )
@@ -256,6 +265,15 @@ def _judge_fused(settings: Settings, call: Call) -> Judgement:
         norm, local_counts = measure_and_judge(call.grads, factor, tail.squares)
         counts = nonfinite.agree_on(local_counts, axes) if counts is None else counts
     return Judgement(counts, jnp.any(counts > 0), np.array(True), axes, norm)
+
+
+def _judge_loss(settings: Settings, call: Call, judgement: Judgement) -> Judgement:
+    """Adds what there is to say of the loss, which may be infinite while gradients are finite."""
+    skips = settings.nonfinite_loss == "skip"
+    value = call.extra_args.get("value")
+    is_bad = nonfinite.is_bad_loss(value, judgement.axes, must_agree=skips)
+    overflow = judgement.overflow | is_bad if skips else judgement.overflow
+    return judgement._replace(overflow=overflow, is_bad_loss=is_bad)
 
 
 def _is_clipped(call: Call) -> bool:
@@ -305,7 +323,7 @@ def _run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transiti
     """The plain transition: unscale, clip, update, then choose between new and old."""
     state, params, tail = call.state, call.params, call.tail
     per_loss = split_by_loss(call.grads, settings.num_losses)
-    grads = _unscale_and_sum(per_loss, state.loss_scale.reshape(settings.num_losses))
+    grads = nonfinite.unscale_and_sum(per_loss, state.loss_scale.reshape(settings.num_losses))
     extra_args = dict(call.extra_args)
     if "grad" in extra_args:
         # optax's line searches take the gradient of `value` there. The caller's is still scaled.
@@ -334,7 +352,7 @@ def _run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transiti
     if norm is not None:
         # A clip by an infinite norm multiplies finite gradients by 0. What would come out is an
         # update that nobody asked for, with nothing in it that is not finite.
-        too_large = _is_infinite(norm, judgement.axes)
+        too_large = nonfinite.is_infinite(norm, judgement.axes)
         is_bad, skip = is_bad | too_large, skip | too_large
     if settings.nonfinite_updates == "skip":
         skip |= is_bad
@@ -359,7 +377,7 @@ def _run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transiti
     skip, too_large = judgement.overflow, None
     if _is_clipped(call) and judgement.norm is not None:
         # Finite gradients whose true norm is beyond float32: clipped, they would all be 0.
-        too_large = _is_infinite(judgement.norm, judgement.axes)
+        too_large = nonfinite.is_infinite(judgement.norm, judgement.axes)
         skip |= too_large
     tail = dataclasses.replace(
         call.tail or Tail(),
@@ -387,18 +405,6 @@ def _run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transiti
     return Transition(updates, inner_state, skip, is_bad & ~judgement.overflow)
 
 
-def _unscale_and_sum(per_loss: list[Any], scales: jax.Array) -> Any:
-    """Divides each loss's gradients by its own scale, then adds them.
-
-    g_1 / S_1 + g_2 / S_2, since a sum of g_1 and g_2 cannot be divided by two scales. It is
-    float32, though the gradients may be half: unscaled, most of them are too small for float16.
-    """
-    unscaled = [
-        nonfinite.unscale(grads, scales[i]) for i, grads in enumerate(per_loss) if grads is not None
-    ]
-    return jax.tree.map(lambda first, *rest: sum(rest, first), *unscaled)
-
-
 def _is_bad_outcome(
     settings: Settings, axes: tuple[str, ...], updates: Any, new_inner: Any, old_inner: Any
 ) -> jax.Array:
@@ -410,11 +416,6 @@ def _is_bad_outcome(
     skips = settings.nonfinite_updates == "skip"
     judged = trees.zero_where_old_is_not_finite(new_inner, old_inner) if skips else ()
     return jnp.any(nonfinite.count_nonfinite((updates, judged), axis_names=axes) > 0)
-
-
-def _is_infinite(norm: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Whether the norm of gradients is not finite on any device; bool scalar."""
-    return nonfinite.agree_on((~jnp.isfinite(norm)).astype(jnp.int32), axes) > 0
 
 
 # --- move ----------------------------------------------------------------------------------------
@@ -444,5 +445,6 @@ def move_scale(
         overflow=transition.skip,
         skipped_total=trees.count_up(state.skipped_total, transition.skip),
         bad_update_total=trees.count_up(state.bad_update_total, transition.is_bad_update),
+        nonfinite_loss_total=trees.count_up(state.nonfinite_loss_total, judgement.is_bad_loss),
         inner_state=transition.inner_state,
     )

@@ -37,6 +37,7 @@ from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite
 from ampx.loss_scaling.scaled_update import (
     Advance,
     Judgement,
+    NonfiniteLoss,
     NonfiniteUpdates,
     Transition,
     move_scale,
@@ -60,6 +61,7 @@ def wrap_each_with_scale(
     axis_names: Sequence[str],
     saturation_dtype: DTypeLike | None,
     nonfinite_updates: NonfiniteUpdates,
+    nonfinite_loss: NonfiniteLoss,
 ) -> optax.GradientTransformationExtraArgs:
     """One loss scale around several optimizers; arguments as of `wrap_with_scale`."""
     _check_optimizers(optimizers)
@@ -73,6 +75,7 @@ def wrap_each_with_scale(
             axis_names=axis_names,
             saturation_dtype=saturation_dtype,
             nonfinite_updates=nonfinite_updates,
+            nonfinite_loss=nonfinite_loss,
         )
         for name, tx in optimizers.items()
     }
@@ -89,6 +92,7 @@ def wrap_each_with_scale(
             pending_seen=jnp.zeros(shape, bool),
             pending_skip=jnp.zeros((), bool),
             pending_bad_update=jnp.zeros((), bool),
+            pending_bad_loss=jnp.zeros((), bool),
             inner_states={name: own.inner_state for name, own in states.items()},
         )
         return shared._replace(inner_state=inside)
@@ -117,7 +121,7 @@ def wrap_each_with_scale(
         skipped, inner_states = dict(inside.optimizer_skipped), dict(inside.inner_states)
         skipped_total = dict(inside.optimizer_skipped_total)
         found, skips = inside.pending_found, inside.pending_skip
-        is_bad_update = inside.pending_bad_update
+        is_bad_update, is_bad_loss = inside.pending_bad_update, inside.pending_bad_loss
         for name in names:
             own_grads = [None if grads is None else grads.get(name) for grads in per_loss]
             new_updates[name], own = _update_one(
@@ -133,9 +137,10 @@ def wrap_each_with_scale(
             found |= jnp.stack([own.inf_total, own.nan_total], axis=-1) > 0
             skips |= own.overflow
             is_bad_update |= own.bad_update_total > 0
+            is_bad_loss |= own.nonfinite_loss_total > 0
         seen = inside.pending_seen | _find_seen(per_loss, scaled).reshape(state.loss_scale.shape)
         inside = OptimizersState(
-            skipped, skipped_total, found, seen, skips, is_bad_update, inner_states
+            skipped, skipped_total, found, seen, skips, is_bad_update, is_bad_loss, inner_states
         )
         result = _complete(new_updates, params, updates if num_losses == 1 else None)
         if not moves:
@@ -197,7 +202,11 @@ def _update_one(
 def _move(advance: Advance, state: LossScaleState, inside: OptimizersState) -> LossScaleState:
     """The state after the last update of a step, whose findings are in the fields `pending_...`."""
     judgement = Judgement(
-        inside.pending_found.astype(jnp.int32), inside.pending_skip, inside.pending_seen, axes=()
+        counts=inside.pending_found.astype(jnp.int32),
+        overflow=inside.pending_skip,
+        seen=inside.pending_seen,
+        axes=(),
+        is_bad_loss=inside.pending_bad_loss,
     )
     cleared: dict[str, Any] = {
         name: jnp.zeros_like(value)

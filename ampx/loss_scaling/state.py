@@ -38,6 +38,8 @@ class LossScaleState(NamedTuple):
       skipped_total: int32, updates skipped so far.
       bad_update_total: int32, updates that came out non-finite from finite gradients, or were
         undone because the norm of finite gradients was infinite under `max_grad_norm`.
+      nonfinite_loss_total: int32, updates so far whose loss, the extra argument `value`, was not
+        finite, whether they were skipped or not.
       floor_flag: bool, whether there has been a floor hit; stays False unless
         `on_floor="raise-flag"`.
       inner_state: the wrapped transformation's state.
@@ -58,6 +60,7 @@ class LossScaleState(NamedTuple):
     overflow: jax.Array
     skipped_total: jax.Array
     bad_update_total: jax.Array
+    nonfinite_loss_total: jax.Array
     floor_flag: jax.Array
     inner_state: optax.OptState
 
@@ -79,6 +82,7 @@ class OptimizersState(NamedTuple):
       pending_seen: bool[*losses], which losses took part.
       pending_skip: bool scalar, whether any optimizer was skipped.
       pending_bad_update: bool scalar, whether finite gradients gave an update that was not.
+      pending_bad_loss: bool scalar, whether a loss was not finite.
       inner_states: from name to the state of the optimizer.
     """
 
@@ -88,6 +92,7 @@ class OptimizersState(NamedTuple):
     pending_seen: jax.Array
     pending_skip: jax.Array
     pending_bad_update: jax.Array
+    pending_bad_loss: jax.Array
     inner_states: dict[str, optax.OptState]
 
 

@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ampx.checking import check_transformation
+from ampx.checking import as_bool, as_positive_int, check_transformation
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, as_scale_number, parse_choice
-from ampx.loss_scaling.scaled_update import NonfiniteUpdates, wrap_with_scale
+from ampx.loss_scaling.nonfinite import Verdict
+from ampx.loss_scaling.scaled_update import NonfiniteLoss, NonfiniteUpdates, wrap_with_scale
 from ampx.loss_scaling.several_optimizers import run_each, wrap_each_with_scale
 from ampx.updates.extra_args import accept_extra_args
 
@@ -47,6 +49,7 @@ def dynamic_loss_scale(
     on_floor: OnFloor = "hold",
     saturation_dtype: DTypeLike | None = None,
     nonfinite_updates: NonfiniteUpdates = "hold",
+    nonfinite_loss: NonfiniteLoss = "count",
     powers_of_two: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Wraps an optimizer so that it takes scaled gradients, skips bad steps and tunes the scale.
@@ -94,6 +97,9 @@ def dynamic_loss_scale(
         has to wait for every update. Steps with such updates are counted in `bad_update_total`
         either way. An optimizer of `ampx.fused` writes in the same pass, and counts only those that
         come from a coefficient that is not finite or from the range of float16.
+      nonfinite_loss: what to do when the loss, the extra argument `value` of `update` (which
+        `ampx.train_step` gives), is not finite and the gradients are: `"count"` it in
+        `nonfinite_loss_total`, or `"skip"` the step, too. The scale stays in either case.
       powers_of_two: refuse factors and scales that are not powers of two, because unscaling is
         exact only for those. Turn it off to reproduce systems that use others (0.8, say).
 
@@ -141,6 +147,7 @@ def dynamic_loss_scale(
         axis_names=axis_names,
         saturation_dtype=saturation_dtype,
         nonfinite_updates=nonfinite_updates,
+        nonfinite_loss=nonfinite_loss,
     )
 
 
@@ -148,27 +155,34 @@ def static_loss_scale(
     inner: Inner,
     scale: float,
     *,
+    check: bool = True,
     axis_names: Sequence[str] = (),
     num_losses: int = 1,
     saturation_dtype: DTypeLike | None = None,
     nonfinite_updates: NonfiniteUpdates = "hold",
+    nonfinite_loss: NonfiniteLoss = "count",
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer with a fixed loss scale. It skips bad steps too, which Apex's does not.
+    """Wraps an optimizer with a fixed loss scale. It skips bad steps too, unless told not to.
 
     Args:
       inner: any optax transformation, or a dict of several: see `dynamic_loss_scale`.
       scale: the factor. Powers of two unscale exactly; others round each gradient.
+      check: whether gradients are looked at. With False no step is skipped, as with a fixed scale
+        in Apex, and an infinity goes where the optimizer lets it.
       axis_names: see `dynamic_loss_scale`.
       num_losses: see `dynamic_loss_scale`; every loss has this scale.
       saturation_dtype: see `dynamic_loss_scale`.
       nonfinite_updates: see `dynamic_loss_scale`.
+      nonfinite_loss: see `dynamic_loss_scale`.
 
     Returns:
       A transformation whose state is a `LossScaleState`.
 
     Raises:
       TypeError: if `inner` is not a gradient transformation or `scale` not a number.
-      ValueError: if `scale` is not finite and positive, or not representable in float32.
+      ValueError: if `scale` is not finite and positive, or not representable in float32; for
+        `check=False` with several optimizers or losses, or beside an argument that is about bad
+        gradients.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -178,7 +192,8 @@ def static_loss_scale(
       Array([-1.], dtype=float32)
     """
     scale = as_scale_number("scale", scale, powers_of_two=False)
-    return _wrap(inner)(
+    check = as_bool("check", check)
+    scaled = _wrap(inner)(
         inner,
         scale,
         1,
@@ -187,7 +202,21 @@ def static_loss_scale(
         axis_names=axis_names,
         saturation_dtype=saturation_dtype,
         nonfinite_updates=nonfinite_updates,
+        nonfinite_loss=nonfinite_loss,
     )
+    if check:
+        return scaled
+    if isinstance(inner, Mapping) or as_positive_int("num_losses", num_losses) > 1:
+        raise ValueError(
+            "check=False is for one optimizer and one loss: where nothing is skipped, put several "
+            "optimizers into optax.partition, and add up losses, which have the same scale"
+        )
+    if saturation_dtype is not None:
+        raise ValueError(
+            f"saturation_dtype={saturation_dtype!r} says which gradients are bad, and check=False "
+            "that nobody looks: leave one of them out"
+        )
+    return _trust_gradients(scaled)
 
 
 def no_loss_scale(inner: Inner) -> optax.GradientTransformationExtraArgs:
@@ -261,3 +290,25 @@ def loss_scale(
 
 def _wrap(inner: Inner) -> Callable[..., optax.GradientTransformationExtraArgs]:
     return wrap_each_with_scale if isinstance(inner, Mapping) else wrap_with_scale
+
+
+def _trust_gradients(
+    scaled: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """A loss scale that takes every gradient for finite."""
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        verdict: Verdict | None = None,
+        **extra_args: Any,
+    ) -> Any:
+        # A verdict from outside is taken as it is, and the gradients are not read. This one is
+        # known when the program is compiled, so nothing is left of the choice between old and new.
+        axes = () if verdict is None else verdict.axes
+        good = Verdict(jnp.zeros(2, jnp.int32), axes)
+        return scaled.update(updates, state, params, verdict=good, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(scaled.init, update)

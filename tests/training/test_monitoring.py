@@ -20,6 +20,7 @@ from ampx.updates.clipping import clipped
 SCALE = (
     *("loss_scale", "growth_tracker", "hysteresis_tracker", "overflow", "skipped_total"),
     *("inf_total", "nan_total", "floor_hits", "bad_update_total"),
+    "nonfinite_loss_total",
 )
 FIGURES_OF_INNER = ("num_buckets", "reduced_bytes", "global_norm")
 WINDOW = ("micro_step", "gradient_step", "weight_sum", "window_is_bad", "dropped_total")
