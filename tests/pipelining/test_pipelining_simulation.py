@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampx.pipelining.runtime.lowering import lower
-from ampx.pipelining.schedules.actions import Action
+from ampx.pipelining.schedules.actions import Action, needs_of, result_of
 from ampx.pipelining.schedules.generators import (
     eager_one_f_one_b,
     forward_only,
@@ -130,6 +130,52 @@ def test_zero_bubble_v_never_waits_between_its_first_and_last_action(num_stages)
         for device, row in enumerate(schedule.rows):
             assert None not in row[device : device + 6 * num_microbatches]
         assert schedule.num_ticks == 6 * num_microbatches + num_stages - 1
+
+
+def play_in_pairs(schedule: Schedule, costs: dict[str, float], pair: float) -> list[float]:
+    """The idle time of each device where a forward and a backward beside it are one action.
+
+    A pair is a forward and a whole backward of the device's other stage, right after it.
+    """
+    orders: list[list[tuple[Action, ...]]] = []
+    for row in schedule.rows:
+        left, order = [action for action in row if action is not None], []
+        while left:
+            paired = [a.kind for a in left[:2]] == ["F", "B"] and left[0].stage != left[1].stage
+            order.append(tuple(left[: 1 + paired]))
+            left = left[1 + paired :]
+        orders.append(order)
+    ends: dict[Action, float] = {}
+    clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
+    while any(orders):
+        for device, order in enumerate(orders):
+            while order:
+                needs = {n for action in order[0] for n in needs_of(action, schedule.num_stages)}
+                if not needs <= ends.keys():
+                    break
+                actions = order.pop(0)
+                length = pair if len(actions) == 2 else costs[actions[0].kind]
+                clocks[device] = max([clocks[device], *(ends[need] for need in needs)]) + length
+                ends |= {result_of(action): clocks[device] for action in actions}
+                busy[device] += length
+    return [max(clocks) - own for own in busy]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 2), (2, 4), (2, 7), (4, 8), (4, 11)])
+@pytest.mark.parametrize(("costs", "pair"), [((1, 1, 1), 3), ((1, 1, 1), 2.5), ((1, 1.5, 1), 3.5)])
+def test_dualpipe_v_waits_as_its_authors_say(stages, microbatches, costs, pair):
+    """(P-1) (F&B + B - 3W) on the device that waits longest, where the two of a pair end together.
+
+    Where they do not, it waits no longer.
+    """
+    forward, inputs, weights = costs
+    schedule = dualpipe_v(stages, microbatches)
+    lengths = {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
+    most = (stages - 1) * (pair + inputs - 2 * weights)
+    assert max(play_in_pairs(schedule, lengths, pair)) == pytest.approx(most)
+    if pair == lengths["F"] + lengths["B"]:
+        alone = schedule.simulate(forward=forward, input_grad=inputs, weight_grad=weights)
+        assert max(alone.idle) <= most + 1e-9
 
 
 def relaxed(schedule: Schedule, costs: dict[str, float], delay: float) -> dict[Action, float]:
