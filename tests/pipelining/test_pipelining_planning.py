@@ -294,6 +294,9 @@ def test_a_plan_for_512_devices(large):
     assert large.seconds["activations"] == large.sent["activations"] / 1e9
     plain = large.schedule.simulate(mode="lockstep")
     assert large.lockstep.bubble_fraction > plain.bubble_fraction  # as exchanges take time
+    alone = large.schedule.simulate(mode="lockstep", forward=1e-3, backward=2e-3).makespan
+    busiest = max(d.sent["activations"] + d.sent["cotangents"] for d in large.devices)
+    assert large.lockstep.makespan == pytest.approx(alone + busiest / 1e9)
     assert large.devices[5].idle == pytest.approx(large.lockstep.bubble_fraction)
 
 

@@ -136,6 +136,13 @@ class Footprint:
         return self.stored.tables.num_ticks
 
     @property
+    def num_exchanges(self) -> int:
+        """How many of the ticks end with an exchange between neighbours."""
+        routes = (route for name in WIRES for route in getattr(self.stored.tables, name))
+        busy = [row for route in routes for row in route.is_busy]
+        return int(np.any(busy, axis=0).sum()) if busy else 0
+
+    @property
     def layers_of_stages(self) -> list[int]:
         """How many layers each stage has; a stage of its own kind counts as one."""
         if self.grads_of.model.is_separate:

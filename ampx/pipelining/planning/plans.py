@@ -200,12 +200,12 @@ def plan(
     params, batch, key = jax.tree.map(_as_shape, (params, batch, key))
     found = Footprint(grads_of, abstract, params, batch, key)
     devices = found.devices()
-    # The busiest device's exchanges, evenly over the ticks: in lockstep all wait for it.
+    # The busiest device's exchanges, evenly over the ticks with any: in lockstep all wait for it.
     sent = max(sum(device.sent[name] for name in WIRES) for device in devices)
     costs: dict[str, Any] = _find_costs(found.layers_of_stages, forward, backward)
     # Times and bytes have no common unit unless both are given.
     if forward is not None and bandwidth is not None:
-        costs["communication"] = sent / found.num_ticks / bandwidth
+        costs["communication"] = sent / max(1, found.num_exchanges) / bandwidth
     lockstep = grads_of.schedule.simulate(mode="lockstep", **costs)
     # The idle time of lockstep, since that is how the program runs.
     idle = [waits / lockstep.makespan for waits in lockstep.idle]
