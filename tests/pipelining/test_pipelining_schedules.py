@@ -269,6 +269,15 @@ def test_hostile_files_are_refused_in_few_words(text, message):
     assert len(str(error.value)) < 400
 
 
+def test_files_of_other_encodings(tmp_path: Path):
+    path = tmp_path / "schedule.csv"
+    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")  # as spreadsheets write it
+    assert Schedule.from_csv(path).rows == Schedule.from_csv("0F0,0B0").rows
+    path.write_bytes("0F0,0B0".encode("utf-16"))
+    with pytest.raises(ValueError, match="can't decode byte"):
+        Schedule.from_csv(path)
+
+
 def test_errors_about_large_files_are_short():
     waiting = Schedule.from_csv("\n".join(f"{s}B0,{s}F0" for s in range(3000)))
     broken = Schedule.from_csv(",".join(f"{s}F0" for s in reversed(range(10**5))))

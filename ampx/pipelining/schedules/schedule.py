@@ -313,7 +313,7 @@ class Schedule(Grid):
           ((0, 1), 1)
         """
         # A string is the text itself, never a path: "0F0,0B0" could be either.
-        text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8")
+        text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8-sig")
         grid = parse_csv(text, name)
         return cls(**{field.name: getattr(grid, field.name) for field in dataclasses.fields(grid)})
 
