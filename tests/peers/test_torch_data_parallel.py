@@ -32,13 +32,15 @@ ROWS, WIDTH = 16, 8
 SECONDS = 300
 EXCLUDED: dict[str, str] = {}
 FORMS = {"one call": workers.SCENARIOS, "multi_steps": ("no_sync",)}
-CASES = [f"{name} in {form}" for form, names in FORMS.items() for name in names]
+CASES = ["ShardedGradScaler"] + [
+    f"{name} in {form}" for form, names in FORMS.items() for name in names
+]
 PEERS = (
     Peer(
         source="torch",
         runs="two processes with `DistributedDataParallel`, `no_sync`, `ZeroRedundancyOptimizer`, "
-        "clip and `GradScaler`: parameters, scales, and how many reductions of how many bytes a "
-        "step has, as with `ampx.all_reduce` and `ampx.zero1`",
+        "clip, `GradScaler` and that of FSDP: parameters, scales, and how many reductions of how "
+        "many bytes a step has, as with `ampx.all_reduce` and `ampx.zero1`",
         cases=lambda: CASES,
         excluded=EXCLUDED,
     ),
@@ -51,6 +53,10 @@ def make_inputs() -> dict[str, np.ndarray]:
     params = {name: generator.normal(scale=0.3, size=shape) for name, shape in shapes.items()}
     x = generator.normal(size=(workers.STEPS, ROWS, WIDTH))
     data = {**params, "x": x, "y": np.sin(x.sum(axis=-1, keepdims=True))}
+    # A step in six is bad on one device, which the other must hear of.
+    sharded = generator.normal(size=(30, workers.PROCESSES, 3))
+    bad = generator.random(sharded.shape) < 0.03
+    data["sharded"] = np.where(bad, generator.choice([np.inf, -np.inf, np.nan], bad.shape), sharded)
     return {name: array.astype(np.float32) for name, array in data.items()}
 
 
@@ -92,14 +98,15 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 
 
 def make_tx(traits: tuple[str, ...], form: str) -> optax.GradientTransformationExtraArgs:
-    size = {"bucket_bytes": 1} if "buckets" in traits else {}
+    size: dict[str, Any] = {"bucket_bytes": 1} if "buckets" in traits else {}
     clip = optax.clip_by_global_norm(workers.MAX_NORM) if "scaler" in traits else optax.identity()
     if "zero" in traits:
         adamw = optax.adamw(workers.RATE, weight_decay=workers.DECAY)
         tx = ampx.zero1(optax.chain(clip, adamw), "data", **size)
     else:
         sgd = optax.sgd(workers.RATE, workers.MOMENTUM)
-        tx = optax.chain(ampx.all_reduce("data", **size), clip, sgd)
+        wire = jnp.bfloat16 if "bfloat16" in traits else None
+        tx = optax.chain(ampx.all_reduce("data", wire_dtype=wire, **size), clip, sgd)
     if "scaler" in traits:
         settings = {"init_scale": 2.0**10, "growth_interval": 2, "axis_names": "data"}
         tx = ampx.dynamic_loss_scale(tx, **settings)
@@ -148,9 +155,9 @@ def batches_of(traits: tuple[str, ...], form: str, step: int) -> Iterator[dict[s
 
 
 def reductions_of(jaxpr: Any, *, in_loop: bool = False) -> Iterator[bool]:
-    """For each reduction of an array in a program: whether it stands in a loop."""
+    """For each collective that sums an array in a program: whether it stands in a loop."""
     for eqn in jaxpr.eqns:
-        names = ("psum", "reduce_scatter", "all_reduce")
+        names = ("psum", "reduce_scatter", "all_to_all")
         if eqn.primitive.name.startswith(names) and eqn.invars[0].aval.ndim:
             if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating):
                 yield in_loop
@@ -176,15 +183,19 @@ def test_torch_data_parallel(theirs, name, form):
         np.testing.assert_array_equal(scales, expected["scales"])
         for leaf in workers.NAMES:
             # Some hundred float32 roundings of sums in another order, over four steps. torch clips
-            # by norm + 1e-6, which is 2e-6 of a norm of 0.5.
-            np.testing.assert_allclose(params[leaf], expected[leaf], rtol=2e-5, atol=2e-6)
+            # by norm + 1e-6, which is 2e-6 of a norm of 0.5. Where a gradient is near the
+            # middle of two bfloat16, one may round up and one down.
+            atol = 2e-3 if "bfloat16" in traits else 2e-6
+            np.testing.assert_allclose(params[leaf], expected[leaf], rtol=2e-5, atol=atol)
         # In its first step torch finds out which parameters come in which order.
         counts, sizes = expected["counts"][1:], expected["bytes"][1:]
         assert (counts == int(optax.tree.get(state, "num_buckets"))).all()
         assert (sizes == float(optax.tree.get(state, "reduced_bytes"))).all()
     jaxpr = jax.make_jaxpr(step)(params, state, batch)
     in_loops = list(reductions_of(jaxpr.jaxpr))
-    assert len(in_loops) == int(optax.tree.get(state, "num_buckets")) and not any(in_loops)
+    assert in_loops and not any(in_loops)
+    if "bfloat16" not in traits:  # such a sum takes several collectives
+        assert len(in_loops) == int(optax.tree.get(state, "num_buckets"))
 
 
 def test_torch_zero_divides_the_moments(theirs):
@@ -203,3 +214,34 @@ def test_torch_zero_divides_the_moments(theirs):
         if shard.device == jax.devices()[0]
     ]
     assert sum(shards) <= max(sizes)
+
+
+def test_torch_sharded_grad_scaler(theirs):
+    """Each device has other parameters, and all skip together."""
+    grads = INPUTS["sharded"]
+    mesh = make_mesh((workers.PROCESSES,), ("data",))
+    tx = ampx.dynamic_loss_scale(
+        optax.sgd(0.5), init_scale=8.0, growth_interval=2, axis_names="data"
+    )
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P(None, "data"), out_specs=(P(None, "data"), P())
+    )
+    def run(grads):
+        def step(carry, own):
+            params, state = carry
+            scale = ampx.current_loss_scale(state)
+            updates, state = tx.update(own * scale, state, params)
+            params = ampx.apply_updates(params, updates)
+            return (params, state), (params, (state.loss_scale, state.growth_tracker))
+
+        start = jnp.zeros_like(grads[0])
+        return jax.lax.scan(step, (start, tx.init(start)), grads)[1]
+
+    params, (scales, trackers) = run(grads)
+    assert len(set(np.asarray(scales).tolist())) > 3  # it has moved both ways
+    for rank, own in enumerate(theirs):
+        np.testing.assert_array_equal(params[:, rank], own["sharded/params"])
+        np.testing.assert_array_equal(scales, own["sharded/scales"])
+        np.testing.assert_array_equal(trackers, own["sharded/trackers"])

@@ -9,12 +9,17 @@ half the rows of every batch.
 import contextlib
 import pathlib
 import sys
+import unittest.mock
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,11 +27,12 @@ PROCESSES, STEPS, MICROBATCHES = 2, 4, 2
 NAMES = ("first", "bias", "second")
 RATE, MOMENTUM, DECAY, MAX_NORM = 0.05, 0.9, 0.1, 0.5
 # A scenario: sharded moments, micro-batches whose gradients are not reduced, a bucket for each
-# parameter, and a clip under a loss scale, with one bad step.
+# parameter, gradients that travel in bfloat16, and a clip under a loss scale, with one bad step.
 SCENARIOS = {
     "ddp": (),
     "no_sync": ("no_sync",),
     "buckets": ("buckets", "no_sync"),
+    "bfloat16": ("bfloat16",),
     "scaler": ("scaler",),
     "zero": ("zero",),
     "zero with scaler": ("zero", "scaler"),
@@ -49,8 +55,15 @@ def run(inputs: Any, rank: int, traits: tuple[str, ...]) -> dict[str, np.ndarray
     reductions: list[int] = []
 
     def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        reductions.append(bucket.buffer().nbytes)
-        return allreduce_hook(None, bucket)
+        reduce = bf16_compress_hook if "bfloat16" in traits else allreduce_hook
+        all_reduce = dist.all_reduce
+
+        def count(tensor: torch.Tensor, **options: Any) -> Any:
+            reductions.append(tensor.nbytes)
+            return all_reduce(tensor, **options)
+
+        with unittest.mock.patch.object(dist, "all_reduce", count):
+            return reduce(None, bucket)
 
     model = Model(inputs)
     # torch's buckets are at most so large, but hold at least one parameter.
@@ -94,6 +107,22 @@ def run(inputs: Any, rank: int, traits: tuple[str, ...]) -> dict[str, np.ndarray
     return {**found, "counts": counts, "bytes": sizes, "scales": scales}
 
 
+def run_sharded(grads: np.ndarray, rank: int) -> dict[str, np.ndarray]:
+    """A scale over parameters that are divided; `grads` are f32[steps, processes, numbers]."""
+    param = torch.nn.Parameter(torch.zeros(grads.shape[-1]))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    scaler = ShardedGradScaler("cpu", 8.0, growth_interval=2)
+    params, scales, trackers = [], [], []
+    for own in grads[:, rank]:
+        param.grad = scaler.scale(torch.tensor(own))
+        scaler.step(optimizer)
+        scaler.update()
+        params.append(param.detach().numpy().copy())
+        scales.append(scaler.get_scale())
+        trackers.append(scaler._get_growth_tracker())
+    return {"params": np.stack(params), "scales": np.array(scales), "trackers": np.array(trackers)}
+
+
 def main(folder: pathlib.Path, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -106,6 +135,8 @@ def main(folder: pathlib.Path, rank: int) -> None:
         for name, traits in SCENARIOS.items()
         for key, value in run(arrays, rank, traits).items()
     }
+    sharded = run_sharded(arrays["sharded"], rank)
+    results |= {f"sharded/{key}": value for key, value in sharded.items()}
     np.savez(folder / f"{rank}.npz", **results)
     dist.destroy_process_group()
 
