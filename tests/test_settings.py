@@ -220,6 +220,7 @@ def kind_of(parameter):
     kinds = {
         "bool": "bool",
         "int": "int",
+        "int | Sequence[int]": "int",
         "float": "number",
         "float | jax.Array": "number",
         "ArrayLike": "number",

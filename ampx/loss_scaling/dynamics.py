@@ -33,24 +33,33 @@ For H = 2, N = 3, S = 8 and finite steps "o":
                  h     2   1   1   0   0   0   0   2
     "change"     S     8   8   8   4   4   4   4   8
                  h     2   1   1   2   1   1   1   2
+
+N may adapt, too, between levels N_1 < N_2 < ...: short while S is on its way, long once it has
+arrived, where each growth that is too much costs a step. It starts at N_1. The third growth at a
+level leads to the next one. The third fall in a row, with no growth between, leads to N = 1, and
+from there the third growth to N_1; at N_1 falls change nothing. (MindFormers)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from ampx.checking import as_bool, as_number, as_positive_int, check_choice, suggest
-from ampx.loss_scaling.state import LossScaleState
+from ampx.loss_scaling.state import GrowthIntervalState, LossScaleState
 from ampx.trees import count_up
 
 Refill = Literal["growth", "finite", "change"]
 OnFloor = Literal["hold", "raise-flag"]
+# Growths at one interval, or falls in a row, after which an interval that adapts moves.
+_ENOUGH = 3
 # The largest and smallest powers of two whose inverse is a normal float32 too. Beyond, 1/scale is
 # subnormal, which accelerators flush to zero, or infinite.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -66,7 +75,7 @@ class ScaleDynamics:
     init_scale: float
     growth_factor: float
     backoff_factor: float
-    growth_interval: int
+    growth_interval: int | Sequence[int]
     hysteresis: int
     refill: Refill
     min_scale: float
@@ -77,8 +86,8 @@ class ScaleDynamics:
     def __post_init__(self) -> None:
         """Refuses settings that contradict each other or cannot be exact."""
         convert = functools.partial(object.__setattr__, self)  # the class is frozen
-        for name in ("growth_interval", "hysteresis"):
-            convert(name, as_positive_int(name, getattr(self, name)))
+        convert("hysteresis", as_positive_int("hysteresis", self.hysteresis))
+        convert("growth_interval", _as_interval(self.growth_interval))
         convert("powers_of_two", as_bool("powers_of_two", self.powers_of_two))
         check_choice("refill", self.refill, get_args(Refill))
         check_choice("on_floor", self.on_floor, get_args(OnFloor))
@@ -95,6 +104,17 @@ class ScaleDynamics:
                 f"max_scale={self.max_scale}]"
             )
 
+    def init_interval(self, shape: tuple[int, ...]) -> GrowthIntervalState | tuple[()]:
+        """The first state of the growth interval; empty if it does not adapt.
+
+        Args:
+          shape: (), or (n,) for n losses.
+        """
+        if isinstance(self.growth_interval, int):
+            return ()
+        first = jnp.full(shape, self.growth_interval[0], jnp.int32)
+        return GrowthIntervalState(first, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
+
     def advance(self, state: LossScaleState, bad: jax.Array) -> LossScaleState:
         """Moves the scale and its counters after a step, as in the table above.
 
@@ -106,7 +126,9 @@ class ScaleDynamics:
         finite_steps = count_up(state.growth_tracker)
         # ">=" and not "==": a run that was resumed with a shorter interval may have counted past it
         # already, and with "==" its scale would never grow again.
-        grow = ~bad & (finite_steps >= self.growth_interval)
+        adaptive = isinstance(state.interval, GrowthIntervalState)
+        interval: Any = state.interval.growth_interval if adaptive else self.growth_interval
+        grow = ~bad & (finite_steps >= interval)
         tolerance = state.hysteresis_tracker - bad.astype(jnp.int32)
         back_off = bad & (tolerance <= 0)
 
@@ -127,7 +149,41 @@ class ScaleDynamics:
             hysteresis_tracker=jnp.where(refilled, self.hysteresis, jnp.maximum(tolerance, 0)),
             floor_hits=count_up(state.floor_hits, at_floor),
             floor_flag=floor_flag,
+            interval=self._adapt(state.interval, grow, back_off) if adaptive else state.interval,
         )
+
+    def _adapt(
+        self, state: GrowthIntervalState, grows: jax.Array, falls: jax.Array
+    ) -> GrowthIntervalState:
+        """Moves the growth interval after the scale has grown, fallen or stayed; bool[*losses]."""
+        levels = jnp.array(self.growth_interval, jnp.int32)
+        # The number of levels up to here, less one: -1 at the interval of 1 below the first level.
+        level = jnp.sum(levels <= state.growth_interval[..., None], axis=-1, dtype=jnp.int32) - 1
+        growths = jnp.minimum(state.growths_at_interval + grows.astype(jnp.int32), _ENOUGH)
+        falls_in_a_row = jnp.minimum(state.falls_in_a_row + falls.astype(jnp.int32), _ENOUGH)
+        falls_in_a_row = jnp.where(grows, 0, falls_in_a_row)
+        climbs = grows & (growths == _ENOUGH) & (level < len(levels) - 1)
+        drops = falls & (falls_in_a_row == _ENOUGH) & (level > 0)
+        above = levels[jnp.minimum(level + 1, len(levels) - 1)]
+        return GrowthIntervalState(
+            jnp.where(climbs, above, jnp.where(drops, 1, state.growth_interval)),
+            jnp.where(climbs | drops, 0, growths),
+            jnp.where(drops, 0, falls_in_a_row),
+        )
+
+
+def _as_interval(value: Any) -> int | tuple[int, ...]:
+    """One interval, or the levels of one that adapts."""
+    name = "growth_interval"
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return as_positive_int(name, value)
+    levels = tuple(as_positive_int(name, level) for level in value)
+    if len(levels) < 2 or any(b <= a for a, b in itertools.pairwise(levels)):
+        raise ValueError(
+            f"{name} must be a positive int, or at least two of them in ascending order, between "
+            f"which it adapts, got {value!r}"
+        )
+    return levels
 
 
 def _choice_as_number(choice: Any) -> float:

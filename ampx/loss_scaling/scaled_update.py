@@ -435,8 +435,8 @@ def move_scale(
     moved = advance(state, jnp.any(found, axis=-1))
     # Nothing is known of the gradients of a loss that was left out, so its scale does not move.
     own = {
-        name: jnp.where(judgement.seen, getattr(moved, name), getattr(state, name))
-        for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits")
+        name: trees.hold(~jnp.asarray(judgement.seen), getattr(moved, name), getattr(state, name))
+        for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits", "interval")
     }
     return moved._replace(
         **own,

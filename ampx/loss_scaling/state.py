@@ -21,6 +21,20 @@ from ampx.trees import find_nodes
 from ampx.updates.extra_args import schedule_free_field
 
 
+class GrowthIntervalState(NamedTuple):
+    """Where the growth interval of a loss scale stands that adapts; see `loss_scaling.dynamics`.
+
+    Attributes:
+      growth_interval: int32[losses], finite steps in a row after which the scale grows.
+      growths_at_interval: int32[losses], how often it has grown at this interval, up to 3.
+      falls_in_a_row: int32[losses], how often it has fallen since it last grew, up to 3.
+    """
+
+    growth_interval: jax.Array
+    growths_at_interval: jax.Array
+    falls_in_a_row: jax.Array
+
+
 class LossScaleState(NamedTuple):
     """State of a loss-scaled transformation.
 
@@ -43,6 +57,7 @@ class LossScaleState(NamedTuple):
       floor_flag: bool, whether there has been a floor hit; stays False unless
         `on_floor="raise-flag"`.
       inner_state: the wrapped transformation's state.
+      interval: a `GrowthIntervalState` where the growth interval adapts; else ().
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -63,6 +78,7 @@ class LossScaleState(NamedTuple):
     nonfinite_loss_total: jax.Array
     floor_flag: jax.Array
     inner_state: optax.OptState
+    interval: Any = ()
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
@@ -134,7 +150,8 @@ def find_outermost_loss_scale(opt_state: optax.OptState) -> LossScaleState | Non
 
 def _as_arrays(state: LossScaleState) -> LossScaleState:
     """Replaces the variables in which flax nnx keeps every array of a state by plain arrays."""
-    own = {name: value for name, value in state._asdict().items() if name != "inner_state"}
+    nested = ("inner_state", "interval")
+    own = {name: value for name, value in state._asdict().items() if name not in nested}
     return state._replace(**{name: jax.tree.leaves(value)[0] for name, value in own.items()})
 
 

@@ -16,7 +16,7 @@ which a dynamic scale moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import optax
@@ -27,6 +27,7 @@ from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, as_scale_
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.scaled_update import NonfiniteLoss, NonfiniteUpdates, wrap_with_scale
 from ampx.loss_scaling.several_optimizers import run_each, wrap_each_with_scale
+from ampx.loss_scaling.state import LossScaleState
 from ampx.updates.extra_args import accept_extra_args
 
 # One optimizer, or several by name.
@@ -39,7 +40,7 @@ def dynamic_loss_scale(
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
+    growth_interval: int | Sequence[int] = 2000,
     hysteresis: int = 1,
     refill: Refill = "growth",
     min_scale: float = 1.0,
@@ -71,7 +72,10 @@ def dynamic_loss_scale(
       init_scale: first scale.
       growth_factor: factor after `growth_interval` finite steps in a row.
       backoff_factor: factor after an overflow.
-      growth_interval: number of finite steps in a row after which the scale grows.
+      growth_interval: number of finite steps in a row after which the scale grows. Of several, in
+        ascending order, each third growth leads from one to the next, and three falls in a row to
+        an interval of 1: short while the scale searches, long when it has found its place.
+        `(20, 30, 40, 50, 100, 200, 500, 1000)` are those of MindFormers.
       hysteresis: the number of overflows after which the scale falls; with 1 it falls at once.
         Every overflow skips its step, whether the scale falls or not.
       refill: when that count begins anew: `"growth"` when the scale grows (Megatron-LM),
@@ -138,7 +142,7 @@ def dynamic_loss_scale(
         on_floor=on_floor,
         powers_of_two=powers_of_two,
     )
-    return _wrap(inner)(
+    scaled = _wrap(inner)(
         inner,
         dynamics.init_scale,
         dynamics.hysteresis,
@@ -149,6 +153,12 @@ def dynamic_loss_scale(
         nonfinite_updates=nonfinite_updates,
         nonfinite_loss=nonfinite_loss,
     )
+
+    def init(params: optax.Params) -> LossScaleState:
+        state = cast(LossScaleState, scaled.init(params))
+        return state._replace(interval=dynamics.init_interval(state.loss_scale.shape))
+
+    return optax.GradientTransformationExtraArgs(init, scaled.update)
 
 
 def static_loss_scale(

@@ -29,7 +29,7 @@ from ampx.checking import check_state, check_transformation
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
-from ampx.trees import count_up, find_nodes
+from ampx.trees import count_up, find_nodes, hold
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 
 
@@ -164,10 +164,10 @@ def follow_schedule(
             # A fixed scale stands still: `inner` has moved it all the same, if it is dynamic, and
             # so its counters. Both are put back, while counts of overflows and skips go on.
             parked = jnp.where(was_dynamic, new.loss_scale, parked)
-            of_dynamics = ("growth_tracker", "hysteresis_tracker", "floor_hits", "floor_flag")
+            old, trackers = state.inner_state, ("growth_tracker", "hysteresis_tracker", "interval")
             held = {
-                name: jnp.where(was_dynamic, getattr(new, name), getattr(state.inner_state, name))
-                for name in of_dynamics
+                name: hold(~was_dynamic, getattr(new, name), getattr(old, name))
+                for name in (*trackers, "floor_hits", "floor_flag")
             }
             scale = jnp.where(is_now, parked, jnp.asarray(fixed_scales)[phase])
             new = new._replace(loss_scale=scale, **held)

@@ -26,7 +26,7 @@ from ampx.checking import as_bool, as_positive_int
 from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.drawing import format_scale
-from ampx.loss_scaling.state import LossScaleState, OptimizersState
+from ampx.loss_scaling.state import GrowthIntervalState, LossScaleState, OptimizersState
 from ampx.precision.follow_schedule import PrecisionScheduleState
 from ampx.updates.clipping import ClippedState
 
@@ -47,6 +47,7 @@ _FIGURES: dict[type, tuple[str, ...]] = {
         "bad_update_total",
         "nonfinite_loss_total",
     ),
+    GrowthIntervalState: ("growth_interval",),
     OptimizersState: ("optimizer_skipped", "optimizer_skipped_total"),
     MultiStepsState: (
         "micro_step",
@@ -79,7 +80,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       `skipped_total`, `inf_total`, `nan_total`, `floor_hits`, `bad_update_total` and
       `nonfinite_loss_total`, see `ampx.LossScaleState`; the first three and the counts of inf, NaN
       and floor hits are vectors where there are several losses; of several optimizers that share
-      it, also `overflow` and `skipped_total` of each, as `"generator/overflow"`;
+      it, also `overflow` and `skipped_total` of each, as `"generator/overflow"`; and
+      `growth_interval` where it adapts;
     - of `ampx.multi_steps`: `micro_step`, `gradient_step`, `weight_sum`, `window_is_bad` and
       `dropped_total`, see `ampx.MultiStepsState`;
     - of `ampx.all_reduce` and `ampx.zero1`: `num_buckets` and `reduced_bytes`, what the last
