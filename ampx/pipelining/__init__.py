@@ -8,6 +8,7 @@ Examples:
 """
 
 from ampx.pipelining.gradients import value_and_grad
+from ampx.pipelining.layer_stacks import stack_layers, unstack_layers
 from ampx.pipelining.planning.balancing import balance, layer_costs
 from ampx.pipelining.planning.plans import Plan, plan
 from ampx.pipelining.schedules.actions import Action
@@ -46,6 +47,8 @@ __all__ = [
     "make_schedule",
     "one_f_one_b",
     "plan",
+    "stack_layers",
+    "unstack_layers",
     "value_and_grad",
     "zero_bubble",
     "zero_bubble_v",

@@ -94,8 +94,8 @@ def make_stacked_layout(
     """
     if isinstance(stages, list | tuple):
         raise TypeError(
-            "stage is one function, and params['stages'] a list: stack the layers, as in "
-            "jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)"
+            "stage is one function, and params['stages'] a list: stack the layers by "
+            "ampx.pipelining.stack_layers"
         )
     shapes = {
         path_name(path): np.shape(leaf)
