@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import assert_bit_equal, optimizer_step, types_of
 
 import ampx
@@ -148,6 +149,27 @@ def test_a_train_state_goes_on():
         first = old * (1 - 0.25)
         np.testing.assert_allclose(state.params[name], first - 0.125 * (2 * first + old), rtol=1e-6)
     np.testing.assert_allclose(state.params["adapter"][0], ADAPTER[0] * (1 - 0.25), rtol=1e-6)
+
+
+def test_an_nnx_model_grows():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.body = nnx.Param(jnp.asarray(BODY["w"]))
+
+    model = Model()
+    tx = WRAPPERS["scaled"]()
+    old = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    old.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    model.adapter = nnx.Param(jnp.asarray(ADAPTER[0]))
+    new = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params = nnx.as_pure(nnx.state(model, nnx.Param))
+    opt_state = ampx.extend_state(tx, nnx.as_pure(old.opt_state), params)
+    nnx.update(new.opt_state, nnx.state(opt_state))
+    trace = optax.tree.get(nnx.as_pure(new.opt_state), "trace")
+    assert_bit_equal((trace["body"], trace["adapter"]), (jnp.ones((2, 2)), jnp.zeros(3)))
+    new.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    np.testing.assert_array_equal(model.body[...], BODY["w"] - 0.125 - 0.1875)
+    np.testing.assert_array_equal(model.adapter[...], ADAPTER[0] - 0.125)
 
 
 @pytest.mark.parametrize(
