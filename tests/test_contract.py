@@ -22,6 +22,10 @@ TRANSFORMATIONS = {
         tx, init_scale=8.0, nonfinite_updates="skip", hysteresis=2, refill="finite"
     ),
     "static_loss_scale": lambda tx: ampx.static_loss_scale(tx, 8.0),
+    "several optimizers": lambda tx: ampx.dynamic_loss_scale(
+        {"w": tx, "b": tx}, init_scale=8.0, growth_interval=(1, 2), nonfinite_loss="skip"
+    ),
+    "static_loss_scale unchecked": lambda tx: ampx.static_loss_scale(tx, 8.0, check=False),
     "no_loss_scale": ampx.no_loss_scale,
     "master_weights": ampx.master_weights,
     "multi_steps": lambda tx: ampx.multi_steps(tx, 2),
@@ -36,7 +40,15 @@ TRANSFORMATIONS = {
 PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": (jnp.array([0.25, -0.75]),)}
 
 
-@pytest.fixture(params=TRANSFORMATIONS)
+SLOW = ("several optimizers", "static_loss_scale unchecked")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in TRANSFORMATIONS
+    ]
+)
 def wrap(request):
     return TRANSFORMATIONS[request.param]
 
