@@ -32,6 +32,8 @@ EXCLUDED = {
     "a scale below 1 or above 2**24": "torch has no bounds; ampx has min_scale and max_scale",
     "a growth factor of 1": "torch refuses it; in ampx it is a scale that only falls",
     "float16 gradients": "torch refuses to unscale them; ampx unscales them in float32",
+    "a fused SGD that begins with a bad step": "torch makes its momentum and writes nothing into "
+    "it, so the next step adds what was in that memory; in ampx momentum begins at zero",
     "an infinite parameter": "torch writes what a finite gradient gives; a fused optimizer of ampx "
     "holds an element that would turn from finite to infinite",
 }
@@ -93,16 +95,11 @@ def factors_of(numbers: Any) -> tuple[np.ndarray, np.ndarray]:
 class TorchRun:
     """torch's scaler and its SGD."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, fused: bool = False, **settings: Any) -> None:
         self.params = [torch.nn.Parameter(torch.tensor(array)) for array in START]
         groups = [{"params": [param]} for param in self.params]
-        self.optimizer = torch.optim.SGD(groups, lr=RATE, momentum=MOMENTUM)
-        self.calls = 0
-        self.optimizer.register_step_pre_hook(self._count)
+        self.optimizer = torch.optim.SGD(groups, lr=RATE, momentum=MOMENTUM, fused=fused)
         self.scaler = torch.amp.GradScaler("cpu", **settings)
-
-    def _count(self, *_: Any) -> None:
-        self.calls += 1
 
     def step(self, window: list) -> Step:
         """Adds up the gradients of a window of losses, then makes a step."""
@@ -111,14 +108,14 @@ class TorchRun:
             pairs = zip(self.params, map(torch.tensor, factors_of(numbers)), strict=True)
             loss = sum((param * factors).sum() for param, factors in pairs)
             self.scaler.scale(loss).backward()
-        before = self.calls
         self.scaler.step(self.optimizer)
+        skipped = any(self.scaler._found_inf_per_device(self.optimizer).values())
         self.scaler.update()
         traces = [self.optimizer.state[param].get("momentum_buffer") for param in self.params]
         return Step(
             self.scaler.get_scale(),
             self.scaler._get_growth_tracker(),
-            self.calls == before,
+            skipped,
             [param.detach().numpy().copy() for param in self.params],
             [
                 np.zeros_like(start) if trace is None else trace.numpy().copy()
@@ -178,8 +175,10 @@ class AmpxRun:
         )
 
 
-def check_histories(form: str, dynamics: tuple, init_scale: float, history: list) -> None:
-    theirs = TorchRun(init_scale=init_scale, **settings_of(dynamics))
+def check_histories(
+    form: str, dynamics: tuple, init_scale: float, history: list, *, fused: bool = False
+) -> None:
+    theirs = TorchRun(fused=fused, init_scale=init_scale, **settings_of(dynamics))
     ours = AmpxRun(form, dynamics, init_scale)
     for number, window in enumerate(history):
         found, expected = ours.step(window), theirs.step(window)
@@ -192,6 +191,13 @@ def check_histories(form: str, dynamics: tuple, init_scale: float, history: list
 @given(dynamics=dynamics, init_scale=scales, history=histories)
 def test_torch_grad_scaler_over_histories(form, dynamics, init_scale, history):
     check_histories(form, dynamics, init_scale, [window[:1] for window in history])
+
+
+@given(dynamics=dynamics, init_scale=scales, history=histories)
+def test_torch_grad_scaler_inside_a_fused_optimizer(dynamics, init_scale, history):
+    """torch's fused SGD unscales and skips by itself, as those of ampx do."""
+    steps = [[(1.0, 1.0, 1.0)], *(window[:1] for window in history)]  # it must not begin badly
+    check_histories("fused", dynamics, init_scale, steps, fused=True)
 
 
 @pytest.mark.parametrize("form", FORMS[2:])
@@ -376,11 +382,21 @@ def depart_at_infinite_parameters() -> None:
     assert not np.any(np.isfinite(theirs.step(window).params[0]))
 
 
+def depart_at_a_bad_beginning() -> None:
+    window = [(1.0, 1.0, math.inf)]
+    for fused in (False, True):
+        theirs = TorchRun(fused=fused, init_scale=8.0)
+        assert theirs.step(window).skipped
+        assert ("momentum_buffer" in theirs.optimizer.state[theirs.params[0]]) == fused
+    check_histories("fused", (2.0, 0.5, 3), 8.0, [window, [(1.0, 1.0, 1.0)]])
+
+
 DEPARTURES = {
     "a tracker beyond the interval": depart_beyond_the_interval,
     "a scale below 1 or above 2**24": depart_at_the_bounds,
     "a growth factor of 1": depart_at_growth_of_one,
     "float16 gradients": depart_at_float16,
+    "a fused SGD that begins with a bad step": depart_at_a_bad_beginning,
     "an infinite parameter": depart_at_infinite_parameters,
 }
 

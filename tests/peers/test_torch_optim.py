@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import run_steps
 from hypothesis import given
 from listing import Peer
 
@@ -41,6 +42,7 @@ class Case(NamedTuple):
       moments: from torch's name of a moment to ours.
       is_fused: whether `ampx.fused` has it.
       also: further arguments of torch's class, which take a program of their own.
+      rtol: some hundred roundings of float64, of numbers that are at most some ten times larger.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Case(NamedTuple):
     moments: Mapping[str, str]
     is_fused: bool = False
     also: tuple[tuple[str, Any], ...] = ()
+    rtol: float = 1e-12
 
 
 def with_penalty(make: Callable) -> Callable:
@@ -128,13 +131,39 @@ def rmsprop(centered: bool, momentum: bool) -> Case:
     )
 
 
-def radam(eps: float) -> Case:
+def radam(eps: float, decoupled: bool = False) -> Case:
+    def ours(module, *, lr, b1, b2, weight_decay):
+        parts = module.scale_by_radam(b1, b2, eps), optax.add_decayed_weights(weight_decay)
+        return optax.chain(*(parts if decoupled else parts[::-1]), optax.scale_by_learning_rate(lr))
+
     return Case(
         "RAdam",
         {name: choices for name, choices in ADAM_NUMBERS.items() if name != "eps"},
         functools.partial(adam_arguments, eps=eps),
-        with_penalty(lambda module, lr, b1, b2: module.radam(lr, b1, b2, eps)),
+        ours,
         ADAM_MOMENTS,
+        also=(("decoupled_weight_decay", decoupled),),
+    )
+
+
+def adafactor() -> Case:
+    def ours(module, *, lr, weight_decay):
+        return module.adafactor(
+            lambda step: jnp.minimum(lr, (step + 1.0) ** -0.5),
+            min_dim_size_to_factor=2,
+            clipping_threshold=1.0,
+            weight_decay_rate=lr * weight_decay,
+        )
+
+    # torch bounds the root of the second moment, optax adds the square of that to it.
+    return Case(
+        "Adafactor",
+        {"lr": (0.1, 2.0), "weight_decay": DECAYS},
+        dict,
+        ours,
+        {},
+        also=(("d", 1.0), ("eps", (1e-15, 1e-3)), ("beta2_decay", -0.8)),
+        rtol=1e-6,  # optax computes the decay in float32
     )
 
 
@@ -170,7 +199,9 @@ CASES = {
         {"exp_avg": "mu", "exp_inf": "nu"},
     ),
     "RAdam of a tiny eps": radam(1e-30),
+    "RAdam of a tiny eps, decoupled": radam(1e-30, decoupled=True),
     "RAdam": radam(1e-2),
+    "Adafactor": adafactor(),
     "Adagrad without eps": adagrad(),
     "Adagrad": adagrad(eps=1e-2),
     "Adadelta": Case(
@@ -209,9 +240,8 @@ EXCLUDED = {
 WITHOUT = {
     "ASGD": "an average of the parameters beside them, and a rate of its own; for the average see "
     "optax.ema",
-    "Adafactor": "other defaults and no momentum; optax.adafactor follows the paper's program",
     "LBFGS": "it calls a closure several times a step; optax.lbfgs has another line search",
-    "Muon": "of matrices alone; optax.contrib.muon has another scale and takes the others to AdamW",
+    "Muon": "it makes matrices orthogonal in bfloat16, optax.contrib.muon in their own dtype",
     "SparseAdam": "it updates the moments of those rows alone that have a gradient",
 }
 PEERS = (
@@ -219,12 +249,12 @@ PEERS = (
         source="torch",
         runs="`torch.optim` in float64 over random gradients and settings: each optimizer against "
         "`ampx.fused` and optax under a loss scale, with steps that are skipped",
-        cases=lambda: [*CASES, *WITHOUT],
+        cases=lambda: [*CASES, "parameter groups", *WITHOUT],
         excluded={**EXCLUDED, **WITHOUT},
     ),
 )
 # Settings that no case varies: they are optax.rprop's too, which differs as a whole.
-NOT_GIVEN = {"Rprop": {"etas", "step_sizes"}, "RAdam": {"decoupled_weight_decay"}}
+NOT_GIVEN = {"Rprop": {"etas", "step_sizes"}}
 
 
 def run_theirs(case: Case, settings: dict, grads: list[dict[str, np.ndarray]]) -> dict:
@@ -312,9 +342,8 @@ def check(
     assert int(np.sum(skips)) == len(grads) - len(good)
     for key, arrays in expected.items():
         for leaf, array in arrays.items():
-            # Some hundred roundings of float64, of numbers that are at most some ten times larger.
             np.testing.assert_allclose(
-                found[key][leaf], array, rtol=1e-12, atol=1e-13, err_msg=f"{key} of {leaf}"
+                found[key][leaf], array, rtol=case.rtol, atol=1e-13, err_msg=f"{key} of {leaf}"
             )
 
 
@@ -349,6 +378,33 @@ def test_torch_optimizers_that_differ(name):
     for form in forms_of(name):
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             check(name, form, numbers, {}, False, make_grads(0, [False] * STEPS))
+
+
+GROUPS = {"a": {"lr": 0.1, "weight_decay": 0.0}, "b": {"lr": 0.01, "weight_decay": 0.1}}
+
+
+@pytest.mark.parametrize("form", ["optax", "fused"])
+def test_torch_param_groups(form):
+    """Each group has its own rate and decay; the scale and the verdict are of all."""
+    grads = make_grads(0, [False, True] + [False] * 3)
+    params = {name: torch.nn.Parameter(torch.tensor(array)) for name, array in START.items()}
+    groups = [{"params": [param], **GROUPS[name]} for name, param in params.items()]
+    theirs = torch.optim.AdamW(groups)
+    for own in grads[:1] + grads[2:]:
+        for name, param in params.items():
+            param.grad = torch.tensor(own[name])
+        theirs.step()
+    module = ampx.fused if form == "fused" else optax
+    made = {
+        name: module.adamw(own["lr"], weight_decay=own["weight_decay"])
+        for name, own in GROUPS.items()
+    }
+    tx = ampx.dynamic_loss_scale(optax.partition(made, {"a": "a", "b": "b"}), init_scale=16.0)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        found, _ = run_steps(tx, jax.tree.map(jnp.asarray, START), grads)
+        found = jax.device_get(found)
+    for name, param in params.items():
+        np.testing.assert_allclose(found[name], param.detach().numpy(), rtol=1e-12)
 
 
 def test_every_optimizer_of_torch_is_named():
