@@ -53,6 +53,10 @@ LONG_FILES = (
     "test_pipelining_processes",
     "test_loss_scaling",
     "test_training",
+    "test_programs_equinox",
+    "test_programs_haiku",
+    "test_programs_flax",
+    "test_programs_jax",
 )
 
 hypothesis.settings.register_profile("ampx", deadline=None, derandomize=True, max_examples=15)
