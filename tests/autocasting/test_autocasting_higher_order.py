@@ -138,7 +138,6 @@ ENTERED = {
     "custom_jvp": (with_a_jvp, "custom_jvp_call"),
     "custom_vjp": (with_a_vjp, "custom_vjp_call"),
     "shard_map": (over_one_device, "shard_map"),
-    "custom_root": (of_a_root, "custom_jvp_call"),
 }
 FLOAT32 = {
     "linalg.solve": (lambda w: jnp.linalg.solve(w, w), "custom_linear_solve"),
@@ -163,7 +162,6 @@ WARNED_OF = {
     "custom_partitioning": (partitioned, "custom_partitioning"),
     "unknown": (of_another_package, "of_another_package"),
 }
-OTHER_NAMES = {"remat2": "checkpoint", "pjit": "jit"}  # of other versions of JAX
 ROWS = {
     "entered": ENTERED,
     "float32": FLOAT32,
@@ -185,20 +183,27 @@ def explain(fun, **settings):
 def test_each_operation_does_what_its_row_of_the_table_says(row, name):
     fun, primitive = ROWS[row][name]
     explanation, warned = explain(fun)
-    of_primitive = [
-        r for r in explanation.equations if OTHER_NAMES.get(r.primitive, r.primitive) == primitive
-    ]
-    holder = of_primitive[0]
     products, of_products = explanation.products_in_half()
     if row == "entered":
         assert products == of_products > 0 and not warned
-    elif row == "float32, with a warning":
+        return
+    holder = next(r for r in explanation.equations if r.primitive == primitive)
+    if row == "float32, with a warning":
         assert len(warned) == 1 and f"inside {primitive} (" in warned[0]
         assert explanation.unknown == (holder,)
     else:
         assert not warned and explanation.unknown == ()
         assert all(before == after for before, after in (*holder.operands, *holder.results))
         assert holder.rule == ("float32" if row == "float32" else "opaque")
+
+
+def test_a_root_is_entered_or_warned_of():
+    """In jax 0.10 `custom_root` is a custom_jvp, in jax 0.12 a primitive that nothing can enter."""
+    explanation, warned = explain(of_a_root)
+    if names := [row.primitive for row in explanation.unknown]:
+        assert names == ["call_hi_primitive"] and len(warned) == 1
+    else:
+        assert explanation.products_in_half() == (1, 1) and not warned
 
 
 def read_guide():
@@ -219,7 +224,7 @@ def test_the_guide_has_this_table():
 
 
 def test_every_primitive_that_hides_functions_is_in_the_table():
-    assert read_guide()["float32, with a warning"] == tables.HIDING_FUNCTIONS
+    assert read_guide()["float32, with a warning"] >= tables.HIDING_FUNCTIONS
 
 
 # One call, however often autocast plans it: in a loop, in a branch, with other readers.

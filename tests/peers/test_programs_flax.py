@@ -139,12 +139,13 @@ def nnx_scan_over_layers() -> Program:
     return _of_nnx(make_layers(nnx.Rngs(0)), VECTORS, run_layers)
 
 
+@pytest.mark.slow_but("linen_attention-traced", "nnx_scan_over_layers-traced")
 @pytest.mark.parametrize("case", FLAX.cases(["traced"]))
 def test_programs_are_traced(case):
     FLAX.check(case)
 
 
-@pytest.mark.slow_but("linen_scan_over_layers-gradients")
+@pytest.mark.slow_but("linen_batch_norm-O2-float16")
 @pytest.mark.parametrize("case", FLAX.cases(RUN))
 def test_programs_are_run(case):
     FLAX.check(case)
