@@ -23,8 +23,9 @@ class StepReport(NamedTuple):
     Attributes:
       loss: float32 scalar (float64 for a float64 loss), unscaled, over all micro-batches and, with
         `axis_name`, devices.
-      overflow: bool scalar, whether the step was skipped. Inside a window of `ampx.multi_steps`:
-        whether the window, or the micro-step, is dropped.
+      overflow: bool scalar, whether the step was skipped; with several optimizers, whether any of
+        them was. Inside a window of `ampx.multi_steps`: whether the window, or the micro-step, is
+        dropped.
       loss_scale: float32 scalar, the scale that this step used; 1 without a loss scale.
       learning_rate: float32 scalar, the rate of the last update that was applied: this step's, or,
         if it was skipped or its window of `ampx.multi_steps` goes on, that of an earlier one.

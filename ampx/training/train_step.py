@@ -41,7 +41,7 @@ from ampx.updates.extra_args import accept_extra_args
 
 def train_step(
     loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | Mapping[str, optax.GradientTransformation],
     *,
     policy: Policy | Recipe | PrecisionSchedule | str | None = None,
     loss_scale: Any = "policy",
@@ -68,7 +68,9 @@ def train_step(
       loss_fn: see `ampx.value_and_grad`. Or what `ampx.pipelining.value_and_grad` returns; the
         arguments that are about gradients are then its own, and not given here.
       tx: any optax transformation, also one that asks for the loss or for a function of it: see
-        `TrainStep.__call__`. It may hold its loss scale already.
+        `TrainStep.__call__`. It may hold its loss scale already. Or several by name, as
+        `ampx.dynamic_loss_scale` takes them: the parameters are then a dict with these names, and
+        an optimizer whose gradients are bad is skipped alone.
       policy: a `Policy`, a `Recipe`, or a string: `"O2"`, `"p=f32,c=bf16,o=f32"`. Or a
         `PrecisionSchedule`, such as `ampx.precision_schedule("fast|step|0.9", total_steps=1000)`.
       loss_scale: what `ampx.loss_scale` takes, or a function that wraps a transformation, such as
@@ -101,8 +103,8 @@ def train_step(
 
     Raises:
       TypeError: for an argument of the wrong kind.
-      ValueError: for a number outside its range; at `init` for two loss scales, or for
-        `max_grad_norm` around a loss scale.
+      ValueError: for a number outside its range, or `max_grad_norm` beside several optimizers; at
+        `init` for two loss scales, or for `max_grad_norm` around a loss scale.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp, optax
@@ -116,7 +118,8 @@ def train_step(
       1.0 65536.0 False
     """
     check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
-    check_transformation("tx", tx)
+    if not isinstance(tx, Mapping):
+        check_transformation("tx", tx)
     group_of = _as_grouping(local_norm)
     rates = _as_rates(learning_rate)
     if isinstance(loss_fn, PipelineGradients):
@@ -178,7 +181,7 @@ def _choose_loss_scale(
 
 
 def _wrap(
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | Mapping[str, optax.GradientTransformation],
     max_grad_norm: float | None,
     loss_scale: Any,
     schedule: PrecisionSchedule | None,
@@ -189,6 +192,11 @@ def _wrap(
     its phase changes.
     """
     if max_grad_norm is not None:
+        if isinstance(tx, Mapping):
+            raise ValueError(
+                f"max_grad_norm={max_grad_norm} is one norm, and tx has several optimizers: clip "
+                "inside each, as in {'head': optax.chain(optax.clip_by_global_norm(1.0), adam)}"
+            )
         tx = _clip(tx, max_grad_norm)
     tx = accept_extra_args(wrap_loss_scale(loss_scale, tx))
     return follow_schedule(tx, schedule) if schedule else tx

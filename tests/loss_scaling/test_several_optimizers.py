@@ -346,6 +346,21 @@ def test_train_step_takes_several_optimizers_and_no_several_losses():
     assert_bit_equal(new.params["g"], jnp.asarray(PARAMS["g"]))
     assert new.opt_state.loss_scale == 8 and new.step == 0
 
+    # The same from a dict, with a loss scale and without one.
+    optimizers = {name: optax.sgd(rate, momentum=0.5) for name, rate in RATES.items()}
+    scale = functools.partial(ampx.dynamic_loss_scale, init_scale=16.0)
+    step = ampx.train_step(loss_fn, optimizers, loss_scale=scale)
+    assert_bit_equal(step(step.init(PARAMS), jnp.full(4, 8e18))[0].params, new.params)
+    step = ampx.train_step(loss_fn, optimizers)
+    plain, report = step(step.init(PARAMS), jnp.ones(4))
+    scaled = ampx.train_step(loss_fn, make())
+    assert_bit_equal(plain.params, scaled(scaled.init(PARAMS), jnp.ones(4))[0].params)
+    assert report.loss_scale == 1 and not report.overflow
+    with pytest.raises(ValueError, match="max_grad_norm=1.0 is one norm.*several optimizers"):
+        ampx.train_step(loss_fn, optimizers, max_grad_norm=1.0)
+    with pytest.raises(TypeError, match=r"inner\['d'\] must be an optax gradient transformation"):
+        ampx.train_step(loss_fn, {"d": 3}, loss_scale="dynamic")
+
     step = ampx.train_step(loss_fn, make(num_losses=2))
     with pytest.raises(ValueError, match="num_losses=2.*guide on loss scaling"):
         step.init(PARAMS)
