@@ -11,6 +11,7 @@ what is expected and, if it looks like a slip of the pen, what was probably mean
     bool                   as_bool                True, np.bool_(True)               1, "False"
     dtype                  as_dtype               jnp.bfloat16, "bf16"               "bf61", int32
     choice                 check_choice           "mean"                             "maen"
+    string                 check_word             "loss"                             3, b"loss"
     function               check_callable         len                                3
     optax transformation   check_transformation   optax.sgd(0.1)                     0.1
     state of a wrapper     check_state            what its init made                 another's
@@ -137,7 +138,7 @@ def as_positive_int(name: str, value: Any) -> int:
     """
     found = _as_int(value)
     if found is None:
-        raise TypeError(f"{name} must be a positive int, {_describe(value)}")
+        raise TypeError(f"{name} must be a positive int, {describe(value)}")
     if found < 1:
         raise ValueError(f"{name} must be a positive int, got {value}")
     return found
@@ -151,7 +152,7 @@ def as_int(name: str, value: Any) -> int:
     """
     found = _as_int(value)
     if found is None:
-        raise TypeError(f"{name} must be an int, {_describe(value)}")
+        raise TypeError(f"{name} must be an int, {describe(value)}")
     return found
 
 
@@ -196,7 +197,7 @@ def as_number(
     """
     found = _as_real(value)
     if found is None:
-        raise TypeError(f"{name} must be a number, {_describe(value)}")
+        raise TypeError(f"{name} must be a number, {describe(value)}")
     # Written so that NaN, which compares to nothing, fails each of them.
     is_inside = (
         (math.isfinite(found) or (may_be_infinite and not math.isnan(found)))
@@ -236,7 +237,7 @@ def as_number_array(name: str, value: Any) -> np.ndarray:
     except (TypeError, ValueError):  # lists of unequal lengths, traced values
         array = np.array(None)
     if array.dtype.kind not in "iuf":
-        raise TypeError(f"{name} must be a number, or a sequence of numbers, {_describe(value)}")
+        raise TypeError(f"{name} must be a number, or a sequence of numbers, {describe(value)}")
     return array.astype(float)
 
 
@@ -284,7 +285,7 @@ def as_bool(name: str, value: Any) -> bool:
     is_scalar = getattr(value, "dtype", None) == np.bool_ and getattr(value, "shape", None) == ()
     if is_scalar and not isinstance(value, jax.core.Tracer):
         return bool(value)
-    raise TypeError(f"{name} must be True or False, {_describe(value)}")
+    raise TypeError(f"{name} must be True or False, {describe(value)}")
 
 
 def as_dtype(name: str, value: Any, kind: DTypeKind) -> np.dtype:
@@ -321,10 +322,16 @@ def as_dtype(name: str, value: Any, kind: DTypeKind) -> np.dtype:
     raise ValueError(f"{name} must be {allowed.expected}, got {given}{meant}")
 
 
+def check_word(name: str, value: Any) -> None:
+    """Refuses what is no string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, {describe(value)}")
+
+
 def check_callable(name: str, value: Any, call: str) -> None:
     """Refuses what is no function; `call` says how it is called, as in "loss_fn(params, batch)"."""
     if not callable(value):
-        raise TypeError(f"{name} must be a function, called as {call}, {_describe(value)}")
+        raise TypeError(f"{name} must be a function, called as {call}, {describe(value)}")
 
 
 def check_transformation(name: str, value: Any) -> None:
@@ -405,7 +412,7 @@ def _is_known_scalar(value: Any) -> bool:
     return getattr(value, "shape", ()) == () and getattr(value, "dtype", None) != np.bool_
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
     """The second half of an error about a value of the wrong kind."""
     if isinstance(value, jax.core.Tracer):
         return (

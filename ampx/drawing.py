@@ -49,6 +49,19 @@ def import_pyplot() -> Any:
     return plt
 
 
+def check_axes(axes: Any) -> None:
+    """Refuses what nothing can be drawn into.
+
+    Raises:
+      TypeError: for what is no `matplotlib.axes.Axes`.
+    """
+    if not (hasattr(axes, "plot") and hasattr(axes, "set_xlim")):
+        raise TypeError(
+            f"axes must be matplotlib's, as plt.subplots() gives them, got {axes!r} of type "
+            f"{type(axes).__name__}"
+        )
+
+
 def make_axes(width: float, height: float) -> Axes:
     """Makes axes in a figure of their own, without a frame at the top and on the right.
 

@@ -535,7 +535,7 @@ def test_a_train_state_of_another_optimizer_names_both(of):
     own = step.init(P)
     jax.eval_shape(step, own, jnp.ones((4, 4)))
     other = own._replace(opt_state=step.init({"w": P["w"], "b": P["w"]}).opt_state)
-    with pytest.raises(ValueError, match="made for other parameters than its own"):
+    with pytest.raises(ValueError, match="made for other parameters than params"):
         jax.eval_shape(step, other, jnp.ones((4, 4)))
 
 

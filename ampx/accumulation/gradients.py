@@ -66,6 +66,7 @@ from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.precision.recipe_names import as_recipe
+from ampx.tree_checks import check_arrays, check_key, check_trainable
 from ampx.trees import cast_like, map_by_path, merge_trainable, split_trainable, wider_dtype
 
 Remainder = Literal["error", "mask"]
@@ -170,6 +171,8 @@ def value_and_grad(
         # outside in it makes an nnx module, or the tree of a flat buffer, of these arrays, casts
         # it to the computing dtype, and calls `loss_fn`.
         fun = functools.partial(recipe.call, loss_fn) if recipe else loss_fn
+        check_key("key", key)
+        differentiate = as_bool("differentiate", differentiate)
         if flax_modules.is_nnx_module(params):
             if model_state is not None:
                 raise ValueError("an nnx module brings its own state: leave model_state out")
@@ -180,6 +183,8 @@ def value_and_grad(
             if tables:
                 raise ValueError("sparse_rows needs a tree of parameters, not flat ones")
             fun = functools.partial(_call_with_tree, fun)
+        check_trainable("params", params)
+        check_arrays("model_state", model_state)
         params, rest = split_trainable(params)  # nnx has its own filters: all it gives is trained
         if rest is not None:
             fun = functools.partial(_call_merged, fun, rest)
@@ -199,6 +204,7 @@ def value_and_grad(
                 fun(params, microbatch, *args, **kwargs), has_aux, has_state
             )
             loss, weight = as_loss_and_weight(value, normalize)
+            check_arrays("the auxiliary output of loss_fn", aux)
             # In float32, where 65536 times a loss fits. (A loss that was computed in float16
             # still gets the scale as its first cotangent, and 65536 is infinite there.) The loss
             # before scaling goes out beside it, for the report.

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ampx.checking import as_int, as_positive_int
+from ampx.tree_checks import check_arrays
 
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
@@ -35,7 +36,7 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
       The same tree with leaves of shape (k, B/k, ...).
 
     Raises:
-      TypeError: if `num_microbatches` is not an int.
+      TypeError: if `num_microbatches` is not an int, or a leaf no array.
       ValueError: if a leaf has no leading axis, or leading axes differ or are not divisible.
 
     Examples:
@@ -70,6 +71,7 @@ def reshape_into_microbatches(batch: Any, num_microbatches: int) -> Any:
 
 def batch_size(batch: Any) -> int:
     """The length of the leading axis that all leaves share."""
+    check_arrays("batch", batch)
     sizes = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.shape(leaf):
@@ -149,7 +151,7 @@ def check_batch_axes(batch_axes: Any) -> None:
 
 def find_rows(batch: Any) -> int | None:
     """The length of the leading axis that all arrays of a batch share; None if they share none."""
-    lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    lengths = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(batch)}
     return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else None
 
 

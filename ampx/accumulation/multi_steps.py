@@ -35,14 +35,15 @@ from ampx.checking import (
     as_positive_int,
     check_callable,
     check_choice,
-    check_state,
     check_transformation,
 )
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes, mark_varying
+from ampx.tree_checks import check_like, check_scalar
 from ampx.trees import find_nodes, has_mark, wider_dtype
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
+from ampx.updates.guards import check_update, guard
 
 OnNonfinite = Literal["drop_window", "drop_micro_step"]
 
@@ -140,7 +141,7 @@ def multi_steps(
     if drop_if is not None:
         check_callable("drop_if", drop_if, "drop_if(grads)")
     settings = _Settings(
-        inner=accept_extra_args(inner),
+        inner=guard("multi_steps", accept_extra_args(inner)),
         window_length=every_k if callable(every_k) else lambda _: every_k,
         normalize=normalize,
         on_nonfinite=on_nonfinite,
@@ -159,7 +160,8 @@ def multi_steps(
         weight: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, MultiStepsState]:
-        check_state("multi_steps", state, MultiStepsState)
+        check_update("multi_steps", MultiStepsState, updates, state, params)
+        check_like("updates", updates, "grad_sum in the state", state.grad_sum, part="gradient")
         window = _add_call(settings, state, updates, weight)
         new_updates, inner_state = _update_when_due(settings, state, window, params, extra_args)
         return new_updates, _next_state(state, window, inner_state)
@@ -234,6 +236,7 @@ def _as_weight(settings: _Settings, weight: Any) -> jax.Array:
         return jnp.asarray(1.0, jnp.float32)
     if weight is None:
         raise ValueError("normalize='weights' needs update(..., weight=<float scalar>)")
+    check_scalar("weight", weight)
     return jnp.asarray(weight, jnp.float32)
 
 
@@ -251,6 +254,21 @@ def _judge_call(settings: _Settings, grads: Any, weight: jax.Array) -> tuple[jax
     if settings.on_nonfinite == "drop_micro_step":
         return leave_out | is_bad, jnp.zeros((), bool)
     return leave_out, is_bad & ~leave_out
+
+
+def _as_length(length: Any) -> Any:
+    """The window length that `every_k` returned: a positive int, or an int32 scalar on the device.
+
+    Raises:
+      TypeError: if it is something else.
+      ValueError: if it is known, and not positive.
+    """
+    if not isinstance(length, jax.Array):
+        return as_positive_int("what every_k returns", length)
+    # Its value is not looked at: that would wait for the device. A 0 counts as 1.
+    if not jnp.issubdtype(length.dtype, np.integer) or length.shape:
+        raise TypeError(f"every_k must return an int scalar, got {jax.typeof(length)}")
+    return length
 
 
 def _ask(drop_if: Callable[[Any], Any], grads: Any) -> Any:
@@ -289,7 +307,8 @@ def _add_call(settings: _Settings, state: MultiStepsState, grads: Any, weight: A
     grad_sum = jax.tree.map(add, state.grad_sum, grads)
     weight_sum = state.weight_sum + jnp.where(leave_out, 0.0, weight)
     micro_step = trees.count_up(state.micro_step, ~leave_out)
-    is_due = ~leave_out & (micro_step >= settings.window_length(state.gradient_step))
+    length = _as_length(settings.window_length(state.gradient_step))
+    is_due = ~leave_out & (micro_step >= length)
 
     def sum_overflows() -> jax.Array:
         sums = (grad_sum, weight_sum)

@@ -61,7 +61,7 @@ def as_scale(loss_scale: ArrayLike) -> jax.Array:
         which each loss takes its own: `ampx.current_loss_scale(opt_state, loss_id)`.
     """
     if np.shape(loss_scale) == ():
-        check_hyperparameter("loss_scale", loss_scale, may_be_infinite=True)
+        check_hyperparameter("loss_scale", loss_scale, above=0, may_be_infinite=True)
     scale = jnp.asarray(loss_scale, jnp.float32)
     if scale.shape:
         raise ValueError(
@@ -96,6 +96,11 @@ def as_loss_and_weight(
             raise TypeError(
                 f"the {name} must be a scalar, got {type(number).__name__}: pass has_aux=True, or "
                 f"model_state, if {function} returns more than its loss"
+            )
+        is_number = hasattr(number, "dtype") or type(number) in (int, float)
+        if not is_number or jnp.iscomplexobj(number):
+            raise TypeError(
+                f"the {name} that {function} returns must be a real number, got {number!r}"
             )
         if jnp.shape(number):
             raise TypeError(f"the {name} must be a scalar, got shape {jnp.shape(number)}")

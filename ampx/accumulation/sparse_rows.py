@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from ampx.checking import check_callable
+from ampx.checking import as_positive_int, check_callable, describe
+from ampx.tree_checks import check_memory
 from ampx.trees import map_by_path, wider_dtype
 
 
@@ -55,8 +57,15 @@ class SparseRows(NamedTuple):
           num_rows: the number of rows of the table.
 
         Raises:
-          ValueError: if the shapes do not fit together.
+          TypeError: for indices that are no integers, rows that are no array, or a number of rows
+            that is no int.
+          ValueError: if the shapes do not fit together, or the number of rows is not positive.
         """
+        num_rows = as_positive_int("num_rows", num_rows)
+        for name, value, kind in (("indices", indices, np.integer), ("rows", rows, np.number)):
+            if not jnp.issubdtype(getattr(value, "dtype", np.void), kind):
+                raise TypeError(f"{name} must be an array of numbers, {describe(value)}")
+            check_memory(name, value)
         row_shape = rows.shape[indices.ndim :]
         if rows.shape[: indices.ndim] != indices.shape:
             raise ValueError(
@@ -175,7 +184,12 @@ def read_tables(
     def read(name: str, leaf: jax.Array) -> jax.Array:
         if name not in tables:
             return leaf
-        indices[name], num_rows[name] = tables[name](microbatch), leaf.shape[0]
+        found = tables[name](microbatch)
+        if not jnp.issubdtype(getattr(found, "dtype", np.void), np.integer):
+            raise TypeError(
+                f"sparse_rows[{name!r}] must return an array of integers, {describe(found)}"
+            )
+        indices[name], num_rows[name] = found, leaf.shape[0]
         # Out of range this reads NaN, where plain indexing would take the last row silently.
         return jnp.take(leaf, indices[name], axis=0)
 

@@ -27,9 +27,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
-from ampx.checking import as_dtype, check_callable
+from ampx.checking import as_dtype, check_callable, check_word
 from ampx.jaxprs import pure_calls
 from ampx.jaxprs.pure_calls import is_array, split_arrays
+from ampx.tree_checks import check_memory
 
 # Names of jitted regions.
 NATIVE_MARK = "ampx_as_written"
@@ -224,6 +225,7 @@ def banned_function(fun: Callable[..., Any], instead: str = "") -> Callable[...,
       ...     print(error)
       log is banned under autocast: use a loss of logits
     """
+    check_word("instead", instead)
 
     def refuse(_half: Any, _args: Any, _kwargs: Any) -> Any:
         name = getattr(fun, "__name__", repr(fun))
@@ -256,6 +258,7 @@ def cast(tree: Any, dtype: DTypeLike) -> Any:
       'float32'
     """
     dtype = as_dtype("dtype", dtype, "floating")
+    check_memory("tree", tree)
     converted = _cast_floating(tree, dtype)
     if dtype != jnp.float32:
         return converted

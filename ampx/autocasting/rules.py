@@ -29,7 +29,7 @@ import jax.scipy.special
 from jax.typing import DTypeLike
 
 from ampx.autocasting.tables import DEFAULTS, Precision
-from ampx.checking import as_dtype
+from ampx.checking import as_bool, as_dtype
 from ampx.jaxprs import reading, source_info
 from ampx.jaxprs.reading import Equation
 
@@ -89,7 +89,7 @@ class _Entry:
     def matches(self, eqn: Equation, around: Surroundings) -> bool:
         """Whether the rule is for this equation."""
         if self.predicate is not None:
-            return bool(self.predicate(eqn))
+            return as_bool("what when returns", self.predicate(eqn))
         if self.name is not None:
             if eqn.primitive.name == self.name or reading.call_name(eqn) == self.name:
                 return True
@@ -272,6 +272,8 @@ def _check_spelling(name: str) -> None:
     Raises:
       ValueError: naming the primitive that was probably meant.
     """
+    if (written := name.replace("_", "-")) in DEFAULTS and name not in DEFAULTS:
+        raise ValueError(f"no primitive is called {name!r}: did you mean {written!r}?")
     is_plain = "/" not in name and name == name.lower() and len(name) >= _LEAST_LENGTH
     if not is_plain or name in DEFAULTS or any(hasattr(m, name) for m in _FUNCTIONS_OF_JAX):
         return

@@ -11,6 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.data_parallel.reduction import Op, ReductionState, make_reduction, reduction_state
+from ampx.tree_checks import check_arrays
 
 
 def all_reduce(
@@ -112,6 +113,7 @@ def all_reduce(
         reduce_op: Op | None = None,
         **extra_args: Any,
     ) -> tuple[Any, ReductionState]:
+        check_arrays("updates", updates)
         return reduction.with_op(reduce_op).reduce(updates, overflow)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.mesh_axes import as_axes, count_devices, mark_varying, varying_axes
+from ampx.tree_checks import check_arrays, check_like
 from ampx.trees import is_float0, is_floating, path_name, wider_dtype
 
 
@@ -47,9 +48,10 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
 
     Raises:
       NameError: outside of a `shard_map` that maps the axes.
-      ValueError: if `accumulator` has another structure than `params`, or the parameters vary over
-        the axes already, as those do that `ampx.value_and_grad(axis_name=...)` gives to a loss:
-        take `jax.value_and_grad` of each device's share of the loss instead.
+      TypeError: for what is no array.
+      ValueError: if `accumulator` has another structure or other shapes than `params`, or the
+        parameters vary over the axes already, as those do that `ampx.value_and_grad(axis_name=...)`
+        gives to a loss: take `jax.value_and_grad` of each device's share of the loss instead.
 
     References:
       Li et al., PyTorch Distributed, https://arxiv.org/abs/2006.15704; accumulators that are added
@@ -68,6 +70,7 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
     """
     axes = as_axes(axis_name)
     count_devices(axes)  # raises where they are not mapped
+    check_arrays("params", params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if varying_axes(leaf) & set(axes):
             raise ValueError(
@@ -77,11 +80,8 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
             )
     if accumulator is None:
         return jax.tree.map(lambda leaf: _make_identity(axes)(leaf, None), params)
-    structures = jax.tree.structure(params), jax.tree.structure(accumulator)
-    if structures[0] != structures[1]:
-        raise ValueError(
-            f"accumulator must be a tree like params, {structures[0]}, got {structures[1]}"
-        )
+    check_arrays("accumulator", accumulator)
+    check_like("accumulator", accumulator, "params", params)
     return jax.tree.map(_make_identity(axes), params, accumulator)
 
 

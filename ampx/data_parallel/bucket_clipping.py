@@ -16,6 +16,7 @@ import optax
 
 from ampx.checking import as_number, as_positive_int, check_callable
 from ampx.flat_buffers.buckets import as_order, bucket_layout
+from ampx.tree_checks import check_gradients
 
 
 def clip_by_bucket_norm(
@@ -59,6 +60,7 @@ def clip_by_bucket_norm(
     order = None if order is None else as_order(order)
 
     def update(updates: Any, params: Any = None) -> Any:
+        check_gradients("updates", updates, params)
         # From shapes alone, so the buckets are those of an `ampx.all_reduce` with equal arguments.
         layout = bucket_layout(updates, bucket_bytes=bucket_bytes, group_of=group_of, order=order)
         leaves, structure = jax.tree.flatten(updates)

@@ -31,7 +31,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from ampx.checking import check_state, check_transformation
+from ampx.checking import check_transformation
 from ampx.data_parallel.reduction import (
     Op,
     ReductionState,
@@ -41,8 +41,10 @@ from ampx.data_parallel.reduction import (
 from ampx.data_parallel.shard_exchange import ShardExchange
 from ampx.data_parallel.sharded_updates import Part, choose_shard_dim, run_on_shards, take_own_shard
 from ampx.mesh_axes import as_axes, check_axes_of_mesh
+from ampx.tree_checks import check_arrays
 from ampx.trees import find_nodes, path_name
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
+from ampx.updates.guards import check_made_by, check_update, guard
 
 
 class Zero1State(NamedTuple):
@@ -68,6 +70,8 @@ class Zero1State(NamedTuple):
     gradient_norm: jax.Array
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
+
+    holds_shards = True  # of the inner state, inside `shard_map`
 
 
 def zero1(
@@ -137,7 +141,7 @@ def zero1(
       ((4,), True)
     """
     check_transformation("inner", inner)
-    inner = accept_extra_args(inner)
+    inner = guard("zero1", accept_extra_args(inner))
     reduction = make_reduction(
         axis_name, op=op, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, tail_overlap=False
     )
@@ -158,10 +162,12 @@ def zero1(
     ) -> tuple[Any, Zero1State]:
         if params is None:
             raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
-        check_state("zero1", state, Zero1State)
+        check_update("zero1", Zero1State, updates, state, params)
         exchange = ShardExchange(reduction.with_op(reduce_op), params)
         # What a checkpoint holds. Shapes alone: nothing is allocated for it.
         whole_state = jax.eval_shape(inner.init, params)
+        maker = "init(params) of the same transformation"
+        check_made_by("ampx.zero1", maker, whole_state, state.inner_state, shapes=False)
         state_dims = _choose_state_dims(whole_state, params, exchange.count)
         _check_state(state.inner_state, whole_state, state_dims, exchange.count)
         grads, sent = exchange.scatter(updates)
@@ -280,6 +286,7 @@ def zero1_specs(
     axes = as_axes(axis_name)
     check_axes_of_mesh("axis_name", axes, mesh)
     count = math.prod(mesh.shape[axis] for axis in axes)
+    check_arrays("params", params, may_be_shapes=True)
     state = jax.eval_shape(tx.init, params)
     if not find_nodes(state, Zero1State):
         raise ValueError("there is no ampx.zero1 in this transformation: its state is not divided")

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.checking import as_int, as_positive_int, check_callable
+from ampx.tree_checks import check_arrays, check_memory, describe_tree
 from ampx.trees import is_float0, path_name
 
 # What a link carries in the time that it takes to start a reduction: 50 microseconds at 10 GB/s.
@@ -133,6 +134,7 @@ class BucketLayout:
           ValueError: if `tree` does not fit.
         """
         leaves = self._leaves(tree)
+        check_memory("tree", tree)
         return [_joined([leaves[i] for i in bucket.leaves], bucket) for bucket in self.buckets]
 
     def unflatten(self, buffers: Sequence[jax.Array], like: Any) -> Any:
@@ -148,6 +150,7 @@ class BucketLayout:
         Raises:
           ValueError: if `like` does not fit.
         """
+        _check_buffers(buffers, self.buckets)
         # Slices and reshapes, which XLA fuses into whatever reads the leaves.
         leaves = self._leaves(like)
         for buffer, bucket in zip(buffers, self.buckets, strict=True):
@@ -156,6 +159,7 @@ class BucketLayout:
         return jax.tree.unflatten(self.structure, leaves)
 
     def _leaves(self, tree: Any) -> list[Any]:
+        check_arrays("tree", tree, may_be_shapes=True)
         leaves, structure = jax.tree.flatten(tree)
         shapes = tuple(jnp.shape(leaf) for leaf in leaves)
         if (structure, shapes) != (self.structure, self.shapes):
@@ -164,6 +168,18 @@ class BucketLayout:
                 f"with shapes {shapes}: make the layout from a tree of the same kind"
             )
         return leaves
+
+
+def _check_buffers(buffers: Any, buckets: Sequence[Bucket]) -> None:
+    """Refuses buffers that are not one for each bucket, of its size."""
+    found = [jnp.shape(b) for b in buffers] if isinstance(buffers, list | tuple) else None
+    due = [(bucket.size,) for bucket in buckets]
+    if found != due:
+        raise ValueError(
+            f"buffers must be a list of arrays of shapes {due}, as flatten gives it, got "
+            f"{describe_tree(buffers) if found is None else f'shapes {found}'}"
+        )
+    check_arrays("buffers", buffers)
 
 
 def _joined(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
@@ -222,7 +238,7 @@ def bucket_layout(
       A `BucketLayout`.
 
     Raises:
-      TypeError: if a size is not an int.
+      TypeError: if a size is not an int, or a leaf no array.
       ValueError: if a size is not positive, or `order` is not a permutation of the leaves.
 
     References:
@@ -236,6 +252,7 @@ def bucket_layout(
     """
     multiple_of = as_positive_int("multiple_of", multiple_of)
     align = as_positive_int("align", align)
+    check_arrays("tree", tree, may_be_shapes=True)
     leaves, structure = jax.tree.flatten(tree)
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
@@ -258,7 +275,14 @@ def bucket_layout(
     for i in reversed(range(len(leaves)) if order is None else order):
         if i not in held:
             continue
-        key = (dtypes[i], None if group_of is None else group_of(paths[i], leaves[i]))
+        group = None if group_of is None else group_of(paths[i], leaves[i])
+        try:
+            hash(group)
+        except TypeError:
+            raise TypeError(
+                f"group_of must return something hashable, such as a name, got {group!r}"
+            ) from None
+        key = (dtypes[i], group)
         bucket = open_buckets.setdefault(key, [])
         bucket.append(i)
         # Counted without padding. The leaf that fills a bucket closes it, so a bucket may be larger

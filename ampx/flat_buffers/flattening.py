@@ -23,6 +23,7 @@ import optax
 from ampx.checking import as_positive_int, check_callable
 from ampx.flat_buffers.buckets import bucket_layout
 from ampx.flat_buffers.flat_params import FlatLayout, FlatParams, has_flat, is_flat
+from ampx.tree_checks import broadcast_choice, check_arrays
 from ampx.trees import path_name, resolve_choice
 
 
@@ -92,11 +93,12 @@ def flatten(
         bucket_bytes = as_positive_int("bucket_bytes", bucket_bytes)
     if group_of is not None:
         check_callable("group_of", group_of, "group_of(path, leaf)")
+    check_arrays("params", params)
     params = jax.tree.map(jnp.asarray, params)
     # By path, since `bucket_layout` asks for the group of a path.
     choices: dict[str, Any] = {}
     if mask is not None:
-        labels = jax.tree.broadcast(resolve_choice(mask, params), params)
+        labels = broadcast_choice("mask", resolve_choice(mask, params), params)
         choices = {
             path_name(path): label for path, label in jax.tree_util.tree_leaves_with_path(labels)
         }
@@ -189,7 +191,7 @@ def per_buffer(choice: Any) -> Any:
             lambda node: node.shapes() if is_flat(node) else node, params, is_leaf=is_flat
         )
         # optax masks out what is not in a group: a `MaskedNode` has no leaves, but is one here.
-        of_tree = jax.tree.broadcast(resolve_choice(choice, view), view, is_leaf=_is_masked)
+        of_tree = broadcast_choice("choice", resolve_choice(choice, view), view, _is_masked)
         nodes, structure = jax.tree.flatten(params, is_leaf=is_flat)
         parts = structure.flatten_up_to(of_tree)
         pairs = zip(nodes, parts, strict=True)

@@ -36,7 +36,8 @@ from ampx.checking import (
 )
 from ampx.fused.kernels.pallas_updates import make_kernel_squares, resolve_backend
 from ampx.loss_scaling.nonfinite import Verdict
-from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, is_skipped
+from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, has_skipped
+from ampx.tree_checks import check_gradients, check_memory
 from ampx.trees import cast_castable
 from ampx.updates.gradient_norms import fold_clip, measure_and_judge
 from ampx.updates.tails import Applied, Backend, Tail, takes_tail, unwrap_results
@@ -142,11 +143,21 @@ def apply(
             max_norm = as_number("max_norm", max_norm, **bounds)
     if half_dtype is not None:
         half_dtype = as_dtype("half_dtype", half_dtype, "castable")
+    if verdict is not None and not isinstance(verdict, Verdict):
+        raise TypeError(
+            f"verdict must be what ampx's own reductions hand on, got {verdict!r}: leave it out"
+        )
+    if params is None:
+        raise TypeError("params must be a tree of arrays, got None")
+    check_memory("opt_state", opt_state)
+    scaled = find_outermost_loss_scale(opt_state)
+    if scaled is None or not scaled.loss_scale.shape:  # else one tree for each of several losses
+        check_gradients("grads", grads, params)
     if not can_apply(opt_state):
         raise TypeError(
-            "fused.apply needs a fused optimizer, such as ampx.fused.adamw, and around it nothing "
-            f"but a loss scale, got a state of type {type(opt_state).__name__}: clip with "
-            "max_norm, and for other transformations use tx.update and ampx.apply_updates"
+            "opt_state: fused.apply needs a fused optimizer, such as ampx.fused.adamw, and around "
+            f"it nothing but a loss scale, got a state of type {type(opt_state).__name__}: clip "
+            "with max_norm, and for other transformations use tx.update and ampx.apply_updates"
         )
     backend = resolve_backend(backend)
     # What sums squares in the first pass, if kernels do it; the rest of the way it is the tail's.
@@ -169,4 +180,4 @@ def apply(
         new_params, _ = unwrap_results(results)
     # Fused with the update by XLA: the new parameter is at hand.
     half = None if half_dtype is None else cast_castable(new_params, half_dtype)
-    return new_params, new_state, ApplyReport(norm, is_skipped(new_state), scale, half)
+    return new_params, new_state, ApplyReport(norm, has_skipped(new_state), scale, half)

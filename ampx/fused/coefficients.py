@@ -21,6 +21,7 @@ import optax
 from jax import lax
 
 from ampx.checking import check_hyperparameter
+from ampx.tree_checks import check_scalar
 
 # From the number of the step, int32 from 1 on, or None where the optimizer does not count, to a
 # NamedTuple of the optimizer's own numbers; the three shared fields are filled in later.
@@ -100,7 +101,9 @@ def _scheduled(value: Any, state: Any) -> tuple[Any, Any]:
         number, inner = _scheduled(value, state.inner_state)
         return number, optax.MaskedState(inner)
     # optax's schedules count from 0: the first step sees `value(0)`.
-    return value(state.count), state._replace(count=optax.safe_increment(state.count))
+    number = value(state.count)
+    check_scalar("what learning_rate or weight_decay returns", number)
+    return number, state._replace(count=optax.safe_increment(state.count))
 
 
 def _unless_zero(weight_decay: Any) -> Any:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ampx.checking import as_bool
 from ampx.flat_buffers.flattening import per_buffer
 from ampx.fused.coefficients import CoefficientsAt, advance, pack_coefficients
 from ampx.fused.kernels.pallas_updates import runs_in_kernel, update_in_kernels
@@ -29,6 +30,13 @@ from ampx.fused.moments.formats import SlotDtype, as_format
 from ampx.fused.segments import as_per_parameter, find_segments
 from ampx.fused.update_rules import UpdateRule
 from ampx.param_storage.narrow_params import NarrowParam, as_arrays
+from ampx.tree_checks import (
+    broadcast_choice,
+    check_arrays,
+    check_gradients,
+    check_memory,
+    check_structure,
+)
 from ampx.trees import is_float0, is_floating, path_name
 from ampx.updates.tails import Tail, TailResult, TakesTail
 
@@ -108,6 +116,8 @@ def fused_transformation(
     """
 
     def init(params: optax.Params) -> Any:
+        check_arrays("params", params, may_be_shapes=True)
+        _find_decays(mask, params, jax.tree.structure(params))  # for its errors
         state = mark_own_part(reference.init(params))
         at = find_own_part(state)
         kept = {
@@ -127,7 +137,9 @@ def fused_transformation(
         del extra_args
         # Without a tail the arithmetic is that of an empty one, and arrays are returned.
         answers, tail = tail is not None, tail or Tail()
+        check_gradients("updates", updates, params)
         at = find_own_part(state)
+        _check_own_part(rule, state[at], updates)
         coefficients, next_state = advance(
             state,
             at,
@@ -181,6 +193,24 @@ def _as_floating(slot: jax.Array) -> jax.Array:
     return slot if is_floating(slot) else slot.astype(jnp.float32)
 
 
+def _check_own_part(rule: UpdateRule, own: Any, updates: Any) -> None:
+    """Refuses the state of another optimizer, and one that was made for other parameters.
+
+    Raises:
+      TypeError: if it lacks what this optimizer keeps.
+      ValueError: if what it keeps is no tree like the gradients, or has no memory any more.
+    """
+    check_memory("state", own)
+    for name in rule.slots:
+        if not hasattr(own, name):
+            raise TypeError(
+                f"got a state with the part {type(own).__name__}, and this optimizer keeps "
+                f"{', '.join(rule.slots)} in its own: give the state that init(params) of the same "
+                "optimizer made"
+            )
+        check_structure(f"{name} in the state", getattr(own, name), "updates", updates)
+
+
 def _check_shapes(rule: UpdateRule, updates: Any, leaves: list[Leaf]) -> None:
     """Refuses gradients that differ in shape from their parameter or from its slots.
 
@@ -229,8 +259,8 @@ def _find_decays(mask: Any, tree: Any, structure: Any) -> list[bool]:
     """Which of the leaves decay, in their order; in a mask's tree a flat buffer is one leaf."""
     if mask is None:
         return [True] * structure.num_leaves
-    chosen = per_buffer(mask)(as_arrays(tree))
-    return [bool(leaf) for leaf in jax.tree.leaves(jax.tree.broadcast(chosen, tree))]
+    chosen = broadcast_choice("mask", per_buffer(mask)(as_arrays(tree)), tree)
+    return [as_bool("mask, for a parameter,", leaf) for leaf in jax.tree.leaves(chosen)]
 
 
 def _update_leaves(

@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from ampx.checking import as_dtype
 from ampx.mesh_axes import as_axes, mark_varying, tracks_varying, varying_axes
+from ampx.tree_checks import check_arrays
 from ampx.trees import is_floating, wider_dtype
 
 
@@ -77,7 +78,8 @@ def count_nonfinite(
       int32[2]: arrays with an infinity, arrays with a NaN. An array with both counts in both.
 
     Raises:
-      ValueError: if `saturation_dtype` is not floating.
+      TypeError: if a leaf is no array.
+      ValueError: if `saturation_dtype` is not floating, or an array was donated.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -86,7 +88,9 @@ def count_nonfinite(
     """
     if saturation_dtype is not None:
         saturation_dtype = as_dtype("saturation_dtype", saturation_dtype, "floating")
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf) and leaf.size]
+    check_arrays("tree", tree)
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    leaves = [leaf for leaf in leaves if leaf.size]
     if not leaves:
         return jnp.zeros(2, jnp.int32)
     with jax.named_scope("ampx.verdict"):
@@ -169,6 +173,7 @@ def unscale(tree: Any, loss_scale: jax.Array) -> Any:
     def divide(leaf: Any) -> Any:
         if not is_floating(leaf):
             return leaf
+        leaf = jnp.asarray(leaf)
         wide = wider_dtype(leaf.dtype, jnp.float32)
         # A product, not a quotient. XLA recomputes a product in each fusion that reads it, while it
         # stores a quotient, which is expensive to compute: 4 bytes a parameter more.

@@ -33,13 +33,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx import trees
-from ampx.checking import (
-    as_dtype,
-    as_positive_int,
-    check_choice,
-    check_state,
-    check_transformation,
-)
+from ampx.checking import as_dtype, as_positive_int, check_choice, check_transformation
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
@@ -49,6 +43,7 @@ from ampx.updates.applying import apply_updates
 from ampx.updates.clipping import find_clip
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.gradient_norms import compute_norm, fold_clip, measure_and_judge
+from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Applied, Tail, hold_wrappers, takes_tail, unwrap_results
 
 NonfiniteUpdates = Literal["hold", "skip"]
@@ -167,7 +162,7 @@ def wrap_with_scale(
     """A loss scale around `inner` that moves by `advance`; the rest as in `dynamic_loss_scale`."""
     check_transformation("inner", inner)
     axes = as_axes(axis_names, "axis_names", may_be_empty=True)
-    inner = accept_extra_args(inner)
+    inner = guard("loss_scale", accept_extra_args(inner))
     settings = Settings(
         inner, advance, num_losses, axes, saturation_dtype, nonfinite_updates, nonfinite_loss
     )
@@ -184,7 +179,9 @@ def wrap_with_scale(
         tail: Tail | None = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
-        check_state("loss_scale", state, LossScaleState)
+        for grads in split_by_loss(updates, settings.num_losses):
+            if grads is not None or settings.num_losses == 1:  # None: this loss was left out
+                check_update("loss_scale", LossScaleState, grads, state, params)
         call = Call(updates, state, params, verdict, tail, extra_args)
         is_fused = settings.can_fuse and takes_tail(state.inner_state)
         judge, run = (_judge_fused, _run_fused) if is_fused else (_judge_plain, _run_plain)

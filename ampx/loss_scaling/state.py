@@ -7,7 +7,6 @@ All but `raise_if_exhausted` work under `jit`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ import optax
 
 from ampx import trees
 from ampx.checking import as_int, suggest
+from ampx.tree_checks import check_arrays, check_like, check_opt_state, check_structure
 from ampx.trees import find_nodes
 from ampx.updates.extra_args import schedule_free_field
 
@@ -122,6 +122,7 @@ def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
       The `LossScaleState` or None.
 
     Raises:
+      TypeError: if `opt_state` is no optimizer state.
       ValueError: if there are several: pass the part of the state that is meant.
 
     Examples:
@@ -130,6 +131,12 @@ def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
       >>> float(ampx.find_loss_scale_state(tx.init(jnp.ones(2))).loss_scale)
       8.0
     """
+    check_opt_state("opt_state", opt_state)
+    return find_scale(opt_state)
+
+
+def find_scale(opt_state: optax.OptState) -> LossScaleState | None:
+    """`find_loss_scale_state` of what is known to be an optimizer state."""
     states = find_nodes(opt_state, LossScaleState)
     if len(states) > 1:
         raise ValueError(f"found {len(states)} loss scales in the state: pass the one meant")
@@ -176,36 +183,18 @@ def current_loss_scale(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array
       >>> ampx.current_loss_scale(state)
       Array(65536., dtype=float32)
     """
-    if _holds_arrays_alone(opt_state):
-        raise TypeError(
-            "opt_state must be an optimizer state, got a tree of nothing but arrays, which looks "
-            "like parameters: give the state that tx.init(params) or tx.update(...) returned"
-        )
+    check_opt_state("opt_state", opt_state)
     return scale_or_one(opt_state, loss_id)
 
 
 def scale_or_one(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array:
     """`current_loss_scale` of what is known to be an optimizer state, whatever it consists of."""
     loss_id = as_int("loss_id", loss_id)
-    state = find_loss_scale_state(opt_state)
+    state = find_scale(opt_state)
     scales = jnp.ones(1, jnp.float32) if state is None else jnp.atleast_1d(state.loss_scale)
     if not 0 <= loss_id < scales.shape[0]:
         raise IndexError(f"loss_id must be in [0, {scales.shape[0]}), got {loss_id}")
     return scales[loss_id]
-
-
-def _holds_arrays_alone(tree: Any) -> bool:
-    """Whether a tree has arrays in nothing but dicts, lists and plain tuples, as parameters do.
-
-    States of optax are NamedTuples, and so are ampx's; those without any array are empty ones.
-    """
-
-    def is_inside(node: Any) -> bool:
-        is_plain_tuple = type(node) is tuple
-        return not (node is None or is_plain_tuple or isinstance(node, list | Mapping))
-
-    leaves = jax.tree.leaves(tree, is_leaf=is_inside)
-    return bool(leaves) and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
 
 
 def is_skipped(opt_state: optax.OptState, optimizer: str | None = None) -> jax.Array:
@@ -220,6 +209,7 @@ def is_skipped(opt_state: optax.OptState, optimizer: str | None = None) -> jax.A
       bool scalar; False where the state has no loss scale.
 
     Raises:
+      TypeError: if `opt_state` is no optimizer state.
       ValueError: if there is no optimizer of that name.
 
     Examples:
@@ -229,7 +219,13 @@ def is_skipped(opt_state: optax.OptState, optimizer: str | None = None) -> jax.A
       >>> bool(ampx.is_skipped(state))
       True
     """
-    state = find_loss_scale_state(opt_state)
+    check_opt_state("opt_state", opt_state)
+    return has_skipped(opt_state, optimizer)
+
+
+def has_skipped(opt_state: optax.OptState, optimizer: str | None = None) -> jax.Array:
+    """`is_skipped` of what is known to be an optimizer state."""
+    state = find_scale(opt_state)
     if state is None:
         return jnp.zeros((), bool)
     if optimizer is None:
@@ -264,7 +260,9 @@ def select_if_finite(
       One of the two, chosen leaf by leaf on the device.
 
     Raises:
-      ValueError: if there is no optimizer of that name.
+      TypeError: if `opt_state` is no optimizer state, or a tree holds what is no array.
+      ValueError: if the trees differ in their structure or shapes, or there is no optimizer of that
+        name.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -273,7 +271,12 @@ def select_if_finite(
       >>> ampx.select_if_finite(state, {"step": jnp.array(8)}, {"step": jnp.array(7)})
       {'step': Array(7, dtype=int32, weak_type=True)}
     """
-    return trees.hold(is_skipped(opt_state, optimizer), new_tree, old_tree)
+    skipped = is_skipped(opt_state, optimizer)
+    for name, tree in (("new_tree", new_tree), ("old_tree", old_tree)):
+        check_arrays(name, tree)
+    check_like("new_tree", new_tree, "old_tree", old_tree)
+    check_structure("old_tree", old_tree, "new_tree", new_tree)
+    return trees.hold(skipped, new_tree, old_tree)
 
 
 def raise_if_exhausted(opt_state: optax.OptState) -> None:

@@ -15,6 +15,7 @@ which a dynamic scale moves.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ampx.checking import as_bool, as_positive_int, check_transformation
+from ampx.checking import as_bool, as_positive_int, check_transformation, suggest
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, as_scale_number, parse_choice
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.scaled_update import NonfiniteLoss, NonfiniteUpdates, wrap_with_scale
@@ -293,6 +294,15 @@ def loss_scale(
                 "them out, or choose 'dynamic' or a number >= 1"
             )
         return no_loss_scale(inner)
+    chosen = dynamic_loss_scale if number == 0 else static_loss_scale
+    known = [
+        p.name for p in inspect.signature(chosen).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"options has {name!r}, which {chosen.__name__} does not take{suggest(name, known)}"
+            )
     if number == 0:
         return dynamic_loss_scale(inner, **options)
     return static_loss_scale(inner, number, **options)

@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.checking import check_state, check_transformation
+from ampx.checking import check_transformation
 from ampx.param_storage.wide_updates import answer_tail, update_wide
+from ampx.tree_checks import check_arrays, check_like, check_opt_state
 from ampx.trees import cast_castable, cast_like, find_nodes
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
+from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail
 
 
@@ -84,9 +86,10 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
       (Array([0.999], dtype=float16), Array([0.99902344], dtype=float32))
     """
     check_transformation("inner", inner)
-    inner = accept_extra_args(inner)
+    inner = guard("master_weights", accept_extra_args(inner))
 
     def init(params: optax.Params) -> MasterWeightsState:
+        check_arrays("params", params)
         # A copy even of float32 leaves: state and parameters may both be donated.
         master = jax.tree.map(jnp.array, cast_castable(params, jnp.float32))
         return MasterWeightsState(master, inner.init(master))
@@ -96,7 +99,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     ) -> tuple[Any, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights needs params: call update(grads, state, params)")
-        check_state("master_weights", state, MasterWeightsState)
+        check_update("master_weights", MasterWeightsState, updates, state, params)
+        check_like("params", params, "master_params in the state", state.master_params)
         master, bad, inner_state = update_wide(
             inner, updates, state.inner_state, state.master_params, tail, extra_args
         )
@@ -125,6 +129,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
       >>> ampx.master_params(tx.init(params), params).dtype.name
       'float32'
     """
+    check_opt_state("opt_state", opt_state)
     found = find_nodes(opt_state, MasterWeightsState)
     if len(found) > 1:
         raise ValueError(
@@ -138,6 +143,8 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     def choose(master: Any, param: Any) -> Any:
         return param if _is_masked(master) else master
 
+    check_arrays("params", params, may_be_shapes=True)
+    check_like("params", params, "the master parameters", found[0].master_params)
     return jax.tree.map(choose, found[0].master_params, params, is_leaf=_is_masked)
 
 

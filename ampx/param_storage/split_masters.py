@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.checking import as_int, check_state, check_transformation
+from ampx.checking import as_int, check_transformation
 from ampx.param_storage.narrow_params import NarrowParam, SplitParam
 from ampx.param_storage.wide_updates import update_narrow, widen
+from ampx.tree_checks import check_arrays, check_structure
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
+from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail
 
 
@@ -94,10 +96,11 @@ def split_masters(
     check_transformation("inner", inner)
     if as_int("error_bits", error_bits) not in (8, 16):
         raise ValueError(f"error_bits must be 8 or 16, got {error_bits!r}")
-    inner = accept_extra_args(inner)
+    inner = guard("fused.split_masters", accept_extra_args(inner))
     dtype = jnp.int8 if error_bits == 8 else jnp.int16
 
     def init(params: optax.Params) -> SplitMastersState:
+        check_arrays("params", params, may_be_shapes=True)
         # Nothing is stored for a parameter that is not split, but a leaf keeps the trees alike.
         errors = jax.tree.map(
             lambda p: jnp.zeros(jnp.shape(p) if _is_split(p) else (), dtype), params
@@ -109,7 +112,8 @@ def split_masters(
     ) -> tuple[Any, SplitMastersState]:
         if params is None:
             raise ValueError("split_masters needs params: call update(grads, state, params)")
-        check_state("fused.split_masters", state, SplitMastersState)
+        check_update("fused.split_masters", SplitMastersState, updates, state, params)
+        check_structure("error_bits in the state", state.error_bits, "params", params)
         leaves, structure = jax.tree.flatten(params)
         old_errors = structure.flatten_up_to(state.error_bits)
         # The dtype says which parameters are split, in `init` and in every step.

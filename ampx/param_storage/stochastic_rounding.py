@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.checking import as_int, check_state, check_transformation
+from ampx.checking import as_int, check_transformation
 from ampx.param_storage.narrow_params import NarrowParam, RoundedParam
 from ampx.param_storage.rounding import draw_words
 from ampx.param_storage.wide_updates import update_narrow, widen
+from ampx.tree_checks import check_arrays
 from ampx.trees import hold
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
+from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail
 
 
@@ -90,9 +92,10 @@ def stochastic_rounding(
     """
     check_transformation("inner", inner)
     seed = as_int("seed", seed)
-    inner = accept_extra_args(inner)
+    inner = guard("fused.stochastic_rounding", accept_extra_args(inner))
 
     def init(params: optax.Params) -> StochasticRoundingState:
+        check_arrays("params", params, may_be_shapes=True)
         inner_state = inner.init(jax.tree.map(widen, params))
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 
@@ -101,7 +104,7 @@ def stochastic_rounding(
     ) -> tuple[Any, StochasticRoundingState]:
         if params is None:
             raise ValueError("stochastic_rounding needs params: call update(grads, state, params)")
-        check_state("fused.stochastic_rounding", state, StochasticRoundingState)
+        check_update("fused.stochastic_rounding", StochasticRoundingState, updates, state, params)
         leaves = jax.tree.leaves(params)
         # Each leaf has bits of its own, by its number: equal parameters must not round alike.
         words = [

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from ampx.accumulation.normalization import Normalize
 from ampx.checking import as_bool, as_dtype, as_int, check_choice
 from ampx.data_parallel.reduction import make_reduction
-from ampx.mesh_axes import as_axes
+from ampx.mesh_axes import as_axes, is_spec
 from ampx.pipelining.runtime.models import Model, Stash
 from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
@@ -145,6 +145,11 @@ def value_and_grad(
     for name, value in (("skips", skips), ("param_specs", param_specs)):
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{name} must be a mapping, got {value!r}")
+    for spec in jax.tree.leaves(dict(param_specs or {}), is_leaf=is_spec):
+        if not is_spec(spec):
+            raise TypeError(
+                f"param_specs must hold PartitionSpecs, such as P('stage'), got {spec!r}"
+            )
     # A faulty schedule could make devices wait for ever, or leave out gradients silently.
     schedule.validate()
     for kind in jax.tree.leaves(aux_reduction):

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.tree_checks import check_arrays
 from ampx.trees import path_name
 
 # What a layer has behind its number, such as "attn" of "net/h0_attn": "" if it is one subtree.
@@ -63,6 +64,7 @@ def stack_layers(params: Any, pattern: str | None = None) -> Any:
        [1. 1.]]
     """
     names, layers = _read_layers(params, pattern)
+    check_arrays("params", layers, may_be_shapes=True)
     for name, layer in zip(names, layers, strict=True):
         _check_alike(names[0], layers[0], name, layer)
     return jax.tree.map(_stack, *layers)
@@ -97,6 +99,7 @@ def unstack_layers(stages: Any, into: Any = None, pattern: str | None = None) ->
       >>> print(back["block_1"], sorted(back))
       {'w': array([2., 2.])} ['block_0', 'block_1', 'embed']
     """
+    check_arrays("stages", stages, may_be_shapes=True)
     counts = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(stages)}
     if len(counts) != 1 or () in counts:
         raise ValueError(

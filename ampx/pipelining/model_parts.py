@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from ampx import flax_modules
 from ampx.mesh_axes import axes_of_spec, is_spec
 from ampx.pipelining.runtime.buffers import is_key
+from ampx.tree_checks import check_arrays, check_key, check_memory
 from ampx.trees import is_floating, path_name
 
 PARTS = ("first", "stages", "last", "shared")
@@ -66,8 +67,8 @@ def sum_over_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(add_up, specs, grads, is_leaf=is_spec)
 
 
-def check_params(params: Any) -> None:
-    """Raises unless these are parts of a model, and what is floating in them is to be trained."""
+def check_parts(params: Any) -> None:
+    """Raises unless these are parts of a model, or their shapes."""
     if not isinstance(params, Mapping) or "stages" not in params or set(params) - set(PARTS):
         found = list(params) if isinstance(params, Mapping) else type(params).__name__
         raise TypeError(
@@ -76,18 +77,28 @@ def check_params(params: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
             raise TypeError(
-                f"{path_name(path)} is no array but of type {type(leaf).__name__}, and a pipeline "
-                "takes arrays: close over the rest, as eqx.partition(layer, eqx.is_array) divides "
-                "an Equinox module"
+                f"params: {path_name(path)} is no array but of type {type(leaf).__name__}, and a "
+                "pipeline takes arrays: close over the rest, as eqx.partition(layer, eqx.is_array) "
+                "divides an Equinox module"
             )
+    check_arrays("params", dict(params), may_be_shapes=True)
+
+
+def check_params(params: Any, key: Any, *, draws: bool) -> None:
+    """Raises unless these are parts of a model, what is floating in them trained, and a key."""
+    check_parts(params)
+    check_key("key", key)
+    check_memory("params", dict(params))
     state = flax_modules.find_floating_state(dict(params))
     if state is not None:
         raise ValueError(
             f"{state} is no parameter, and {NO_STATE}. What is to be trained is an nnx.Param"
         )
+    if draws:
+        _check_keys(params, key)
 
 
-def check_keys(params: Any, key: jax.Array | None) -> None:
+def _check_keys(params: Any, key: jax.Array | None) -> None:
     """Raises if parameters hold random keys that would be the same in every call.
 
     Raises:

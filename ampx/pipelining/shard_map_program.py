@@ -51,8 +51,8 @@ from ampx.pipelining.model_parts import (
     NO_STATE,
     PARTS,
     as_whole_gradients,
-    check_keys,
     check_params,
+    check_parts,
     make_specs,
     sum_over_replicas,
 )
@@ -284,14 +284,16 @@ class PipelineGradients:
           stages, the rest on every device. So are layers whose number these do not divide, and
           stages that differ.
         """
+        check_parts(params)
         stages = jax.eval_shape(store_keys, params["stages"])
         is_divided = self._make_layout(self.model, stages).is_divided
         specs = make_specs(self.axis_name, self.param_specs, is_divided)
-        mesh = mesh or self.mesh
+        mesh = self.mesh if mesh is None else mesh
         if mesh is None:
             raise ValueError(
                 "shardings needs a mesh with devices: give it here or to value_and_grad"
             )
+        check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, mesh)
         whole = {part: specs[part] for part in params}
         return jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part),
@@ -310,9 +312,7 @@ class PipelineGradients:
         observe: Callable[[Executor], None] | None = None,
     ) -> GradResult:
         mesh = self._check_mesh()
-        check_params(params)
-        if model.schedule.has_backward and observe is None:
-            check_keys(params, key)
+        check_params(params, key, draws=model.schedule.has_backward and observe is None)
         # A part that is left out is None, a tree without leaves. Half-precision copies are made
         # once a step, outside of the loop: all micro-batches read the same ones.
         parts = {part: params.get(part) for part in PARTS}

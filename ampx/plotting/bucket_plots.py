@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ampx.checking import as_number_array, check_word
 from ampx.diagnostics.bucket_timelines import BucketTimeline
-from ampx.drawing import make_axes, mix_colors, width_in_points
+from ampx.drawing import check_axes, make_axes, mix_colors, width_in_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +68,9 @@ def plot_buckets(
     # Four arrays of a profile become the same named tuple that a model of the times returns.
     bucket_bytes, *spans = _check_timeline(timeline)
     timeline = BucketTimeline(bucket_bytes, *spans)
+    check_word("unit", unit)
     axes = make_axes(9, 2.4) if axes is None else axes
+    check_axes(axes)
     start = min(lane.min() for lane in spans)
     axes.set_xlim(start, start + timeline.total_time)
     axes.set_ylim(len(_LANES) - 0.5, -0.5)  # upside down: the first lane is at the top
@@ -122,9 +125,10 @@ def _describe(axes: Axes, timeline: BucketTimeline, unit: str) -> None:
 
 def _check_timeline(timeline: BucketTimeline | Sequence[ArrayLike]) -> list[np.ndarray]:
     """Checks a timeline and converts its parts: float64[buckets], then three [buckets, 2]."""
-    arrays = [np.asarray(part, float) for part in timeline]
-    count = arrays[0].size
-    shapes = [array.shape for array in arrays]
+    parts = list(timeline) if isinstance(timeline, tuple | list) else []
+    arrays = [as_number_array("timeline", part) for part in parts]
+    count = arrays[0].size if arrays else 0
+    shapes = [array.shape for array in arrays] if parts else timeline
     if not count or shapes != [(count,), (count, 2), (count, 2), (count, 2)]:
         raise ValueError(
             "timeline must be bytes of shape (buckets,), then starts and ends of backward passes, "

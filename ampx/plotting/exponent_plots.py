@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ampx.checking import as_number
-from ampx.drawing import COLORS, format_scale, make_axes, width_in_points
+from ampx.checking import as_dtype, as_number, as_number_array
+from ampx.drawing import COLORS, check_axes, format_scale, make_axes, width_in_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,8 +88,12 @@ def plot_exponents(
       >>> scaled.get_legend_handles_labels()[1]
       ['output', 'embedding']
     """
+    if not isinstance(counts, Mapping):
+        raise TypeError(f"counts must be a mapping, as in {{'gradients': counts}}, got {counts!r}")
     if not counts:
         raise ValueError("counts is empty: give at least one line, as in {'gradients': counts}")
+    if isinstance(formats, str) or not isinstance(formats, Sequence):
+        raise TypeError(f"formats must be a sequence, as in ('float16',), got {formats!r}")
     if not formats:
         raise ValueError("formats is empty: name at least one, as in ('float16',)")
     loss_scale = as_number("loss_scale", loss_scale, above=0)
@@ -97,6 +101,7 @@ def plot_exponents(
     shares = {name: _shares(name, own, len(edges) - 1) for name, own in counts.items()}
     ranges = [_range_of(dtype) for dtype in formats]
     axes = make_axes(8, 4.2) if axes is None else axes
+    check_axes(axes)
     _set_limits(axes, edges, shares, ranges[0])
     for lane, own in enumerate(ranges):
         _draw_lane(axes, own, lane)
@@ -139,7 +144,9 @@ def _edges(exponents: ArrayLike) -> np.ndarray:
 
 def _shares(name: str, counts: ArrayLike, size: int) -> np.ndarray:
     """Counts of a line as shares of their sum; zeros where nothing was counted."""
-    found = np.asarray(counts, float)
+    found = as_number_array(f"counts[{name!r}]", counts)
+    if not np.all(found >= 0):
+        raise ValueError(f"counts[{name!r}] must be at least 0, got {counts!r}")
     if found.shape != (size,):
         raise ValueError(
             f"the counts of {name!r} must be one for each of the {size} exponents, got shape "
@@ -149,8 +156,7 @@ def _shares(name: str, counts: ArrayLike, size: int) -> np.ndarray:
 
 
 def _range_of(dtype: DTypeLike) -> _Range:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"formats must be floating dtypes, got {jnp.dtype(dtype).name}")
+    dtype = as_dtype("formats", dtype, "floating")
     # jnp.finfo knows bfloat16 and float8, too. A float is large enough for their largest numbers.
     info: Any = jnp.finfo(dtype)
     largest = math.log2(float(info.max))

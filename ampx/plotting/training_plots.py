@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ampx.checking import as_positive_int
-from ampx.drawing import COLORS, import_pyplot
+from ampx.drawing import COLORS, check_axes, import_pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,12 +61,20 @@ def plot_training(
       ['O2', 'O0']
       >>> losses.figure.savefig("training.png")  # doctest: +SKIP
     """
+    if not isinstance(histories, Mapping):
+        raise TypeError(f"histories must be a mapping, as in {{'O2': reports}}, got {histories!r}")
     runs = {name: _as_arrays(name, history) for name, history in histories.items()}
     if not runs:
         raise ValueError("histories is empty: give at least one run, as in {'O2': reports}")
     longest = max(len(run.loss) for run in runs.values())
     width = max(1, longest // 25) if smoothing is None else as_positive_int("smoothing", smoothing)
-    loss_axes, scale_axes = _new_axes() if axes is None else axes
+    panels = _new_axes() if axes is None else axes
+    try:
+        loss_axes, scale_axes = panels
+    except (TypeError, ValueError):
+        raise TypeError(f"axes must be a pair of matplotlib's, got {axes!r}") from None
+    check_axes(loss_axes)
+    check_axes(scale_axes)
 
     for index, (name, run) in enumerate(runs.items()):
         # The first run is the widest line and lies at the bottom.
@@ -157,7 +165,12 @@ def _field(history: Any, field: str) -> np.ndarray | None:
         values = None if any(value is None for value in values) else values
     else:
         values = getattr(history, field, None)
-    return None if values is None else np.asarray(values)
+    if values is None:
+        return None
+    found = np.asarray(values)
+    if found.dtype.kind not in "biuf":
+        raise TypeError(f"histories: {field} must be numbers, got {values!r}")
+    return found
 
 
 def _draw_loss(axes: Axes, name: str, loss: np.ndarray, width: int, style: dict[str, Any]) -> None:

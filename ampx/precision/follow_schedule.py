@@ -25,12 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ampx.checking import check_state, check_transformation
+from ampx.checking import check_transformation
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
+from ampx.tree_checks import check_opt_state, check_scalar
 from ampx.trees import count_up, find_nodes, hold
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
+from ampx.updates.guards import check_update, guard
 
 
 class PrecisionScheduleState(NamedTuple):
@@ -107,7 +109,7 @@ def follow_schedule(
         raise TypeError(
             f"schedule must be an ampx.PrecisionSchedule, got {type(schedule).__name__}"
         )
-    inner = accept_extra_args(inner)
+    inner = guard("follow_schedule", accept_extra_args(inner))
     # One entry for each phase, known while tracing. The device looks up its phase in them.
     scales = [parse_choice(recipe.loss_scale) for recipe in schedule.recipes]
     is_dynamic = np.array([scale == 0 for scale in scales])  # bool[num_phases]
@@ -144,11 +146,13 @@ def follow_schedule(
         value: jax.Array | None = None,
         **extra_args: Any,
     ) -> tuple[Any, PrecisionScheduleState]:
-        check_state("follow_schedule", state, PrecisionScheduleState)
+        check_update("follow_schedule", PrecisionScheduleState, updates, state, params)
         if schedule.needs_loss and value is None:
             raise ValueError(
                 f"the schedule '{schedule}' waits for a loss: call update(..., value=loss)"
             )
+        if schedule.needs_loss:
+            check_scalar("value", value)
         about = extra_args if value is None else {**extra_args, "value": value}
         updates, new = inner.update(updates, state.inner_state, params, **about)
         steps_seen = count_up(state.steps_seen)
@@ -202,6 +206,7 @@ def precision_phase(opt_state: optax.OptState) -> jax.Array:
       int32 scalar; 0 where the state follows no schedule.
 
     Raises:
+      TypeError: if `opt_state` is no optimizer state.
       ValueError: if it follows several schedules.
 
     Examples:
@@ -215,6 +220,7 @@ def precision_phase(opt_state: optax.OptState) -> jax.Array:
       0
       1
     """
+    check_opt_state("opt_state", opt_state)
     states = find_nodes(opt_state, PrecisionScheduleState)
     if len(states) > 1:
         raise ValueError(

@@ -17,7 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from ampx.checking import as_int
 from ampx.trees import wider_dtype
 
 
@@ -39,6 +42,7 @@ def switch_by_phase(each: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
                 "with a PrecisionSchedule as its policy this function needs to know the phase: "
                 "call it with phase=ampx.precision_phase(opt_state)"
             )
+        phase = _as_phase(phase)
         if len(each) == 1:
             return each[0](*args, **kwargs)
         if isinstance(phase, int):
@@ -66,6 +70,19 @@ def switch_by_phase(each: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
         return jax.lax.switch(phase, [cast(call) for call in calls])
 
     return at_phase
+
+
+def _as_phase(phase: Any) -> Any:
+    """A phase as Python's int, if it is known, or as an integer scalar.
+
+    Raises:
+      TypeError: for what is no integer scalar.
+    """
+    if isinstance(phase, jax.Array):
+        if jnp.issubdtype(phase.dtype, np.integer) and phase.shape == ():
+            return phase
+        raise TypeError(f"phase must be an integer scalar, got {jax.typeof(phase)}")
+    return as_int("phase", phase)
 
 
 def _widest(dtypes: Sequence[Any]) -> Any:

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
-from ampx.checking import SHORT_NAMES, as_dtype, suggest
+from ampx.checking import SHORT_NAMES, as_bool, as_dtype, check_word, suggest
+from ampx.tree_checks import check_memory
 from ampx.trees import cast_castable, cast_leaf, map_by_path
 
 PathRule = Callable[[str], bool]
@@ -55,7 +56,7 @@ def cast_floating(tree: Any, dtype: DTypeLike) -> Any:
       A tree of the same structure and shapes.
 
     Raises:
-      ValueError: for another dtype: in int32 fractions would be lost.
+      ValueError: for another dtype: in int32 fractions would be lost; for a donated array.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -63,16 +64,21 @@ def cast_floating(tree: Any, dtype: DTypeLike) -> Any:
       >>> {name: x.dtype.name for name, x in ampx.cast_floating(tree, jnp.bfloat16).items()}
       {'ids': 'int32', 'w': 'bfloat16'}
     """
-    return cast_castable(tree, as_dtype("dtype", dtype, "castable"))
+    dtype = as_dtype("dtype", dtype, "castable")
+    check_memory("tree", tree)
+    return cast_castable(tree, dtype)
 
 
 def cast_by_path(tree: Any, dtype: DTypeLike, stays_float32: PathRule | None) -> Any:
     """Casts as `cast_floating` does, but to float32 where `stays_float32(path)` is True."""
     if stays_float32 is None:
         return cast_castable(tree, dtype)
-    return map_by_path(
-        tree, lambda name, leaf: cast_leaf(leaf, jnp.float32 if stays_float32(name) else dtype)
-    )
+
+    def cast(name: str, leaf: Any) -> Any:
+        stays = as_bool(f"what keep_norm_float32 returns for {name!r}", stays_float32(name))
+        return cast_leaf(leaf, jnp.float32 if stays else dtype)
+
+    return map_by_path(tree, cast)
 
 
 def is_norm_path(path: str) -> bool:
@@ -85,11 +91,15 @@ def is_norm_path(path: str) -> bool:
     Returns:
       True for components such as `LayerNorm_0`, `final_norm`, `input_layernorm`, `ln_f`, `bn1`.
 
+    Raises:
+      TypeError: if `path` is no string.
+
     Examples:
       >>> import ampx
       >>> ampx.is_norm_path("block_0/ln_1/scale"), ampx.is_norm_path("normal_dense/kernel")
       (True, False)
     """
+    check_word("path", path)
     # Paths of flax nnx end in "value", which is the content of a variable and no name of ours.
     *_, owner, leaf = ("", *path.removesuffix("/value").split("/"))
     if leaf in ("kernel", "embedding"):

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.checking import as_number, as_positive_int, check_choice
+from ampx.checking import as_int, as_number, as_positive_int, check_choice
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.precision.opt_levels import Recipe, opt_level
 from ampx.precision.policies import Policy
@@ -129,6 +129,11 @@ class PrecisionSchedule:
     phases: tuple[Phase, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.phases, tuple | list):
+            raise TypeError(
+                "phases must be a tuple of ampx.Phase, such as (Phase('O2', until_step=100), "
+                f"Phase('O0')), got {self.phases!r}"
+            )
         phases = tuple(
             Phase(phase[1], until_step=phase[0])
             if isinstance(phase, tuple) and len(phase) == 2
@@ -195,12 +200,16 @@ class PrecisionSchedule:
           The number of the phase, from 0.
 
         Raises:
-          ValueError: if a loss ends a phase: then only the optimizer's state knows.
+          TypeError: if `step` is no int.
+          ValueError: if it is negative, or if a loss ends a phase, of which only the state knows.
         """
         if self.needs_loss:
             raise ValueError(
                 f"when '{self}' switches depends on losses: read ampx.precision_phase(opt_state)"
             )
+        step = as_int("step", step)
+        if step < 0:
+            raise ValueError(f"step must be at least 0, the first step of training, got {step}")
         # Ends by step increase from phase to phase, so the phase is the number of ends behind us.
         return sum(step >= phase.until_step for phase in self.phases[:-1] if phase.until_step)
 

@@ -25,6 +25,7 @@ import optax
 
 from ampx.checking import check_transformation
 from ampx.flat_buffers.flat_params import FlatParams, is_flat
+from ampx.tree_checks import check_arrays, check_memory, check_opt_state
 
 Path = tuple[Any, ...]
 
@@ -54,7 +55,8 @@ def extend_state(
       A state as `tx.init(params)` makes it.
 
     Raises:
-      TypeError: if `tx` is not a gradient transformation.
+      TypeError: if `tx` is not a gradient transformation, `opt_state` no optimizer state, or a
+        leaf of `params` no array.
       ValueError: if another transformation made `opt_state`, or a parameter has changed its shape
         or dtype.
 
@@ -70,6 +72,9 @@ def extend_state(
       (Array([1., 2.], dtype=float32), Array([0., 0., 0.], dtype=float32))
     """
     check_transformation("tx", tx)
+    check_opt_state("opt_state", opt_state)
+    check_memory("opt_state", opt_state)
+    check_arrays("params", params, may_be_shapes=True)
     return _merge(opt_state, tx.init(params), ())
 
 

@@ -22,12 +22,13 @@ import jax
 import optax
 
 from ampx.accumulation.multi_steps import MultiStepsState
-from ampx.checking import as_bool, as_positive_int
+from ampx.checking import as_bool, as_positive_int, check_word
 from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.drawing import format_scale
 from ampx.loss_scaling.state import GrowthIntervalState, LossScaleState, OptimizersState
 from ampx.precision.follow_schedule import PrecisionScheduleState
+from ampx.tree_checks import check_opt_state
 from ampx.updates.clipping import ClippedState
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> {name: figures[name].item() for name in ("loss_scale", "skipped_total", "learning_rate")}
       {'loss_scale': 65536.0, 'skipped_total': 0, 'learning_rate': 0.5}
     """
+    check_opt_state("opt_state", opt_state)
     found: dict[str, dict[Path, jax.Array]] = {}
     for path, name, value in _figures(opt_state, ()):
         found.setdefault(name, {})[path] = value
@@ -195,6 +197,7 @@ def progress_bar(
       0.25
     """
     total_steps = as_positive_int("total_steps", total_steps)
+    check_word("label", label)
     refresh_every = as_positive_int("refresh_every", refresh_every)
     if tokens_per_step is not None:
         tokens_per_step = as_positive_int("tokens_per_step", tokens_per_step)

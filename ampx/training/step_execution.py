@@ -53,6 +53,7 @@ from ampx.training import step_arguments, train_states
 from ampx.training.monitoring import metrics
 from ampx.training.step_reports import StepReport, measure_groups
 from ampx.training.train_states import TrainState
+from ampx.tree_checks import check_arrays, check_key, check_scalar, check_trainable
 from ampx.trees import cast_like, copy_arrays, find_nodes, merge_trainable, split_trainable
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import explain_refused
@@ -110,7 +111,8 @@ class TrainStep:
           A `TrainState`; copies, so that it can be donated without losing `params`.
 
         Raises:
-          TypeError: for an nnx model, which needs an `nnx.Optimizer` in the place of a state.
+          TypeError: for an nnx model, which needs an `nnx.Optimizer` in the place of a state; for
+            what is no array, or no key.
           ValueError: for a loss scale of several losses.
         """
         if flax_modules.is_nnx_module(params):
@@ -118,6 +120,9 @@ class TrainStep:
                 "step.init takes a pytree of parameters, got an nnx module: call the step with the "
                 "pair (model, nnx.Optimizer(model, step.tx, wrt=nnx.Param)) instead of a state"
             )
+        check_trainable("params", params)
+        check_key("key", key)
+        check_arrays("model_state", model_state)
         # The optimizer starts from what is stored, so that moments are as wide as parameters.
         stored = params if self.recipe is None else self.recipe.cast_params(params)
         stored, key, model_state = copy_arrays((stored, key, model_state))
@@ -150,6 +155,7 @@ class TrainStep:
           ValueError: for a state that was made with another optimizer than `step.tx`.
         """
         step_arguments.check_given(extra_args)
+        check_key("key", key)
         now = train_states.as_train_state(state, self.tx)
         # The key advances on a skipped step too, as the data do, so that no two steps draw the same
         # dropout masks. A key that the caller gives leaves the state's own untouched.
@@ -348,7 +354,10 @@ class TrainStep:
         last = jnp.where(applied, step, jnp.maximum(step, 1) - 1)
 
         def evaluate(rate: Any) -> jax.Array:
-            return jnp.asarray(rate(last) if callable(rate) else rate, jnp.float32)
+            if callable(rate):
+                rate = rate(last)
+                check_scalar("what learning_rate returns", rate)
+            return jnp.asarray(rate, jnp.float32)
 
         if isinstance(self.learning_rate, tuple):
             return {group: evaluate(rate) for group, rate in self.learning_rate}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ampx.checking import check_word
 from ampx.flat_buffers.flat_params import as_tree
 from ampx.trees import path_name
 
@@ -82,6 +83,7 @@ def measure_groups(
     groups: dict[str, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(as_tree(grads)):
         name = group_of(path_name(path))
+        check_word("what local_norm returns", name)
         groups.setdefault(name, []).append(leaf)
     norms = {name: optax.tree.norm(leaves) for name, leaves in groups.items()}
     sizes = {name: as_size(sum(leaf.size for leaf in own)) for name, own in groups.items()}

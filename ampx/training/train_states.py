@@ -23,9 +23,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ampx import flax_modules, trees
 from ampx.accumulation.multi_steps import MultiStepsState
-from ampx.loss_scaling.state import LossScaleState, find_loss_scale_state, is_skipped
+from ampx.loss_scaling.state import LossScaleState, find_scale, has_skipped
 from ampx.precision.follow_schedule import PrecisionScheduleState
+from ampx.tree_checks import check_key, check_memory, check_trainable
 from ampx.trees import find_nodes, is_largest
+from ampx.updates.guards import check_made_by
 
 
 class TrainState(NamedTuple):
@@ -114,6 +116,7 @@ def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
       ValueError: for a state that was made with another optimizer than `tx`.
     """
     if isinstance(state, TrainState):
+        _check_fields(state)
         _check_same_structure(state, tx)
         return state
     # The classes of flax are told by what they have, since flax may not be installed.
@@ -171,7 +174,7 @@ def compare_states(old_opt_state: optax.OptState, new_opt_state: optax.OptState)
         skipped         -   -   -   -   x   x    the window is lost, and is dropped at its end
         applied         -   -   x   -   -   -
     """
-    skipped = is_skipped(new_opt_state)
+    skipped = has_skipped(new_opt_state)
     before, after = (find_nodes(s, MultiStepsState) for s in (old_opt_state, new_opt_state))
     if not after:
         return Outcome(skipped, ~skipped)
@@ -201,7 +204,7 @@ def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:
     Raises:
       ValueError: if something else does.
     """
-    scale = find_loss_scale_state(opt_state)
+    scale = find_scale(opt_state)
     node: Any = opt_state
     # Invariant: everything from `opt_state` down to `node` hands on all gradients as they are.
     while scale is not None and not isinstance(node, LossScaleState):
@@ -224,7 +227,7 @@ def check_has_one_loss(opt_state: optax.OptState) -> None:
     Raises:
       ValueError: if the state has more than one scale.
     """
-    state = find_loss_scale_state(opt_state)
+    state = find_scale(opt_state)
     if state is not None and state.loss_scale.shape:
         number = state.loss_scale.shape[0]
         raise ValueError(
@@ -278,6 +281,22 @@ def advance(
     return TrainState(step, params, opt_state, key, new_model_state)
 
 
+def _check_fields(state: TrainState) -> None:
+    """Refuses a state with a field that `init` would not make.
+
+    Raises:
+      TypeError: for a step that is no int, a key that is none, and for what are no arrays.
+      ValueError: for arrays that were donated.
+    """
+    step = state.step
+    dtype = step.dtype if hasattr(step, "dtype") else type(step)
+    if dtype is not int and not jnp.issubdtype(dtype, jnp.integer) or jnp.shape(step):
+        raise TypeError(f"state.step must be an int32 scalar, got {step!r}")
+    check_key("state.key", state.key)
+    check_trainable("state.params", state.params)
+    check_memory("state.opt_state", state.opt_state)
+
+
 def _check_same_structure(state: TrainState, tx: optax.GradientTransformation) -> None:
     """Refuses a state whose optimizer state is not of the structure that `tx` makes.
 
@@ -288,40 +307,11 @@ def _check_same_structure(state: TrainState, tx: optax.GradientTransformation) -
         due = jax.eval_shape(tx.init, trees.split_trainable(state.params)[0])
     except Exception:  # of a user's transformation, and of any kind
         return
-    if jax.tree.structure(due) == jax.tree.structure(state.opt_state):
-        return
-    found, wanted = _outline(state.opt_state), _outline(due)
-    if found == wanted:
-        raise ValueError(
-            f"the state holds an optimizer state, {found}, that was made for other parameters than "
-            "its own: make both together, with step.init(params). jax.jit turns the numbers inside "
-            "an Equinox module into arrays, which are parameters: use equinox.filter_jit"
-        )
-    raise ValueError(
-        f"the state holds the optimizer state {found or 'without any class'}, and this train step "
-        f"makes and takes {wanted or 'one without any class'}: make it with step.init(params) of "
-        "this step. To go on with the arrays of another, use jax.tree.unflatten("
-        "jax.tree.structure(step.tx.init(params)), jax.tree.leaves(opt_state))"
+    maker = (
+        "step.init(params) of this step (jax.jit turns the numbers inside an Equinox module into "
+        "arrays, which are parameters: use equinox.filter_jit)"
     )
-
-
-def _outline(node: Any) -> str:
-    """The classes of an optimizer state, nested as in it, without arrays and parameters.
-
-    As in `LossScaleState((ScaleByAdamState, EmptyState))`.
-    """
-    if isinstance(node, tuple):
-        # Of a plain tuple, as of a chain, each part has its place; of a class only what has parts.
-        parts = [_outline(part) for part in node]
-        if hasattr(node, "_fields"):
-            inside = ", ".join(part for part in parts if part)
-            return f"{type(node).__name__}({inside})" if inside else type(node).__name__
-        return f"({', '.join(part or '...' for part in parts)})"
-    if isinstance(node, dict):  # groups of optax.partition
-        named = {key: _outline(part) for key, part in node.items()}
-        inside = ", ".join(f"{key!r}: {part}" for key, part in named.items() if part)
-        return f"{{{inside}}}" if inside else ""
-    return ""
+    check_made_by("this train step", maker, due, state.opt_state)
 
 
 def _check_same_tx(found: Any, expected: Any, fix: str) -> None:

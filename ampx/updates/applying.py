@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.trees import cast_like, is_float0, path_name, wider_dtype
+from ampx.tree_checks import check_gradients, check_structure
+from ampx.trees import cast_like, is_float0, wider_dtype
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
@@ -26,7 +27,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
       The sum, computed in the wider of the two dtypes, in the dtypes of `params`.
 
     Raises:
-      ValueError: for an update of another shape than its parameter.
+      TypeError: for what is no array.
+      ValueError: for updates of another structure than the parameters, or of other shapes.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -46,20 +48,6 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         total = optax.apply_updates(widen(param, update), widen(update, param))
         return cast_like(total, param)
 
-    _check_shapes(params, updates)
+    check_structure("updates", updates, "params", params)
+    check_gradients("updates", updates, params, part="update")
     return jax.tree.map(widest_sum, params, updates)
-
-
-def _check_shapes(params: Any, updates: Any) -> None:
-    """Refuses updates that JAX would broadcast to their parameter, or it to them."""
-    structure = jax.tree.structure(params)
-    leaves = zip(
-        jax.tree_util.tree_leaves_with_path(params), structure.flatten_up_to(updates), strict=True
-    )
-    for (path, param), update in leaves:
-        if update is not None and jnp.shape(param) != jnp.shape(update):
-            where = f" at {path_name(path)!r}" if path else ""
-            raise ValueError(
-                f"the update{where} has shape {jnp.shape(update)}, and its parameter has shape "
-                f"{jnp.shape(param)}: give the updates that tx.update made for these parameters"
-            )

@@ -292,7 +292,7 @@ def test_exponents_are_drawn_on_given_axes() -> None:
     [
         (dict(counts={}), ValueError, "counts is empty"),
         (dict(formats=()), ValueError, "formats is empty"),
-        (dict(formats=("int8",)), TypeError, "floating dtypes, got int8"),
+        (dict(formats=("int8",)), ValueError, "formats must be a floating dtype.* got 'int8'"),
         (dict(loss_scale=0.0), ValueError, "loss_scale must be finite and positive, got 0.0"),
         (dict(loss_scale=np.inf), ValueError, "loss_scale must be finite and positive, got inf"),
         (dict(exponents=[0, 2]), ValueError, r"consecutive integers.* got \[0 2\]"),

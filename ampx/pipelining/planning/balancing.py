@@ -29,6 +29,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ampx.checking import as_number, as_number_array, as_positive_int, check_choice
+from ampx.tree_checks import check_arrays, check_key
 from ampx.trees import is_floating
 
 CostKind = Literal["flops", "bytes", "time"]
@@ -197,6 +198,12 @@ def layer_costs(
     """
     check_choice("by", by, get_args(CostKind))
     repeats = as_positive_int("repeats", repeats)
+    functions = [layer] if callable(layer) else layer
+    if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+        raise TypeError(f"layer must be a function, or a list of functions, got {layer!r}")
+    check_arrays("params", params, may_be_shapes=True)
+    check_arrays("x", x, may_be_shapes=True)
+    check_key("key", key)
     found: dict[Hashable, float] = {}
     costs = []
     for call, own in _split_layers(layer, params):

@@ -19,12 +19,14 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ampx.checking import as_number, check_transformation
+from ampx.checking import as_number, as_positive_int, check_transformation
+from ampx.mesh_axes import check_axes_of_mesh
 from ampx.pipelining.planning.footprints import WIRES, DevicePlan, Footprint
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.simulation import Cost, Simulation
 from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.text_tables import format_table
+from ampx.tree_checks import check_arrays, check_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +198,9 @@ def plan(
         check_transformation("tx", tx)
     if bandwidth is not None:
         bandwidth = as_number("bandwidth", bandwidth, above=0)
+    check_arrays("params", params, may_be_shapes=True)
+    check_arrays("batch", batch, may_be_shapes=True)
+    check_key("key", key)
     abstract = _as_abstract_mesh(grads_of.mesh if mesh is None else mesh)
     params, batch, key = jax.tree.map(_as_shape, (params, batch, key))
     found = Footprint(grads_of, abstract, params, batch, key)
@@ -244,7 +249,11 @@ def _as_abstract_mesh(mesh: Any) -> AbstractMesh:
     # Only sizes count: the axes are Auto ones, whatever those of a given mesh are.
     if mesh is None:
         raise ValueError('no mesh: give plan a mesh or sizes, such as {"data": 16, "stage": 32}')
-    shape = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    if isinstance(mesh, Mapping):
+        shape = {axis: as_positive_int(f"mesh[{axis!r}]", size) for axis, size in mesh.items()}
+    else:
+        check_axes_of_mesh("mesh", (), mesh)
+        shape = dict(mesh.shape)
     return AbstractMesh(
         tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ampx.checking import as_bool, as_int, check_word, describe
 from ampx.pipelining.schedules.actions import Action
 
 
@@ -31,8 +32,17 @@ class Grid:
 
     def __post_init__(self) -> None:
         # Lists are welcome, but a schedule is hashed when it is an argument of a compiled function.
+        check_word("name", self.name)
+        for name in ("rows", "device_of"):
+            if not isinstance(value := getattr(self, name), list | tuple):
+                raise TypeError(f"{name} must be a tuple, {describe(value)}")
+        for row in self.rows:
+            if not isinstance(row, list | tuple):
+                raise TypeError(f"rows must be a tuple of rows of actions, got the row {row!r}")
         object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
-        object.__setattr__(self, "device_of", tuple(self.device_of))
+        places = tuple(as_int("device_of", device) for device in self.device_of)
+        object.__setattr__(self, "device_of", places)
+        object.__setattr__(self, "has_backward", as_bool("has_backward", self.has_backward))
 
     @property
     def num_devices(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ampx.checking import check_choice
+from ampx.checking import as_bool, check_choice
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.intervals import Interval, Timeline, Value, assign_slots
 from ampx.pipelining.schedules.ticks import Placement, place_in_lockstep, placement_on_grid
@@ -54,6 +54,7 @@ class Liveness:
 def find_liveness(schedule: Grid, *, merge_chunks: bool, mode: str) -> Liveness:
     """Finds lifetimes, and gives them slots; see `Schedule.liveness`."""
     check_choice("mode", mode, ("async", "lockstep"))
+    merge_chunks = as_bool("merge_chunks", merge_chunks)
     placement = placement_on_grid(schedule.rows)
     _check_released(schedule, placement)
     if mode == "lockstep":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ampx.checking import join_first
+from ampx.checking import as_int, join_first
 from ampx.pipelining.schedules.grid import Grid
 
 _IDLE = "."
@@ -19,6 +19,8 @@ def render_grid(
     A schedule with faults is drawn too, as far as that goes: it is part of the message about them.
     """
     num_ticks = schedule.num_ticks
+    start = as_int("start", start)
+    stop = None if stop is None else as_int("stop", stop)
     # As a slice of a list would be: `stop` may be None, or beyond the end.
     ticks = range(*slice(start, stop).indices(num_ticks))
     chunked = schedule.num_stages > schedule.num_devices

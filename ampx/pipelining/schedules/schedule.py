@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ampx.checking import join_first
+from ampx.checking import describe, join_first
 from ampx.pipelining.schedules.actions import (
     Action,
     merge_backwards,
@@ -302,6 +302,7 @@ class Schedule(Grid):
           torch's, need `aligned()`.
 
         Raises:
+          TypeError: if `source` or `name` is of another kind.
           OSError: if a file cannot be read.
           ValueError: if the text is not such a file, or has gaps: about the first line that is
             wrong. Nothing in a file can make a schedule or an error that is much larger than it.
@@ -312,6 +313,10 @@ class Schedule(Grid):
           >>> schedule.device_of, schedule.num_microbatches
           ((0, 1), 1)
         """
+        if not isinstance(source, str | os.PathLike):
+            raise TypeError(
+                f"source must be text such as '0F0,0B0' or a pathlib.Path, {describe(source)}"
+            )
         # A string is the text itself, never a path: "0F0,0B0" could be either.
         text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8-sig")
         grid = parse_csv(text, name)
@@ -327,6 +332,7 @@ class Schedule(Grid):
           A line for each device; idle ticks are blank.
 
         Raises:
+          TypeError: if `path` is none.
           OSError: if the file cannot be written.
 
         Examples:
@@ -335,6 +341,8 @@ class Schedule(Grid):
           0F0,,,0B0
           ,1F0,1B0,
         """
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise TypeError(f"path must be a string or a pathlib.Path, {describe(path)}")
         # Two idle ticks at the end of a row are two commas: rows stay equally long.
         lines = (",".join("" if a is None else str(a) for a in row) for row in self.rows)
         text = "".join(f"{line}\n" for line in lines)

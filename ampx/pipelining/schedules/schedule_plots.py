@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ampx.drawing import make_axes, mix_colors, width_in_points
+from ampx.drawing import check_axes, make_axes, mix_colors, width_in_points
 from ampx.pipelining.schedules.actions import Action
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.simulation import Simulation, run_schedule
@@ -56,9 +56,15 @@ def plot_schedule(schedule: Grid, *, axes: Axes | None = None, **simulation: Any
       '27.3% idle'
       >>> axes.figure.savefig("1f1b.png")  # doctest: +SKIP
     """
+    if not isinstance(schedule, Grid):
+        raise TypeError(
+            "schedule must be a Schedule, such as ampx.pipelining.one_f_one_b(4, 32), got "
+            f"{schedule!r}"
+        )
     result = run_schedule(schedule, **simulation)
     if axes is None:
         axes = make_axes(11, 1.3 + 0.42 * schedule.num_devices)
+    check_axes(axes)
     for device in range(schedule.num_devices):
         axes.broken_barh([(0, result.makespan)], (device - 0.42, 0.84), color=_WAITING, zorder=0)
     _draw_actions(axes, schedule, result)

@@ -1,0 +1,297 @@
+"""Checks of trees: parameters, gradients, states and batches, before anything computes with them.
+
+JAX and optax say of a wrong tree what went wrong inside them: "Dict key mismatch", "data type 'w'
+not understood", an attribute that some object lacks. They say nothing at all where shapes can be
+broadcast to each other, or where an array is closed over whose memory has been donated. The checks
+here look at classes, structures and shapes alone, which are known while tracing. They cost nothing
+in a compiled program.
+
+    check_arrays       every leaf is a number or an array that still has its memory
+    check_like         a tree has the paths and shapes of another one
+    check_opt_state    a tree may be an optimizer's state, and is not the parameters
+    check_gradients    gradients, and those of these parameters
+    check_key          one random key
+
+`ampx.updates.guards` puts them together for the `update` of a transformation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ampx.checking import check_hyperparameter, shorten
+from ampx.trees import is_float0, path_name, split_trainable
+
+# What JAX has no arrays of: objects, words, dates and durations.
+_FOREIGN_KINDS = "OSUmM"
+
+
+def check_arrays(name: str, tree: Any, *, may_be_shapes: bool = False) -> None:
+    """Refuses a tree with a leaf that is no array and no number, or whose memory is gone.
+
+    Args:
+      name: of the argument, for the error.
+      tree: what was given for it.
+      may_be_shapes: whether nothing but shapes and dtypes is needed. Then `jax.ShapeDtypeStruct`s
+        and arrays that have been donated are right, too.
+
+    Raises:
+      TypeError: for a leaf that is no array.
+      ValueError: for an array that was donated or deleted.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not _is_array(leaf):
+            raise TypeError(
+                f"{name} must be a tree of arrays, got {shorten(leaf)} of type "
+                f"{type(leaf).__name__}{_at(path)}: leave it out of the tree, or convert it to an "
+                "array"
+            )
+    if not may_be_shapes:
+        check_memory(name, tree)
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array | bool | int | float | complex):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    # Shapes without values are arrays where nothing is computed, and JAX itself refuses them where
+    # something is. Others may come that look like arrays, as `NarrowParam` does.
+    return dtype is not None and getattr(dtype, "kind", "V") not in _FOREIGN_KINDS
+
+
+def check_memory(name: str, tree: Any) -> None:
+    """Refuses arrays whose memory is gone: what is closed over is read only when a program runs.
+
+    Raises:
+      ValueError: for an array that was donated or deleted.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if is_known and leaf.is_deleted():
+            raise ValueError(
+                f"{name}: the array{_at(path)}, {leaf.dtype} of shape {leaf.shape}, has no memory "
+                "any more: it was donated to a jitted function (donate_argnums), or deleted. Go on "
+                "with what that function returned"
+            )
+
+
+def check_trainable(name: str, params: Any) -> None:
+    """Refuses parameters of which none is trained, and arrays whose memory is gone.
+
+    Raises:
+      TypeError: if no leaf is an array of floating numbers.
+      ValueError: for an array that was donated or deleted.
+    """
+    check_memory(name, params)
+    if jax.tree.leaves(params) and not jax.tree.leaves(split_trainable(params)[0]):
+        raise TypeError(
+            f"{name} must hold arrays of floating numbers, which alone are trained, got "
+            f"{describe_tree(params)}"
+        )
+
+
+def check_like(
+    name: str, tree: Any, like_name: str, like: Any, *, part: str = "array", partner: str = ""
+) -> None:
+    """Refuses a tree that differs in its paths or shapes from another one.
+
+    JAX would broadcast an array to the shape of its partner, and a parameter would come out in
+    another shape. A node in the place of a leaf is let through if it is more than a container, as
+    `ampx.SparseRows` is; and so is None.
+
+    Args:
+      name: of the argument, for the error.
+      tree: what was given for it.
+      like_name: what it must be like.
+      like: that tree. None in it, or `optax.MaskedNode`, stands for whatever the other one has.
+      part: what a leaf of `tree` is, in a word.
+      partner: what a leaf of `like` is to it.
+
+    Raises:
+      ValueError: if they differ.
+    """
+    for path, own, other in check_structure(name, tree, like_name, like):
+        shape, found = _shape(own), _shape(other)
+        if None not in (shape, found) and shape != found:
+            raise ValueError(
+                f"{name}: the {part}{_at(path)} has shape {found}, and "
+                f"{partner or f'that of {like_name}'} has shape {shape}: give those that belong "
+                "together"
+            )
+
+
+def check_structure(name: str, tree: Any, like_name: str, like: Any) -> list[tuple[Any, Any, Any]]:
+    """Refuses a tree that differs in its paths from another one; see `check_like`.
+
+    Returns:
+      For each leaf of `like` its path, the leaf, and what `tree` has there.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=_is_left_out)
+    pairs: list[tuple[Any, Any, Any]] | None
+    try:
+        parts = structure.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        pairs = None
+    else:
+        pairs = [(path, own, part) for (path, own), part in zip(paths, parts, strict=True)]
+    if like is None and tree is not None:
+        pairs = None
+    if pairs is None or any(_is_container(b) and not _is_left_out(a) for _, a, b in pairs):
+        raise ValueError(
+            f"{name} must be a tree like {like_name}, which has {_list_paths(like)}, got "
+            f"{describe_tree(tree)}: give those that belong together"
+        ) from None
+    return pairs
+
+
+def _shape(leaf: Any) -> Any:
+    return () if isinstance(leaf, bool | int | float | complex) else getattr(leaf, "shape", None)
+
+
+def _is_left_out(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def _is_container(node: Any) -> bool:
+    return isinstance(node, Mapping | list) or type(node) is tuple
+
+
+def _list_paths(tree: Any) -> str:
+    """The paths of the leaves of a tree, a few of them."""
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    if names == [""]:
+        return "nothing but one array"
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return (", ".join(map(repr, names[:6])) or "no leaves") + more
+
+
+def describe_tree(tree: Any) -> str:
+    """What a tree is, for the error about one of another structure."""
+    if isinstance(tree, jax.Array | np.ndarray):
+        return f"one array of shape {tree.shape}"
+    if jax.tree_util.all_leaves([tree]):
+        return f"{shorten(tree)} of type {type(tree).__name__}"
+    if tree is None:
+        return "None"
+    return f"a {type(tree).__name__} with {_list_paths(tree)}"
+
+
+def check_opt_state(name: str, state: Any) -> None:
+    """Refuses what is no optimizer state: no tree of arrays, or the parameters.
+
+    Raises:
+      TypeError: if so.
+    """
+    check_arrays(name, state, may_be_shapes=True)
+    is_leaf = jax.tree_util.all_leaves([state])
+    if is_leaf or _holds_arrays_alone(state):
+        parameters = "a tree of nothing but arrays, which looks like parameters"
+        found = describe_tree(state) if is_leaf and not hasattr(state, "dtype") else parameters
+        raise TypeError(
+            f"{name} must be an optimizer state, got {found}: give the state that tx.init(params) "
+            "or tx.update(...) returned"
+        )
+
+
+def _holds_arrays_alone(tree: Any) -> bool:
+    """Whether a tree has arrays in nothing but dicts, lists and plain tuples, as parameters do.
+
+    States of optax are NamedTuples, and so are ampx's; those without any array are empty ones.
+    """
+
+    def is_inside(node: Any) -> bool:
+        is_plain_tuple = type(node) is tuple
+        return not (node is None or is_plain_tuple or isinstance(node, list | Mapping))
+
+    leaves = jax.tree.leaves(tree, is_leaf=is_inside)
+    return bool(leaves) and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+
+
+def check_key(name: str, key: Any) -> None:
+    """Refuses what is no single random key; None, where there is none, is right.
+
+    Raises:
+      TypeError: for a seed, a word, floats, and for several keys.
+    """
+    if key is None:
+        return
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    # A key of the old kind, `jax.random.PRNGKey(0)`, is a vector of two or four uint32.
+    is_raw = dtype == np.uint32 and shape is not None and len(shape) == 1
+    if not ((is_typed and shape == ()) or is_raw):
+        kind = f"keys of shape {shape}" if is_typed else f"{shorten(key)} of type "
+        raise TypeError(
+            f"{name} must be one random key, such as jax.random.key(0), got {kind}"
+            f"{'' if is_typed else type(key).__name__}"
+        )
+    check_memory(name, key)
+
+
+def check_scalar(name: str, value: Any) -> None:
+    """Refuses what is no number: words, bools, and arrays with axes. It may be traced.
+
+    Raises:
+      TypeError: if so.
+    """
+    check_hyperparameter(name, value, may_be_infinite=True)
+    if jnp.shape(value):
+        raise TypeError(f"{name} must be a scalar, got an array of shape {jnp.shape(value)}")
+
+
+def broadcast_choice(name: str, choice: Any, tree: Any, is_leaf: Any = None) -> Any:
+    """Gives each leaf of a tree what a tree prefix, such as a mask, chooses for it.
+
+    Raises:
+      ValueError: if it is no prefix of the tree.
+    """
+    try:
+        return jax.tree.broadcast(choice, tree, is_leaf=is_leaf)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be a tree like the parameters, or like the beginning of their tree, "
+            f"which has {_list_paths(tree)}, got {describe_tree(choice)}"
+        ) from None
+
+
+def check_gradients(name: str, grads: Any, params: Any, part: str = "gradient") -> None:
+    """Refuses what are no gradients, or not those of `params`, if these are given.
+
+    Args:
+      name: of the argument, for the errors.
+      grads: what was given for it.
+      params: parameters, or None.
+      part: what a leaf of `grads` is called.
+
+    Raises:
+      TypeError: for what are no arrays, and for bools and random keys.
+      ValueError: for another structure or other shapes than those of the parameters.
+    """
+    if grads is None:
+        raise TypeError(f"{name} must be a tree of arrays like the parameters, got None")
+    check_arrays(name, grads)
+    if params is None:
+        return
+    check_like(name, grads, "params", params, part=part, partner="its parameter")
+    pairs = check_structure(name, grads, "params", params)
+    # What has no gradient is not looked at: users of Equinox give whole modules, functions in them.
+    check_arrays("params", [own for _, own, found in pairs if found is not None])
+    for path, own, found in pairs:
+        dtypes = [getattr(x, "dtype", None) for x in (found, own)]
+        is_number = dtypes[0] is None or jnp.issubdtype(dtypes[0], np.number)
+        # The gradient that is no number is that of a parameter that is none, as optax makes it.
+        if not is_number and not is_float0(found) and dtypes[0] != dtypes[1]:
+            raise TypeError(
+                f"{name}: the {part}{_at(path)} has dtype {dtypes[0]}, and is no number: leave its "
+                "parameter out, with optax.masked or optax.partition"
+            )
+
+
+def _at(path: Any) -> str:
+    return f" at {path_name(path)!r}" if path else ""

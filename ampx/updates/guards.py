@@ -1,0 +1,168 @@
+"""What the `update` of each transformation is asked before and after it computes.
+
+A wrapper of ampx calls `check_update` with what it was given, and calls the transformation inside
+it through `guard`. Together they refuse gradients, parameters and states that do not belong
+together, by an error that names both, where JAX and optax would say that some class lacks an
+attribute, or would broadcast one array to another and go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx.checking import check_state
+from ampx.tree_checks import check_arrays, check_gradients, check_memory
+from ampx.trees import has_mark, path_name
+
+
+def check_update(owner: str, kind: type | None, updates: Any, state: Any, params: Any) -> None:
+    """Refuses wrong arguments of the `update` of a transformation.
+
+    Args:
+      owner: its public name, for the errors.
+      kind: the class of its states; None if it has none.
+      updates: gradients.
+      state: its state.
+      params: parameters, or None.
+
+    Raises:
+      TypeError: for a state of another class, and for what are no arrays.
+      ValueError: for gradients whose structure or shapes are not those of the parameters, and for
+        arrays that were donated.
+    """
+    if kind is not None:
+        check_state(owner, state, kind)
+        check_memory("state", state)
+    check_gradients("updates", updates, params)
+
+
+def guard(
+    owner: str, inner: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation inside another one, which blames a state that is not its own.
+
+    What `inner` keeps is known from its `init` alone, and to trace that in every update would cost
+    too much. So it is done only after `inner` has failed. Where it has not, what it returns must
+    have the shapes of what it was given: if gradients were broadcast to moments of another shape,
+    or these to gradients, one of the two has others.
+
+    Args:
+      owner: the public name of the transformation around it.
+      inner: an optax transformation that takes extra arguments.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        try:
+            results, new_state = inner.update(updates, state, params, **extra_args)
+        except Exception as error:
+            _blame(owner, inner, updates, params, state, error)
+            raise
+        pairs = ((results, updates), (new_state, state))
+        if any(_same_but_for_shapes(*pair) for pair in pairs):
+            _blame(owner, inner, updates, params, state, None)
+        return results, new_state
+
+    def init(params: Any) -> Any:
+        check_arrays("params", params, may_be_shapes=True)
+        return inner.init(params)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _same_but_for_shapes(new: Any, old: Any) -> bool:
+    same = jax.tree.structure(new) == jax.tree.structure(old)
+    return same and any(
+        None not in shapes and shapes[0] != shapes[1]
+        for shapes in zip(_shapes(new, None), _shapes(old, None), strict=True)
+    )
+
+
+def _shapes(tree: Any, otherwise: Any = ()) -> list[Any]:
+    return [getattr(leaf, "shape", otherwise) for leaf in jax.tree.leaves(tree)]
+
+
+def _blame(
+    owner: str, inner: Any, updates: Any, params: Any, state: Any, error: Exception | None
+) -> None:
+    """Raises if a state is not the one that `inner` makes for these parameters."""
+    # Without parameters, gradients have their structure and shapes.
+    name, like = ("updates", updates) if params is None else ("params", params)
+    try:
+        due = jax.eval_shape(inner.init, like)
+    except Exception:  # of a user's transformation, and of any kind
+        return
+    maker = "init(params) of the same transformation"
+    check_made_by(f"ampx.{owner}", maker, due, state, like_name=name, error=error)
+
+
+def check_made_by(
+    owner: str,
+    maker: str,
+    due: Any,
+    state: Any,
+    *,
+    like_name: str = "params",
+    shapes: bool = True,
+    error: Exception | None = None,
+) -> None:
+    """Refuses an optimizer state of another structure, or of other shapes, than the one due.
+
+    Args:
+      owner: who takes the state, for the error.
+      maker: what makes it, for the error.
+      due: the state that is expected, or its shapes.
+      state: what was given.
+      shapes: whether shapes are compared; those of a state that is divided inside `shard_map` are
+        not, wherever it tells.
+      like_name: the argument whose structure and shapes the state should have.
+      error: what the wrong state has led to, or None.
+
+    Raises:
+      ValueError: naming both.
+    """
+    found, wanted = outline(state), outline(due)
+    if found != wanted:
+        held = found or "without any class"
+        asked_for = wanted or "one without any class"
+        raise ValueError(
+            f"{owner}: the state holds the optimizer state {held}, and this optimizer makes and "
+            f"takes {asked_for}: give the state that {maker} made. To go on with the arrays of "
+            "another, use jax.tree.unflatten(jax.tree.structure(tx.init(params)), "
+            "jax.tree.leaves(opt_state))"
+        ) from error
+    same = jax.tree.structure(due) == jax.tree.structure(state)
+    if same and (not shapes or has_mark(state, "holds_shards") or _shapes(due) == _shapes(state)):
+        return
+    pairs = zip(jax.tree_util.tree_leaves_with_path(due), jax.tree.leaves(state), strict=same)
+    differing = (
+        f": {path_name(path)!r} has shape {jnp.shape(leaf)}, expected {own.shape}"
+        for (path, own), leaf in pairs
+        if same and own.shape != jnp.shape(leaf)
+    )
+    raise ValueError(
+        f"{owner}: the state is that of {found or 'an optimizer'}, made for other parameters than "
+        f"{like_name}{next(differing, '')}. Make both together, with {maker}"
+    ) from error
+
+
+def outline(node: Any) -> str:
+    """The classes of an optimizer state, nested as in it, without arrays and parameters.
+
+    As in `LossScaleState((ScaleByAdamState, EmptyState))`.
+    """
+    if isinstance(node, tuple):
+        # Of a plain tuple, as of a chain, each part has its place; of a class only what has parts.
+        parts = [outline(part) for part in node]
+        if hasattr(node, "_fields"):
+            inside = ", ".join(part for part in parts if part)
+            return f"{type(node).__name__}({inside})" if inside else type(node).__name__
+        return f"({', '.join(part or '...' for part in parts)})"
+    if isinstance(node, dict):  # groups of optax.partition
+        named = {key: outline(part) for key, part in node.items()}
+        inside = ", ".join(f"{key!r}: {part}" for key, part in named.items() if part)
+        return f"{{{inside}}}" if inside else ""
+    return ""
