@@ -340,7 +340,7 @@ def with_call_key(state, key):
     return nnx.merge_state(streams, rest)
 
 
-@pytest.mark.slow_but("state")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["state", "module", "module, O2"])
 def test_dropout_with_streams_of_its_own_equals_the_sequence(form):
     graphdef, stages = layers_with_rngs()
@@ -384,6 +384,8 @@ def test_streams_without_a_key_would_draw_the_same_in_every_step():
     grads_of = make_grads_of(lambda layer, x, key: nnx.merge(graphdef, layer)(x))
     with pytest.raises(ValueError, match="stages/dropout/rngs/key/value is a random key.*key=..."):
         jax.eval_shape(grads_of, with_stages(stages), make_batch(0))
+    found = jax.eval_shape(grads_of, with_stages(stages), make_batch(0), key=jax.random.key(0))
+    assert len(jax.tree.leaves(found.grads["stages"])) == 2  # of the linear layer alone
     # Evaluation without a key draws from the streams as they are, or not at all.
     jax.eval_shape(grads_of.value, with_stages(stages), make_batch(0))
 
