@@ -108,8 +108,8 @@ PEERS = (
     Peer(
         source="torch",
         runs="models under `torch.autocast` on a CPU, and the same under `ampx.autocast`: errors "
-        "of gradients, measured by float64, are at most 1.5 times torch's, and below them with norms, "
-        "attention and convolutions",
+        "of gradients, measured by float64, are at most 1.5 times torch's, and below them with "
+        "norms, attention and convolutions",
         cases=lambda: list(MODELS),
         excluded={},
     ),
