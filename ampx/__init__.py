@@ -52,6 +52,7 @@ from ampx.precision.precision_schedules import Phase, PrecisionSchedule, precisi
 from ampx.precision.recipe_names import as_recipe
 from ampx.training.added_params import extend_state
 from ampx.training.monitoring import metrics, progress_bar
+from ampx.training.state_formats import check_state_format, state_format
 from ampx.training.step_execution import TrainStep
 from ampx.training.step_reports import StepReport
 from ampx.training.train_states import TrainState
@@ -97,6 +98,7 @@ __all__ = [
     "cast",
     "cast_floating",
     "check_overlap",
+    "check_state_format",
     "clip_by_bucket_norm",
     "count_nonfinite",
     "current_loss_scale",
@@ -132,6 +134,7 @@ __all__ = [
     "reduce_in_backward",
     "select_if_finite",
     "split_microbatches",
+    "state_format",
     "static_loss_scale",
     "trace_overflow",
     "train_step",

@@ -181,6 +181,11 @@ add(
     without(SHAPES_ALONE),
     {"another shape": {"w": jnp.ones(4)}},
 )
+NO_FORMAT = {"a number": 3, "None": None, "a state": SCALED_STATE, "no keys": {}, "a word": "1"}
+add("check_state_format.saved", lambda v: ampx.check_state_format(v, SCALED_STATE), NO_FORMAT)
+SAVED = ampx.state_format(SCALED_STATE)
+OTHER_STATE = {"sgd's": SGD.init(P), "parameters": P, "None": None, "a word": "w"}
+add("check_state_format.state", lambda v: ampx.check_state_format(SAVED, v), OTHER_STATE)
 NO_OPTIMIZER = {"a word": "w", "a number": 3, "an object": object()}
 add("is_skipped.optimizer", traced(lambda v: ampx.is_skipped(SCALED_STATE, v)), NO_OPTIMIZER)
 select = ampx.select_if_finite

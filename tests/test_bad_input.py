@@ -45,6 +45,7 @@ INSIDE = {
     "Recipe.half_params": "leaves what is no array alone",
     "Rules.match": "takes an equation of a jaxpr",
     "Policy": "its methods leave what is no array alone",
+    "state_format": "describes any tree",
     "densify": "leaves what is no array alone",
     "current_loss_scale.loss_id": "test_settings",
 }

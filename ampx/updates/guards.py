@@ -160,7 +160,7 @@ def outline(node: Any) -> str:
         if hasattr(node, "_fields"):
             inside = ", ".join(part for part in parts if part)
             return f"{type(node).__name__}({inside})" if inside else type(node).__name__
-        return f"({', '.join(part or '...' for part in parts)})"
+        return f"({', '.join(part or '...' for part in parts)})" if parts else ""
     if isinstance(node, dict):  # groups of optax.partition
         named = {key: outline(part) for key, part in node.items()}
         inside = ", ".join(f"{key!r}: {part}" for key, part in named.items() if part)

@@ -1,0 +1,97 @@
+"""Saved states: those of each format restore and go on, and others are refused by name."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import stored_states
+from helpers import assert_bit_equal
+
+import ampx
+from ampx.training import state_formats
+
+STORED = json.loads(stored_states.FILE.read_text())
+FORMATS = STORED["formats"]
+P = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+
+
+def stored(name, when, like):
+    return stored_states.from_arrays(STORED["states"][name][when], like)
+
+
+@pytest.mark.parametrize("name", stored_states.CASES)
+def test_a_stored_state_restores_and_goes_on_bit_for_bit(name):
+    like = stored_states.init(name)
+    ampx.check_state_format(FORMATS[name], like)
+    state = stored(name, "before", like)
+    found = stored_states.take_steps(name, state, stored_states.GRADIENTS[3:])
+    assert_bit_equal(found, stored(name, "after", like))
+
+
+def test_the_stored_states_are_all_classes_of_states():
+    """A class that is in no stored state could change without a word."""
+    saved = " ".join(form["optimizer"] for form in FORMATS.values())
+    classes = [
+        name
+        for module in (ampx, ampx.fused)
+        for name in module.__all__
+        if name.endswith("State") and name not in ("TrainState", "ReductionState", "Zero1State")
+    ]
+    assert len(classes) > 5
+    assert not [name for name in classes if name not in saved]
+
+
+def test_a_format_goes_through_json_and_shapes():
+    state = ampx.train_step(lambda w, x: jnp.sum(w), optax.adam(0.1)).init(jnp.ones(2))
+    saved = json.loads(json.dumps(ampx.state_format(state)))
+    assert saved["format"] == state_formats.FORMAT
+    assert saved["leaves"]["opt_state/0/mu"] == "float32[2]"
+    ampx.check_state_format(saved, jax.eval_shape(lambda: state))
+
+
+def other_format(saved):
+    return {**saved, "format": 2}
+
+
+def another_field(saved):
+    leaves = dict(saved["leaves"])
+    leaves["skipped_before"] = leaves.pop("skipped_total")
+    return {**saved, "leaves": leaves}
+
+
+OTHERS = {
+    "format": (other_format, r"saved is a state of format 2 .*and this ampx .*format 1 \(ampx 0.1"),
+    "field": (another_field, "'skipped_total' is not there and int32"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_format_is_refused_and_both_are_named(name):
+    change, said = OTHERS[name]
+    state = ampx.dynamic_loss_scale(optax.adam(0.1)).init(P)
+    saved = ampx.state_format(state)
+    ampx.check_state_format(saved, state)
+    with pytest.raises(ValueError, match=said):
+        ampx.check_state_format(change(saved), state)
+
+
+@pytest.mark.parametrize(
+    ("tx", "params", "said"),
+    [
+        (optax.sgd(0.1), P, r"LossScaleState\(\(ScaleByAdamState.* and state is that of"),
+        (ampx.dynamic_loss_scale(optax.lion(0.1)), P, "ScaleByAdamState.*ScaleByLionState"),
+        (
+            ampx.dynamic_loss_scale(optax.adam(0.1)),
+            {**P, "b": jnp.ones(4)},
+            r"'inner_state/0/mu/b' is float32\[3\] and float32\[4\]",
+        ),
+        (ampx.dynamic_loss_scale(optax.adam(0.1)), {"w": P["w"]}, "mu/b' is .* and not there"),
+    ],
+    ids=["no scale", "another", "shape", "leaf"],
+)
+def test_the_state_of_another_optimizer_or_model_is_refused(tx, params, said):
+    saved = ampx.state_format(ampx.dynamic_loss_scale(optax.adam(0.1)).init(P))
+    with pytest.raises(ValueError, match=said):
+        ampx.check_state_format(saved, tx.init(params))
