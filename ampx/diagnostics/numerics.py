@@ -44,7 +44,7 @@ from ampx.jaxprs import reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, is_opaque
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.jaxprs.reading import Equation
-from ampx.trees import path_name
+from ampx.trees import merge_trainable, path_name, split_trainable
 
 Counts = collections.defaultdict[Key, Histogram]
 # Opaque, too, though they hold no jaxpr that would show it.
@@ -278,7 +278,11 @@ def _run_loss_and_gradient(
 
         args = (rest, *args)
     else:
-        loss_of = fun
+        params, others = split_trainable(params)
+
+        def loss_of(params: Any, *args: Any) -> Any:
+            return fun(merge_trainable(params, others), *args)
+
     arrays, merge = split_arrays((params, args))
     for array in arrays:
         if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct):

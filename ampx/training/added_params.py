@@ -26,6 +26,7 @@ import optax
 from ampx.checking import check_transformation
 from ampx.flat_buffers.flat_params import FlatParams, is_flat
 from ampx.tree_checks import check_arrays, check_memory, check_opt_state
+from ampx.trees import split_trainable
 
 Path = tuple[Any, ...]
 
@@ -74,8 +75,9 @@ def extend_state(
     check_transformation("tx", tx)
     check_opt_state("opt_state", opt_state)
     check_memory("opt_state", opt_state)
-    check_arrays("params", params, may_be_shapes=True)
-    return _merge(opt_state, tx.init(params), ())
+    trained, _ = split_trainable(params)
+    check_arrays("params", trained if jax.tree.leaves(trained) else params, may_be_shapes=True)
+    return _merge(opt_state, tx.init(trained), ())
 
 
 def _merge(old: Any, fresh: Any, path: Path) -> Any:

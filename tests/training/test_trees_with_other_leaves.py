@@ -326,3 +326,19 @@ def test_statistics_of_equinox_are_a_model_state():
         new, _ = eqx.filter_jit(step)(state, BATCH)
     before, after = (jax.tree.leaves(s.model_state) for s in (state, new))
     assert any(np.any(a != b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.slow
+def test_diagnostics_take_a_module():
+    model = make_own()
+    assert ampx.numerics_report(loss_fn)(model, BATCH).is_finite
+    assert not ampx.trace_overflow(loss_fn)(model, BATCH)
+
+
+def test_a_state_is_carried_over_to_a_module_with_more_layers():
+    step = ampx.train_step(loss_fn, TX, loss_scale="dynamic")
+    state = step.init(make_mlp())
+    grown = eqx.tree_at(lambda m: m.activation, make_mlp(), jnp.tanh)
+    extended = ampx.extend_state(step.tx, state.opt_state, grown)
+    expected = step.init(grown).opt_state
+    assert jax.tree.structure(extended) == jax.tree.structure(expected)
