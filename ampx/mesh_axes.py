@@ -215,6 +215,22 @@ def join_shards(rows: jax.Array, axes: Sequence[str]) -> jax.Array:
     return parts.reshape(-1, *rows.shape[1:])
 
 
+def match_type(value: jax.Array, like: jax.Array) -> jax.Array:
+    """Gives a value the type of another: what it varies over, and its layout on Explicit axes.
+
+    The branches of a `lax.cond` must return the same types, and JAX does not adjust them by itself.
+
+    Args:
+      value: an array of the shape and dtype of `like`.
+      like: an array, of which the type alone is read. What `value` varies over already, it keeps.
+    """
+    value = mark_varying(value, sorted(varying_axes(like)))
+    spec, wanted = _spec_of(value), _spec_of(like)
+    mesh = jax.sharding.get_abstract_mesh()
+    has_layout = any(kind == AxisType.Explicit for kind in mesh.axis_types)
+    return jax.reshard(value, wanted) if has_layout and spec != wanted else value
+
+
 def is_spec(node: Any) -> bool:
     """Whether a node of a tree of `PartitionSpec`s is one."""
     return isinstance(node, P)

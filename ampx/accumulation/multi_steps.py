@@ -42,6 +42,7 @@ from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes, mark_varying
 from ampx.tree_checks import check_like, check_scalar
 from ampx.trees import find_nodes, has_mark, wider_dtype
+from ampx.updates.branching import run_unless
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
 
@@ -316,7 +317,7 @@ def _add_call(settings: _Settings, state: MultiStepsState, grads: Any, weight: A
 
     # Finite gradients may add up to infinity. To look costs a pass over the sums, so it is done in
     # the one call in k that uses them.
-    is_bad |= jax.lax.cond(is_due, sum_overflows, lambda: jnp.zeros_like(is_due))
+    is_bad |= run_unless(~is_due, sum_overflows, lambda _: jnp.zeros((), bool))
     is_bad |= state.window_is_bad
     # A loss scale inside must see the overflow, to skip the step and to lower the scale. A plain
     # optimizer must not: it would write NaN into its moments.
@@ -333,11 +334,10 @@ def _update_when_due(
     extra_args: dict[str, Any],
 ) -> tuple[Any, optax.OptState]:
     """Runs `inner` if the window is due and not dropped: its update, or none, and its state."""
-    # A `lax.cond` and not a select: in k - 1 of k calls no update is due, and a select would still
-    # compute one. Both branches must return the same dtypes. So the new state is cast to those of
-    # the old, and the zeros take theirs from a trace of the other branch.
+    # A branch and not a select: in k - 1 of k calls no update is due, and a select would still
+    # compute one.
 
-    def run(_: None) -> tuple[Any, Any]:
+    def run() -> tuple[Any, Any]:
         # With weights, sum(w_i * g_i) / sum(w_i); without them every w_i is 1, and this is the
         # mean. If all weights are zero so is the sum, and 0 / 1 is the 0 that is wanted, not NaN.
         divisor = jnp.where(window.weight_sum == 0, 1.0, window.weight_sum)
@@ -347,12 +347,10 @@ def _update_when_due(
         new_updates, inner_state = settings.inner.update(grads, state.inner_state, params, **about)
         return new_updates, trees.cast_like(inner_state, state.inner_state)
 
-    update_shapes, _ = jax.eval_shape(run, None)
+    def wait(types: Any) -> tuple[Any, Any]:
+        return trees.null_updates(types[0]), state.inner_state
 
-    def wait(_: None) -> tuple[Any, Any]:
-        return trees.null_updates(update_shapes), state.inner_state
-
-    return jax.lax.cond(window.is_due & ~window.drop, run, wait, None)
+    return run_unless(~window.is_due | window.drop, run, wait)
 
 
 def _next_state(

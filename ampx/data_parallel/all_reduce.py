@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ampx.data_parallel.reduction import Op, ReductionState, make_reduction, reduction_state
+from ampx.data_parallel.reduction import Op, ReductionState, make_reduction
 from ampx.tree_checks import check_arrays
 
 
@@ -99,7 +99,7 @@ def all_reduce(
 
     # Nothing is kept from step to step; the state is there to tell what the last update sent.
     def init(params: optax.Params) -> ReductionState:
-        return reduction_state(())
+        return reduction.state()
 
     # Two extra arguments may be handed down. `overflow` is the verdict of a loss scale around this,
     # for which the first bucket waits. `reduce_op` overrides `op`: code that makes gradients knows

@@ -6,7 +6,7 @@ verdict (is everything finite?) has been taken from them; clipping and the optim
     computes  |  backward pass          |  | update 0 | update 1 |   | update 2 |
     network                             |v | bucket 0 | bucket 1 | bucket 2 |
                                          └────►└──────────►└──────────►
-    v         the verdict: two int32 counts, agreed over all devices
+    v         the verdict: three int32, agreed over all devices
     bucket i  one flat buffer with the gradients of some leaves, those of the last layers in
               bucket 0, since a backward pass completes them first
     update i  the optimizer's work on the leaves of bucket i: needs v and bucket i alone
@@ -86,11 +86,13 @@ class ReductionState(NamedTuple):
     reduces_gradients = True
 
 
-def reduction_state(sent: Sequence[int]) -> ReductionState:
-    """Makes the state after an update; `sent` has the bytes of each of its reductions."""
-    return ReductionState(
-        jnp.asarray(len(sent), jnp.int32), jnp.asarray(float(sum(sent)), jnp.float32)
-    )
+class OverlappedReductionState(ReductionState):
+    """The state of a reduction whose last bucket is to overlap with updates of the first."""
+
+    __slots__ = ()
+
+    # Read likewise: behind such a reduction no branch may tie all parameters together.
+    overlaps_updates = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +136,19 @@ class Reduction:
         else:
             sums, sent = self.sum_over_devices(self.widen(grads), first)
             reduced = self.narrow(sums, grads)
-        return reduced, reduction_state(sent)
+        return reduced, self.state(sent)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether each bucket waits for the one before, and the first updates do not wait."""
+        if self.tail_overlap is None:
+            return jax.default_backend() != "cpu"  # where nothing runs beside a reduction
+        return self.tail_overlap
+
+    def state(self, sent: Sequence[int] = ()) -> ReductionState:
+        """Makes the state after an update; `sent` has the bytes of each of its reductions."""
+        kind = OverlappedReductionState if self.overlaps else ReductionState
+        return kind(jnp.asarray(len(sent), jnp.int32), jnp.asarray(float(sum(sent)), jnp.float32))
 
     def with_op(self, op: Op | None) -> Reduction:
         """Makes a reduction with another operation; None keeps this one.
@@ -214,10 +228,7 @@ class Reduction:
             group_of=group,
             order=self.order,
         )
-        chains = self.tail_overlap
-        if chains is None:
-            chains = jax.default_backend() != "cpu"  # where nothing runs beside a reduction
-        chains = chains and (len(layout.buckets) > 1 or first is not None)
+        chains = self.overlaps and (len(layout.buckets) > 1 or first is not None)
         flat = set(places_of_flat.values())
         if chains:
             spare = self._count_parts()

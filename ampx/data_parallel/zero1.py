@@ -36,7 +36,6 @@ from ampx.data_parallel.reduction import (
     Op,
     ReductionState,
     make_reduction,
-    reduction_state,
 )
 from ampx.data_parallel.shard_exchange import ShardExchange
 from ampx.data_parallel.sharded_updates import Part, choose_shard_dim, run_on_shards, take_own_shard
@@ -149,7 +148,7 @@ def zero1(
 
     # Whole shapes: `jax.jit(tx.init, out_shardings=...)` divides them as `zero1_specs` says.
     def init(params: optax.Params) -> Zero1State:
-        return Zero1State(reduction_state(()), inner.init(params), jnp.zeros((), jnp.float32))
+        return Zero1State(reduction.state(), inner.init(params), jnp.zeros((), jnp.float32))
 
     def update(
         updates: Any,
@@ -193,7 +192,7 @@ def zero1(
         )
         gathered = exchange.gather(new_updates)
         result, inner_state = jax.tree.unflatten(structure, [*gathered, *new_state])
-        return result, Zero1State(reduction_state(sent), inner_state, exchange.compute_norm(grads))
+        return result, Zero1State(reduction.state(sent), inner_state, exchange.compute_norm(grads))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -8,12 +8,16 @@ and `nu` and writes the last three: 16 + 12 = 28 bytes a parameter, the least po
                          │
                          └──► times trust ratio ──► times step size ──► new parameter, or update
 
-`compute_direction` and `hold_nonfinite` are also what a kernel does to a block of a parameter.
+`compute_direction` is also what a kernel does to a block of a parameter.
+
+What is held is held together: one predicate, whether the square of the gradient is finite, decides
+for all slots of an element and for the parameter. Were each slot to decide by itself, a gradient of
+1e20 would enter Adam's `mu` and not its `nu`, where its square is infinite; and mu / sqrt(nu) would
+throw the parameter to -1e17. Behind a finite square all slots stay finite, see `UpdateRule`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,18 +112,19 @@ def _update(
         # NovoGrad: |factor * g|**2, whole, before anything else is done with the gradient.
         scaled = g if h.factor is None else g * h.factor
         h = h._replace(squares=sum_parameter(scaled * scaled, leaf.segments))
-    step, new_slots = compute_direction(rule, h, leaf._replace(grad=g, param=p, slots=slots), skip)
+    wide_leaf = leaf._replace(grad=g, param=p, slots=slots)
+    step, new_slots, takes = compute_direction(rule, h, wide_leaf, skip)
     if rule.direction_again is not None:
         # LAMB. XLA is free to write the direction out or to compute it twice; kernels compute it
         # twice.
         step = step * compute_trust_ratio(p, step, leaf.segments)
     step = step if h.step_size is None else h.step_size * step
-    # Without a skip nothing holds a float16 moment that overflows, and optax's does not either.
+    # Without a skip a float16 moment overflows, as optax's does.
     kept = tuple(
-        narrow_slot(new, old, leaf.step, leaf.place, holds=skip is not None)
+        narrow_slot(new, old, leaf.step, leaf.place, saturates=skip is not None)
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
-    return _answer_tail(p, step, leaf, skip, coefficients.is_bad, new_params), kept
+    return _answer_tail(p, step, leaf, takes, coefficients.is_bad, new_params), kept
 
 
 # `jit` inside the caller's `jit` is a cache here: parameters of one shape, dtype and rule are
@@ -133,8 +138,8 @@ def compute_direction(
     leaf: Leaf,
     skip: jax.Array | None,
     sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Direction and new slots of numbers in the compute dtype; all that kernels share with XLA.
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
+    """All that kernels share with XLA, of numbers in the compute dtype.
 
     Args:
       rule: the optimizer.
@@ -142,13 +147,33 @@ def compute_direction(
       leaf: gradient, parameter and slots, all widened; or one block of each, in a kernel.
       skip: bool scalar, see `Tail`.
       sqrt: the platform's square root.
+
+    Returns:
+      The direction; the new slots, of which elements that are not taken are the old ones; and
+      whether an element is taken, a bool scalar or of the direction's shape. None: all are.
     """
     # 1 / loss scale and the clip, in the wide dtype: float16 gradients lose nothing here.
     g = leaf.grad if h.factor is None else leaf.grad * h.factor
-    operations = Operations(sqrt, functools.partial(hold_nonfinite, skip))
+    operations = Operations(sqrt)
     if leaf.segments is not None:
         operations = operations._replace(spread=leaf.segments.spread)
-    return rule.direction(g, leaf.param, leaf.slots, h, operations)
+    takes = None
+    if skip is not None:
+        # NovoGrad divides by the norm of the whole parameter, so a parameter is held whole.
+        squares = h.squares if rule.needs_squares else g * g
+        takes_number = is_finite(squares) & ~skip
+        takes = operations.spread(takes_number) if rule.needs_squares else takes_number
+
+        def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+            # A slot of one number a parameter has the shape of the sum of squares. A select, and no
+            # arithmetic such as `old + keep * (new - old)`: 0 times infinity is NaN, and -0.0 would
+            # lose its sign. It costs nothing in a loop that has both numbers at hand.
+            own = takes_number if new.shape == takes_number.shape else takes
+            return jnp.where(own, new, old)
+
+        operations = operations._replace(keep=keep)
+    direction, slots = rule.direction(g, leaf.param, leaf.slots, h, operations)
+    return direction, slots, takes
 
 
 def keep_leaf(leaf: Leaf, tail: Tail) -> TailResult:
@@ -157,7 +182,7 @@ def keep_leaf(leaf: Leaf, tail: Tail) -> TailResult:
 
 
 def _answer_tail(
-    p: Any, step: jax.Array, leaf: Leaf, skip: Any, bad: jax.Array, new_params: bool
+    p: Any, step: jax.Array, leaf: Leaf, takes: Any, bad: jax.Array, new_params: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The update or the new parameter, and whether something is wrong with it.
 
@@ -168,7 +193,7 @@ def _answer_tail(
     # The sum in the wide dtype, rounded once.
     new = step if p is None else (p + step).astype(leaf.param.dtype)
     # Nobody judges the gradients: infinities go through, as they do in optax.
-    if skip is None:
+    if takes is None:
         return new if new_params else step.astype(_update_dtype(leaf)), bad
     if p is not None:
         bad |= overflows(new, leaf.param)
@@ -176,16 +201,7 @@ def _answer_tail(
     # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
     value, stays = (new, leaf.param) if new_params else (step, jnp.full_like(step, -0.0))
     is_sound = is_finite(new if is_floating(new) else step)  # an integer is always finite
-    return jnp.where(is_sound & ~skip, value, stays), bad
-
-
-def hold_nonfinite(skip: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new`, but `old` on a skip, and wherever `new` is not finite.
-
-    A select, and no arithmetic such as `old + keep * (new - old)`: 0 times infinity is NaN, and
-    -0.0 would lose its sign. It costs nothing in a loop that has both numbers at hand.
-    """
-    return new if skip is None else jnp.where(is_finite(new) & ~skip, new, old)
+    return jnp.where(is_sound & takes, value, stays), bad
 
 
 def is_finite(x: jax.Array) -> jax.Array:

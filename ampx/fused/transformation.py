@@ -14,6 +14,7 @@ find out that a fused optimizer is inside: a transformation is two closures and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,12 @@ import optax
 
 from ampx.checking import as_bool
 from ampx.flat_buffers.flattening import per_buffer
-from ampx.fused.coefficients import CoefficientsAt, advance, pack_coefficients
+from ampx.fused.coefficients import (
+    CoefficientsAt,
+    PackedCoefficients,
+    advance,
+    pack_coefficients,
+)
 from ampx.fused.kernels.pallas_updates import runs_in_kernel, update_in_kernels
 from ampx.fused.leaf_updates import Leaf, compute_dtype, keep_leaf, update_leaf
 from ampx.fused.moments.formats import SlotDtype, as_format
@@ -289,13 +295,21 @@ def _update_leaves(
             in_kernels.setdefault(key, []).append(len(results))
             results.append(None)
         else:
-            results.append(update_leaf(rule, vectors[key], leaf, tail))
+            results.append(update_leaf(rule, vectors[key], leaf, _skip_if_bad(tail, vectors[key])))
     # Kernels come last and all at once, since one launch may serve several parameters.
     for key, places in in_kernels.items():
-        updates = update_in_kernels(rule, vectors[key], [leaves[k] for k in places], tail)
+        own_tail = _skip_if_bad(tail, vectors[key])
+        updates = update_in_kernels(rule, vectors[key], [leaves[k] for k in places], own_tail)
         for place, update in zip(places, updates, strict=True):
             results[place] = update
     return results
+
+
+def _skip_if_bad(tail: Tail, coefficients: PackedCoefficients) -> Tail:
+    """The tail, which also skips where a coefficient is not finite: no number could be taken."""
+    if tail.skip is None:
+        return tail
+    return dataclasses.replace(tail, skip=tail.skip | coefficients.is_bad)
 
 
 def mark_own_part(state: Any) -> tuple[Any, ...]:

@@ -1,17 +1,17 @@
 """What makes a step bad: infinities and NaN in gradients, counted; and the division by the scale.
 
-The verdict on a step is a pair of integers: how many arrays hold an infinity, and how many a NaN.
-Devices agree on it by one sum of two int32, eight bytes, before any gradient is sent:
+The verdict on a step is three integers: how many arrays hold an infinity, how many a NaN, and
+whether finite gradients are too large: their squares do not add up to a finite number. Devices
+agree on it by one sum of three int32, twelve bytes, before any gradient is sent:
 
-    device 0:  [0, 0]  --+
-    device 1:  [0, 1]  --+--> psum: [2, 1], on every device: all skip this step
-    device 2:  [2, 0]  --+
+    device 0:  [0, 0, 0]  --+
+    device 1:  [0, 1, 0]  --+--> psum: [2, 1, 1], on every device: all skip this step
+    device 2:  [2, 0, 1]  --+
 
 Each device looks at its own gradients only, before they are summed over devices. That is sound. If
-one of them holds an infinity or a NaN, so does the sum. If all are finite, so is their mean: it is
-computed in float32, and each gradient is divided by the number of devices before they are added.
-Only a plain sum could overflow, beyond 3.4e38. Then the update is not finite, and updates are
-looked at too (`nonfinite_updates` of `ampx.dynamic_loss_scale`).
+one of them holds an infinity or a NaN, so does the sum. And if the squares of each of n devices add
+up to less than the largest float32 over n**2, the gradients that are summed over devices have a
+finite norm too, in float32: by the triangle inequality it is at most n times the largest of theirs.
 
 Arrays are counted and not elements because int32 must not wrap. A model of 2**32 parameters that
 are all NaN has 2**32 bad elements, which is 0 in int32: a perfect step. Arrays times devices stay
@@ -20,6 +20,7 @@ below 2**31 with ten thousand arrays on two hundred thousand devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,9 +29,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx.checking import as_dtype
-from ampx.mesh_axes import as_axes, mark_varying, tracks_varying, varying_axes
+from ampx.mesh_axes import as_axes, count_devices, mark_varying, tracks_varying, varying_axes
 from ampx.tree_checks import check_arrays
 from ampx.trees import is_floating, wider_dtype
+from ampx.updates.branching import run_unless
+from ampx.updates.gradient_norms import sum_squares
 
 
 class Verdict(NamedTuple):
@@ -39,10 +42,14 @@ class Verdict(NamedTuple):
     Attributes:
       counts: int32[2], as from `count_nonfinite`, the same on all devices.
       axes: the mapped axes over which devices agreed on it.
+      is_too_large: bool scalar, as from `judge`; None if nobody has measured that.
+      overlaps: whether the reduction of the gradients is to overlap with their updates. Static.
     """
 
     counts: jax.Array
     axes: tuple[str, ...]
+    is_too_large: jax.Array | None = None
+    overlaps: bool = False
 
 
 def _leaf_verdict(leaf: jax.Array, saturation_dtype: DTypeLike | None) -> jax.Array:
@@ -89,8 +96,7 @@ def count_nonfinite(
     if saturation_dtype is not None:
         saturation_dtype = as_dtype("saturation_dtype", saturation_dtype, "floating")
     check_arrays("tree", tree)
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
-    leaves = [leaf for leaf in leaves if leaf.size]
+    leaves = _floating(tree)
     if not leaves:
         return jnp.zeros(2, jnp.int32)
     with jax.named_scope("ampx.verdict"):
@@ -128,9 +134,72 @@ def is_bad_loss(value: Any, axis_names: Sequence[str], *, must_agree: bool) -> j
     return agree_on(is_bad.astype(jnp.int32), axes) > 0
 
 
-def is_infinite(norm: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Whether the norm of gradients is not finite on any device; bool scalar."""
-    return agree_on((~jnp.isfinite(norm)).astype(jnp.int32), axes) > 0
+def judge(
+    per_loss: Sequence[Any],
+    loss_scales: Sequence[jax.Array],
+    axis_names: Sequence[str] = (),
+    *,
+    saturation_dtype: DTypeLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Judges gradients, reading each of them once if all is well.
+
+    Args:
+      per_loss: for each loss the gradients of this device, times its scale; or None.
+      loss_scales: float32 scalars, one for each loss.
+      axis_names: mapped axes whose devices are to agree.
+      saturation_dtype: see `count_nonfinite`.
+
+    Returns:
+      int32[losses, 2], arrays with an infinity and with a NaN; and a bool scalar, whether the sum
+      of the squares of finite, unscaled gradients, over devices and losses, may not be finite.
+    """
+    given = [
+        (grads, scale)
+        for grads, scale in zip(per_loss, loss_scales, strict=True)
+        if grads is not None
+    ]
+    with jax.named_scope("ampx.verdict"):
+        # Multiplied in the same fusion that squares and adds. A report of the norm is the same sum.
+        squares = sum_squares(_floating([unscale(grads, scale) for grads, scale in given]))
+        is_fine = jnp.ones((), bool)
+        if squares:
+            widest = max((s.dtype for s in squares), key=lambda dtype: dtype.itemsize)
+            total = sum(s.astype(widest) for s in squares)
+            is_fine = jnp.isfinite(total * _headroom(axis_names, len(given)))
+
+        def look() -> jax.Array:
+            counts = [count_nonfinite(g, saturation_dtype=saturation_dtype) for g in per_loss]
+            return jnp.stack(counts)
+
+        # A finite sum has finite terms. Saturated numbers are finite, too, and are looked for.
+        # Outside of `jit` a branch would be compiled anew in every call.
+        if saturation_dtype is None and isinstance(is_fine, jax.core.Tracer):
+            counts = run_unless(is_fine, look, lambda types: jnp.zeros(types.shape, types.dtype))
+        else:
+            counts = look()
+    found = jnp.append(counts, (~is_fine).astype(jnp.int32))
+    found = agree_on(found, axis_names)
+    return found[:-1].reshape(counts.shape), found[-1] > 0
+
+
+def largest_norm(axis_names: Sequence[str]) -> float:
+    """The bound of the norm of one device's gradients: below it no sum of squares overflows."""
+    return math.sqrt(float(jnp.finfo(jnp.float32).max) / _headroom(axis_names, 1))
+
+
+def _headroom(axis_names: Sequence[str], terms: int) -> float:
+    """What a sum of squares is multiplied by before it is asked whether it is finite.
+
+    If k vectors are added, the squared norm of the sum is at most k**2 times the largest of theirs.
+    The 2 makes up for rounding: other code adds the same squares in another order.
+    """
+    axes = as_axes(axis_names, "axis_names", may_be_empty=True)
+    return 2.0 * (terms * count_devices(axes)) ** 2
+
+
+def _floating(tree: Any) -> list[jax.Array]:
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    return [leaf for leaf in leaves if leaf.size]
 
 
 def mark_overflowing(updates: Any, params: Any) -> Any:
@@ -169,20 +238,24 @@ def unscale(tree: Any, loss_scale: jax.Array) -> Any:
     and then g / S would lose the same. With another S both 1/S and the product are rounded, which
     makes an error of at most one part in 2**23.
     """
+    # A product, not a quotient. XLA recomputes a product in each fusion that reads it, while it
+    # stores a quotient, which is expensive to compute: 4 bytes a parameter more. And a scalar for
+    # each leaf, which only a barrier keeps apart: one that several reductions share XLA's CPU
+    # backend writes out as an array.
+    leaves, structure = jax.tree.flatten(tree)
+    inverses = jax.lax.optimization_barrier([1 / loss_scale] * len(leaves))
 
-    def divide(leaf: Any) -> Any:
+    def divide(leaf: Any, inverse: jax.Array) -> Any:
         if not is_floating(leaf):
             return leaf
         leaf = jnp.asarray(leaf)
         wide = wider_dtype(leaf.dtype, jnp.float32)
-        # A product, not a quotient. XLA recomputes a product in each fusion that reads it, while it
-        # stores a quotient, which is expensive to compute: 4 bytes a parameter more.
-        return leaf.astype(wide) * (1 / loss_scale).astype(wide)
+        return leaf.astype(wide) * inverse.astype(wide)
 
-    return jax.tree.map(divide, tree)
+    return structure.unflatten(map(divide, leaves, inverses))
 
 
-def unscale_and_sum(per_loss: Sequence[Any], scales: jax.Array) -> Any:
+def unscale_and_sum(per_loss: Sequence[Any], scales: Sequence[jax.Array]) -> Any:
     """Divides each loss's gradients by its own scale, then adds them.
 
     g_1 / S_1 + g_2 / S_2, since a sum of g_1 and g_2 cannot be divided by two scales. It is

@@ -33,17 +33,16 @@ from jax.typing import DTypeLike
 
 from ampx import trees
 from ampx.checking import as_bool, check_state, check_transformation, suggest
-from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite
-from ampx.loss_scaling.scaled_update import (
+from ampx.loss_scaling.calls import (
     Advance,
     Judgement,
     NonfiniteLoss,
     NonfiniteUpdates,
     Transition,
-    move_scale,
     split_by_loss,
-    wrap_with_scale,
 )
+from ampx.loss_scaling.nonfinite import Verdict, judge
+from ampx.loss_scaling.scaled_update import move_scale, wrap_with_scale
 from ampx.loss_scaling.state import LossScaleState, OptimizersState
 from ampx.updates.extra_args import accept_extra_args
 
@@ -129,7 +128,7 @@ def wrap_each_with_scale(
                 tuple(own_grads) if len(per_loss) > 1 else own_grads[0],
                 state._replace(inner_state=inner_states[name]),
                 None if params is None else params[name],
-                verdict=_judge_again(verdict, own_grads),
+                verdict=_judge_again(verdict, own_grads, state.loss_scale),
                 **_for_one(extra_args, own_grads[0]),
             )
             inner_states[name], skipped[name] = own.inner_state, own.overflow
@@ -203,7 +202,7 @@ def _move(advance: Advance, state: LossScaleState, inside: OptimizersState) -> L
     """The state after the last update of a step, whose findings are in the fields `pending_...`."""
     judgement = Judgement(
         counts=inside.pending_found.astype(jnp.int32),
-        overflow=inside.pending_skip,
+        is_too_large=jnp.zeros((), bool),  # if it was, it is among the bad updates
         seen=inside.pending_seen,
         axes=(),
         is_bad_loss=inside.pending_bad_loss,
@@ -219,12 +218,16 @@ def _move(advance: Advance, state: LossScaleState, inside: OptimizersState) -> L
     return move_scale(advance, state, judgement, transition)
 
 
-def _judge_again(verdict: Verdict | None, own_grads: Sequence[Any]) -> Verdict | None:
+def _judge_again(
+    verdict: Verdict | None, own_grads: Sequence[Any], loss_scale: jax.Array
+) -> Verdict | None:
     """A verdict on one optimizer's gradients, over the same axes as that on all of them."""
     # One pair of counts cannot tell whose gradients were bad.
     if verdict is None:
         return None
-    return Verdict(count_nonfinite(own_grads, axis_names=verdict.axes), verdict.axes)
+    scales = list(jnp.atleast_1d(loss_scale))
+    counts, is_too_large = judge(own_grads, scales, verdict.axes)
+    return verdict._replace(counts=jnp.sum(counts, axis=0), is_too_large=is_too_large)
 
 
 def _for_one(extra_args: dict[str, Any], own_grads: Any) -> dict[str, Any]:

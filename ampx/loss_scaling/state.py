@@ -50,8 +50,9 @@ class LossScaleState(NamedTuple):
       floor_hits: int32[losses], overflows that found the scale at `min_scale` already.
       overflow: bool, whether the last update was skipped.
       skipped_total: int32, updates skipped so far.
-      bad_update_total: int32, updates that came out non-finite from finite gradients, or were
-        undone because the norm of finite gradients was infinite under `max_grad_norm`.
+      bad_update_total: int32, updates that were undone because finite gradients were too large:
+        their squares do not add up in float32; and those that came out non-finite, as far as
+        `nonfinite_updates` has them looked at.
       nonfinite_loss_total: int32, updates so far whose loss, the extra argument `value`, was not
         finite, whether they were skipped or not.
       floor_flag: bool, whether there has been a floor hit; stays False unless

@@ -8,14 +8,14 @@
       │       weight                                     f32[], of all micro-batches and devices
       │       grads                                      f32 like params: summed over micro-batches,
       │                                                  over the weight, still times the scale
-      │  3  verdict = count_nonfinite(grads)             i32[2]: arrays with inf, with NaN   ┐ with
+      │  3  verdict = judge(grads)                       i32[3]: inf, NaN, squares overflow  ┐ with
       │  4  reduction.reduce(grads, verdict)             f32, in buckets, after the verdict  ┘ axes
       │  5  tx.update(grads, opt_state, params,          from the outside in:
       │       value=loss, grad=grads, ...)               (`step_arguments`)
       │       loss scale   reads the verdict, or takes one; multiplies by 1/scale
       │       clip         by the global norm, f32[]
       │       optimizer    updates and new state
-      │       loss scale   after an overflow: the old state, updates of zero; then moves the scale
+      │       loss scale   after a bad verdict: none of this, the old state; then moves the scale
       │  6  params + updates                             in the dtypes of params
       ▼
     next state, StepReport
@@ -24,14 +24,15 @@ Every line is a pure function of those above it, so XLA is free to overlap them.
 here only where `axis_name` is given. A pipeline does them inside step 2, `ampx.zero1` does step 4
 inside step 5, and under plain `jit` arrays are global and JAX reduces them.
 
-A fused optimizer takes 5 and 6 in one pass over memory (`ampx.fused.apply`).
+A fused optimizer takes 5 and 6 in one pass over memory (`ampx.fused.apply`). Around any other, both
+stand in one branch, which a skipped step does not take (`loss_scaling.transitions`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,8 @@ from ampx.checking import as_int
 from ampx.data_parallel.reduction import Reduction, ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.fused.application import apply, can_apply
-from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite, unscale
-from ampx.loss_scaling.state import find_outermost_loss_scale, scale_or_one
+from ampx.loss_scaling.nonfinite import Verdict, judge, unscale
+from ampx.loss_scaling.state import OptimizersState, find_outermost_loss_scale, scale_or_one
 from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.precision_schedules import PrecisionSchedule
@@ -57,6 +58,7 @@ from ampx.tree_checks import check_arrays, check_key, check_scalar, check_traina
 from ampx.trees import cast_like, copy_arrays, find_nodes, merge_trainable, split_trainable
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import explain_refused
+from ampx.updates.tails import Applied, Tail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,16 +266,20 @@ class TrainStep:
         axes = self.reduction.axes
         # Before the reduction and from local gradients: see `data_parallel.reduction`. The sum of
         # the two counts is what the first bucket waits for.
-        verdict = Verdict(count_nonfinite(grads, axis_names=axes), axes)
-        about = {"verdict": verdict} if is_judged else {}
-        if find_nodes(opt_state, Zero1State):  # it reduces inside `tx`, and must be told the op
+        counts, is_too_large = judge([grads], [scale_or_one(opt_state)], axes)
+        about = {}
+        inside = bool(find_nodes(opt_state, Zero1State))  # it reduces inside `tx`
+        if is_judged:
+            overlaps = self.reduction.overlaps and not inside
+            about = {"verdict": Verdict(counts[0], axes, is_too_large, overlaps)}
+        if inside:  # and must be told the op
             return grads, {**about, "reduce_op": self.reduction.op}, {}
         if find_nodes(opt_state, ReductionState):
             raise ValueError(
                 f"tx reduces gradients, and so does train_step(axis_name={axes}): leave all_reduce "
                 "out of tx"
             )
-        reduced, sent = self.reduction.reduce(grads, jnp.sum(verdict.counts))
+        reduced, sent = self.reduction.reduce(grads, jnp.sum(counts))
         return reduced, about, sent._asdict()
 
     @jax.named_scope("ampx.update")
@@ -290,6 +296,14 @@ class TrainStep:
         if can_apply(now.opt_state):  # all that is inside the loss scale works in one pass
             params, opt_state, report = apply(self.tx, grads, now.opt_state, trained, **extra_args)
             return merge_trainable(params, rest), opt_state, report.global_norm
+        scaled = find_outermost_loss_scale(now.opt_state)
+        if scaled is not None and not isinstance(scaled.inner_state, OptimizersState):
+            # New parameters are asked for: they belong into the branch that a skip does not take.
+            result, opt_state = self.tx.update(
+                grads, now.opt_state, trained, tail=Tail(new_params=True), **extra_args
+            )
+            applied = cast(Applied, result)
+            return merge_trainable(applied.params, rest), opt_state, applied.norm
         updates, opt_state = self.tx.update(grads, now.opt_state, trained, **extra_args)
         # float32 gradients must not widen the half moments that half parameters came with.
         opt_state = cast_like(opt_state, now.opt_state)

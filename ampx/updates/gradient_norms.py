@@ -105,13 +105,19 @@ def sum_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     A sum and not a maximum of absolute values: XLA's maximum on CPUs loses a NaN (it returns the
     other operand inside a reduction of some thousand elements), and a sum does not.
     """
-    return [jnp.sum(leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) ** 2) for leaf in leaves]
+    return [_sum_squares(leaf.astype(wider_dtype(leaf.dtype, jnp.float32))) for leaf in leaves]
+
+
+def _sum_squares(leaf: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(leaf):
+        return jnp.sum(leaf.real**2 + leaf.imag**2)
+    return jnp.sum(leaf**2)
 
 
 def _large_squares(leaf: jax.Array, inverse_unit: jax.Array) -> jax.Array:
     """The sum of squares in the large unit, a scalar."""
     wide = leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
-    return jnp.sum((wide * inverse_unit.astype(wide.dtype)) ** 2)
+    return _sum_squares(wide * inverse_unit.astype(wide.dtype))
 
 
 def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:

@@ -251,7 +251,7 @@ def test_float32_gradients_are_finite_where_their_sum_is_not():
 
 
 def test_a_train_step_judges_gradients_before_they_are_summed():
-    """Every device's gradients are finite, their sum is not: an update to hold, and no overflow."""
+    """Every device's gradients are finite, their sum is not: a step to undo, and no overflow."""
     scaled = functools.partial(ampx.dynamic_loss_scale, init_scale=2.0)
     step = ampx.train_step(
         lambda w, x: jnp.sum(w * x),
@@ -264,7 +264,7 @@ def test_a_train_step_judges_gradients_before_they_are_summed():
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     state, report = jax.jit(mapped)(step.init(jnp.ones(())), jnp.full(4, 1e38))
     scale = ampx.find_loss_scale_state(state.opt_state)
-    assert not report.overflow and scale.loss_scale == 2.0
+    assert report.overflow and scale.loss_scale == 2.0 and scale.inf_total == 0
     assert scale.bad_update_total == 1 and state.params == 1.0
 
 

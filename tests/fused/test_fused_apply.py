@@ -309,9 +309,8 @@ UNFIT = {
         1.0,
         1.0,
     ),
-    "a step that overflows": (lambda lib: lib.sgd(1e30), 1e20, 1.0),
+    "a step that overflows": (lambda lib: lib.sgd(1e30), 1e18, 1.0),
     "zero over zero": (lambda lib: lib.adam(0.1, eps=0.0), 0.0, 1.0),
-    "squares that overflow": (lambda lib: lib.novograd(0.1), 1e30, 1.0),
 }
 
 
@@ -322,17 +321,17 @@ def test_updates_that_are_not_finite_are_held(name, face):
     make, grad, param = UNFIT[name]
     params, grads = jnp.full(2, param), jnp.full(2, grad)
     for library in (optax, fused):
-        tx = dynamic(make(library))
+        mode = "hold" if library is optax else "accept"  # to which a fused optimizer adds its own
+        tx = dynamic(make(library), nonfinite_updates=mode)
         if face == "apply" and library is fused:
             new, state, report = fused.apply(tx, 16.0 * grads, tx.init(params), params)
             assert not report.overflow
         else:
             new, state = optimizer_step(tx, params, tx.init(params), 16.0 * grads)
         assert all_finite((new, state))
-        if name != "squares that overflow":
-            assert_bit_equal(new, params)
-            is_counted = library is optax or name not in ("a step that overflows", "zero over zero")
-            assert (library, int(state.bad_update_total)) == (library, int(is_counted))
+        assert_bit_equal(new, params)
+        is_counted = library is optax or name not in ("a step that overflows", "zero over zero")
+        assert (library, int(state.bad_update_total)) == (library, int(is_counted))
         assert int(state.skipped_total) == 0
 
 

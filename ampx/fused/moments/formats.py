@@ -66,7 +66,7 @@ def widen_slot(slot: Any, dtype: Any) -> jax.Array:
     return (decode(slot) if isinstance(slot, Int8Blocks) else slot).astype(dtype)
 
 
-def narrow_slot(new: jax.Array, old: Any, step: Any, place: int, *, holds: bool) -> Any:
+def narrow_slot(new: jax.Array, old: Any, step: Any, place: int, *, saturates: bool) -> Any:
     """New numbers in the form of the old slot.
 
     Args:
@@ -74,7 +74,8 @@ def narrow_slot(new: jax.Array, old: Any, step: Any, place: int, *, holds: bool)
       old: the slot as it is stored.
       step: int32, how many steps the optimizer has done.
       place: the parameter's number among all of the optimizer.
-      holds: whether to keep the old number where a float16 overflows.
+      saturates: whether a float16 that overflows becomes the largest one. The old number would not
+        do: a second moment of long ago beside a first moment of today makes a step of any size.
 
     Second moments in int8 are rounded stochastically, by bits that depend on the step and on the
     place of the parameter. Rounded to the nearest they would stand still, see `int8_blocks`.
@@ -84,12 +85,12 @@ def narrow_slot(new: jax.Array, old: Any, step: Any, place: int, *, holds: bool)
         if not old.signed:
             bits = element_bits(*element_index(new.shape), moment_words(step, place))
         return encode(new.astype(jnp.float32), signed=old.signed, bits=bits)
-    narrow = new.astype(old.dtype)
-    if holds and old.dtype == jnp.float16:
+    if saturates and old.dtype == jnp.float16:
         # bfloat16 has float32's exponents: what is finite in one rounds to a finite number in the
         # other, or was within half a step of the end of both.
-        narrow = jnp.where(jnp.isfinite(narrow), narrow, old)
-    return narrow
+        largest = float(jnp.finfo(jnp.float16).max)
+        new = jnp.clip(new, -largest, largest)
+    return new.astype(old.dtype)
 
 
 def moment_words(step: Any, place: int) -> tuple[jax.Array, jax.Array]:

@@ -43,7 +43,9 @@ def adagrad_direction(
     """The gradient over the root of all squares so far."""
     del p
     # sum_of_squares: of the parameter's shape, never smaller than it was.
-    squares = ops.keep(slots[0] + g * g, slots[0])
+    # The sum ends at the largest number instead of infinity, where g / sqrt(inf) is 0 as well.
+    total = jnp.minimum(slots[0] + g * g, jnp.finfo(g.dtype).max)
+    squares = ops.keep(total, slots[0])
     # An element that has seen no gradient, with eps = 0, would be 0 / 0.
     return jnp.where(squares > 0, g / ops.sqrt(squares + h.eps), jnp.zeros_like(g)), (squares,)
 

@@ -1,0 +1,72 @@
+"""Takes the sums that a program makes of its operands out of it.
+
+A clip by a global norm reads all gradients before the update does. If the norm of the same
+gradients is taken nearby, XLA merges the two, but not across the border of a branch:
+
+    sum of squares: is it finite?           sum of squares: is it finite?
+    cond                                    cond
+      └─ sum of squares: the norm     ──►     └─ clip, update
+         clip, update
+
+What is taken out are numbers, and no arrays: sums over whole operands, and what is computed of such
+sums alone. Elementwise equations in front of a sum are computed in both places, which costs nothing
+where XLA fuses them with what reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ampx.jaxprs import building, primitives
+from ampx.jaxprs.reading import (
+    evaluate,
+    find_equations_for,
+    is_dropped,
+    is_literal,
+    open_jaxpr,
+    trace,
+)
+
+_CHEAP = primitives.ELEMENTWISE | {"broadcast_in_dim", "reduce_sum", "optimization_barrier"}
+
+
+def hoist_sums(fun: Callable[..., Any], operands: Sequence[jax.Array]) -> Callable[[], list[Any]]:
+    """Traces `fun(*operands)` and computes here what it needs of sums of its operands.
+
+    What `fun` closes over takes no part in what is taken out.
+
+    Returns:
+      A function without arguments to the results of `fun`, as a flat list, which computes the rest.
+    """
+    jaxpr, _ = trace(fun, *operands)
+    opened = open_jaxpr(jaxpr)
+    known, sums, taken = set(opened.invars), set(), set()
+    for number, eqn in enumerate(opened.eqns):
+        atoms = [atom for atom in eqn.invars if not is_literal(atom)]
+        if eqn.effects or eqn.primitive.name not in _CHEAP or not known.issuperset(atoms):
+            continue
+        known.update(eqn.outvars)
+        is_sum = eqn.primitive.name == "reduce_sum" or not sums.isdisjoint(atoms)
+        if is_sum and all(out.aval.shape == () for out in eqn.outvars):
+            sums.update(eqn.outvars)
+            taken.add(number)
+    left = [eqn for number, eqn in enumerate(opened.eqns) if number not in taken]
+    read = {atom for eqn in left for atom in eqn.invars if not is_literal(atom)}
+    read.update(atom for atom in opened.outvars if not is_literal(atom))
+    wanted = [
+        out
+        for number in sorted(taken)
+        for out in opened.eqns[number].outvars
+        if out in read and not is_dropped(out)
+    ]
+    before = [opened.eqns[number] for number in find_equations_for(jaxpr, wanted)]
+    # Equations with effects, which belong to every slice, stay where they are.
+    before = [eqn for eqn in before if not eqn.effects and known.issuperset(eqn.outvars)]
+    numbers = evaluate(building.rebuild(jaxpr, opened.invars, wanted, before), *operands)
+    rest = building.rebuild(jaxpr, [*opened.invars, *wanted], opened.outvars, left)
+    needed = [left[number] for number in find_equations_for(rest, opened.outvars)]
+    rest = building.rebuild(jaxpr, [*opened.invars, *wanted], opened.outvars, needed)
+    return lambda: evaluate(rest, *operands, *numbers)
