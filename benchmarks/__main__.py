@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 import ampx
+from ampx.updates.tails import Tail
 from benchmarks import autocast, distributed, fused, model, pipeline, schedule
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 
@@ -82,10 +83,16 @@ def scaling(rounds: int) -> None:
 
 def tail(rounds: int) -> None:
     """The optimizer alone: without a model around it, the wrapper's whole cost is visible."""
-    params = {f"w{i}": jnp.ones((1024, 1024)) for i in range(8)}  # 8 x 4 MB
-    grads = jax.tree.map(lambda p: 1e-3 * p, params)
+    _tail("one array of 50 M", 1, 50_000_000, rounds)
+    _tail("400 arrays of 125 k", 400, 125_000, rounds)
 
-    def update_only(tx):
+
+def _tail(title: str, leaves: int, size: int, rounds: int) -> None:
+    params = {f"w{i}": jnp.ones(size) for i in range(leaves)}
+    grads = jax.tree.map(lambda p: 1e-3 * p, params)
+    infinite = jax.tree.map(lambda p: p * jnp.inf, params)
+
+    def with_updates(tx):
         def step(state, grads):
             params, opt_state = state
             updates, opt_state = tx.update(grads, opt_state, params)
@@ -93,18 +100,43 @@ def tail(rounds: int) -> None:
 
         return step
 
+    # As `train_step` asks: the new parameters are made inside the branch of the loss scale.
+    def with_params(tx):
+        def step(state, grads):
+            params, opt_state = state
+            applied, opt_state = tx.update(grads, opt_state, params, tail=Tail(new_params=True))
+            return applied.params, opt_state
+
+        return step
+
+    scaled = ampx.dynamic_loss_scale(OPTIMIZER)
     variants = {
-        "optax": OPTIMIZER,
-        "dynamic_loss_scale": ampx.dynamic_loss_scale(OPTIMIZER),
-        "dynamic_loss_scale, skip": ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="skip"),
-        "apply_if_finite": optax.apply_if_finite(OPTIMIZER, 5),
+        "optax": (OPTIMIZER, with_updates, grads),
+        "scale, in train_step": (scaled, with_params, grads),
+        "the same, step skipped": (scaled, with_params, infinite),
+        "scale, tx.update": (scaled, with_updates, grads),
+        "hold": (ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="hold"), with_params, grads),
+        "skip": (ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="skip"), with_params, grads),
+        "apply_if_finite": (optax.apply_if_finite(OPTIMIZER, 5), with_updates, grads),
     }
-    candidates = [
-        Candidate.compiled(name, update_only(tx), (params, tx.init(params)), grads)
-        for name, tx in variants.items()
-    ]
-    take_turns(candidates, 2 * rounds)
-    _print_steps("Optimizer tail alone, 8.4 M parameters, no model", candidates)
+    # One after the other beside optax: all at once would not fit into the memory of small machines.
+    rows = []
+    for name, (tx, make, data) in variants.items():
+        pair = [
+            Candidate.compiled(
+                "optax", with_updates(OPTIMIZER), _start_of(OPTIMIZER, params), grads
+            ),
+            Candidate.compiled(name, make(tx), _start_of(tx, params), data),
+        ]
+        take_turns(pair, rounds)
+        temp = pair[1].temp_bytes / (leaves * size)
+        rows.append([name, f"{pair[1].median_ms:.0f}", ratio(*reversed(pair)), f"{temp:.2f}"])
+    header = ["step", "ms", "ratio to optax", "temporary bytes a parameter"]
+    print_table(f"Optimizer tail alone, clip and AdamW, {title}", header, rows)
+
+
+def _start_of(tx, params):
+    return params, tx.init(params)
 
 
 def accumulation(rounds: int) -> None:
