@@ -127,6 +127,8 @@ def run_mapped(tx, bad, check_vma):
     carry = mapped(PARAMS, tx.init(PARAMS), stacked)
     rows = len(PARAMS["w"])
     if bad is not None:
+        # A copy: the first call, which may still run, reads this array in place.
+        stacked = jax.tree.map(np.copy, stacked)
         stacked["w"][bad * rows] = np.nan
     return mapped(*carry, stacked), carry
 
