@@ -97,7 +97,15 @@ def argument_of(name):
     return re.split(r"[ ,]", name.rsplit(".", 1)[-1])[0]
 
 
-@pytest.mark.parametrize("name", TABLE)
+# Their arguments are checked by the same functions as those of the others.
+SLOW = tuple(f"fused.{name}." for name in "adamw sgd lamb lion novograd adagrad adadelta".split())
+SLOW += ("fused.sgd(momentum).", "static_loss_scale.", "pipelining.plan.", "plotting.")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name.startswith(SLOW) else ()) for name in TABLE],
+)
 def test_a_wrong_argument_gets_an_error_of_ampx_that_names_it(name):
     call, values = TABLE[name]
     for kind, value in values.items():

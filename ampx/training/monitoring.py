@@ -110,6 +110,11 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       {'loss_scale': 65536.0, 'skipped_total': 0, 'learning_rate': 0.5}
     """
     check_opt_state("opt_state", opt_state)
+    return find_figures(opt_state)
+
+
+def find_figures(opt_state: optax.OptState) -> dict[str, jax.Array]:
+    """`metrics` of what is known to be an optimizer state, whatever it consists of."""
     found: dict[str, dict[Path, jax.Array]] = {}
     for path, name, value in _figures(opt_state, ()):
         found.setdefault(name, {})[path] = value

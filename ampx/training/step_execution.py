@@ -51,7 +51,7 @@ from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.training import step_arguments, train_states
-from ampx.training.monitoring import metrics
+from ampx.training.monitoring import find_figures
 from ampx.training.step_reports import StepReport, measure_groups
 from ampx.training.train_states import TrainState
 from ampx.tree_checks import check_arrays, check_key, check_scalar, check_trainable
@@ -360,7 +360,7 @@ class TrainStep:
             )
             if len(found) == 1:
                 return found[0][1]
-            named = metrics(new_opt_state).items()
+            named = find_figures(new_opt_state).items()
             ending = "/learning_rate"
             rates = {name.removesuffix(ending): r for name, r in named if name.endswith(ending)}
             return rates or None
