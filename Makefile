@@ -11,7 +11,7 @@ BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-peers test-gpu mutants lint bench bench-gpu aot docs clean help
+.PHONY: demo test test-all test-peers soak test-gpu mutants lint bench bench-gpu aot docs clean help
 
 demo: $(VENV)/.ready ## train a small language model in six precisions and compare them
 	$(BIN)/python -m ampx.examples.language_model $(ARGS)
@@ -29,6 +29,9 @@ test-peers: $(VENV)/.ready-torch ## run the programs of other libraries, torch's
 
 mutants: $(VENV)/.ready ## put faults into the library, one at a time: each must fail a test
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+soak: $(VENV)/.ready ## put 100,000 faults into training, and see that nothing comes of them
+	$(BIN)/python tests/soak.py $(ARGS)
 
 test-gpu: $(VENV)/.ready-cuda ## run the tests that need an NVIDIA GPU; installs CUDA's libraries
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu $(ARGS)
