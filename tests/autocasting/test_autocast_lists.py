@@ -103,11 +103,13 @@ def test_dtypes_of_two_arrays(fun, dtypes, half):
     check_dtypes(fun, dict(zip(("hh", "hx", "xh", "xx"), dtypes, strict=True)), half)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun, dtypes", rows(OF_ONE))
 def test_values_of_one_array(fun, dtypes):
     check_values(fun, ["h", "x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun, dtypes", rows(OF_TWO))
 def test_values_of_two_arrays(fun, dtypes):
     check_values(fun, ["hh", "hx", "xh", "xx"])

@@ -145,6 +145,7 @@ class Cnn(nn.Module):
         return nn.Dense(3)(nn.LayerNorm()(x.reshape(x.shape[0], -1)))
 
 
+@pytest.mark.slow
 def test_linen_statistics_dropout_and_gradients():
     model, images = Cnn(), jax.random.normal(jax.random.key(2), (4, 8, 8, 3))
     variables = model.init(jax.random.key(0), images, train=False)

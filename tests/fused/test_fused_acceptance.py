@@ -140,7 +140,7 @@ BNB = {
 }
 
 
-@pytest.mark.slow_but("adamw", "lamb")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BNB)
 def test_bnb_twenty_steps_with_the_state_saved_and_loaded_every_four(name):
     """tests/test_optim.py: 1e-6 + 1e-5 relative there, and up to 15 outliers; here none."""

@@ -114,6 +114,7 @@ def test_gradients_are_those_of_the_undivided_model(schedule, data):
     assert_equal_to(reference(schedule.num_microbatches, data), result, scale)
 
 
+@pytest.mark.slow
 def test_a_loss_scale_changes_no_bit_but_the_exponent():
     grads_of = pipeline(zero_bubble(2, 3), **EVERYTHING)
     batch = make_batch(6)
@@ -246,7 +247,7 @@ def number_of_masked(schedule):
     return float(result.loss), jax.device_get(result.grads["stages"]["kernel"][:, 0, 0]).tolist()
 
 
-@pytest.mark.slow_but("interleaved S=2 V=2 M=2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [gpipe(4, 2), interleaved(2, 2), zero_bubble_v(2, 2)],
