@@ -242,6 +242,7 @@ def _update_dtype(leaf: Leaf) -> np.dtype:
         return compute_dtype(leaf)
     dtype = leaf.grad.dtype if leaf.param is None else leaf.param.dtype
     for other in (leaf.grad, *leaf.slots):
-        if isinstance(other, jax.Array):
+        # float8 is narrower than any update, and JAX has no common dtype for it and another.
+        if isinstance(other, jax.Array) and other.dtype.itemsize > 1:
             dtype = wider_dtype(dtype, other.dtype)
     return dtype

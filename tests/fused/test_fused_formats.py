@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
+from ampx import fused
 from ampx.fused.moments import int8_blocks
 from ampx.fused.moments.int8_blocks import Int8Blocks, block_scale, from_codes, to_codes
 from ampx.param_storage.rounding import counter_bits, element_index, stochastic_round
@@ -468,3 +469,14 @@ def test_sharded_moments_need_no_communication(signed):
     text = step.lower(x).compile().as_text()
     assert not any(word in text for word in ("all-gather", "all-reduce", "permute", "all-to-all"))
     assert_bit_equal(step(x), there_and_back(x))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_moments_in_float8_give_updates_in_the_dtype_of_the_gradients(dtype):
+    params = {"w": jnp.linspace(-1, 1, 8)}
+    narrow, wide = (fused.lion(0.1, mu_dtype=own) for own in (getattr(jnp, dtype), None))
+    found, state = narrow.update(params, narrow.init(params), params)
+    expected, _ = wide.update(params, wide.init(params), params)
+    assert state[0].mu["w"].dtype == dtype
+    assert found["w"].dtype == expected["w"].dtype
+    np.testing.assert_array_equal(found["w"], expected["w"])  # the first reads a moment of zeros
