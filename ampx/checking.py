@@ -40,12 +40,13 @@ import numpy as np
 SHORT_NAMES: Mapping[str, str] = MappingProxyType(
     {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 )
-# What else configuration files call them: torch, JAX and Hugging Face each have their own words.
+# What else configuration files call them: torch, jmp and Hugging Face each have their own words.
 _WORDS = {
     **SHORT_NAMES,
     "fp16": "float16",
     "half": "float16",
     "fp32": "float32",
+    "full": "float32",  # jmp's
     "single": "float32",
     "f64": "float64",
     "fp64": "float64",

@@ -97,7 +97,14 @@ def check_trainable(name: str, params: Any) -> None:
 
 
 def check_like(
-    name: str, tree: Any, like_name: str, like: Any, *, part: str = "array", partner: str = ""
+    name: str,
+    tree: Any,
+    like_name: str,
+    like: Any,
+    *,
+    part: str = "array",
+    partner: str = "",
+    may_be_many: bool = False,
 ) -> None:
     """Refuses a tree that differs in its paths or shapes from another one.
 
@@ -112,12 +119,15 @@ def check_like(
       like: that tree. None in it, or `optax.MaskedNode`, stands for whatever the other one has.
       part: what a leaf of `tree` is, in a word.
       partner: what a leaf of `like` is to it.
+      may_be_many: whether a leaf may have one axis more, the first.
 
     Raises:
       ValueError: if they differ.
     """
     for path, own, other in check_structure(name, tree, like_name, like):
         shape, found = _shape(own), _shape(other)
+        if may_be_many and found and found[1:] == shape:
+            continue
         if None not in (shape, found) and shape != found:
             raise ValueError(
                 f"{name}: the {part}{_at(path)} has shape {found}, and "
@@ -260,7 +270,9 @@ def broadcast_choice(name: str, choice: Any, tree: Any, is_leaf: Any = None) -> 
         ) from None
 
 
-def check_gradients(name: str, grads: Any, params: Any, part: str = "gradient") -> None:
+def check_gradients(
+    name: str, grads: Any, params: Any, part: str = "gradient", *, may_be_many: bool = False
+) -> None:
     """Refuses what are no gradients, or not those of `params`, if these are given.
 
     Args:
@@ -268,6 +280,7 @@ def check_gradients(name: str, grads: Any, params: Any, part: str = "gradient") 
       grads: what was given for it.
       params: parameters, or None.
       part: what a leaf of `grads` is called.
+      may_be_many: whether a gradient may be those of single examples, along a first axis.
 
     Raises:
       TypeError: for what are no arrays, and for bools and random keys.
@@ -278,7 +291,8 @@ def check_gradients(name: str, grads: Any, params: Any, part: str = "gradient") 
     check_arrays(name, grads)
     if params is None:
         return
-    check_like(name, grads, "params", params, part=part, partner="its parameter")
+    words = {"part": part, "partner": "its parameter"}
+    check_like(name, grads, "params", params, **words, may_be_many=may_be_many)
     pairs = check_structure(name, grads, "params", params)
     # What has no gradient is not looked at: users of Equinox give whole modules, functions in them.
     check_arrays("params", [own for _, own, found in pairs if found is not None])

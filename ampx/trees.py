@@ -31,8 +31,17 @@ def cast_castable(tree: Any, dtype: DTypeLike) -> Any:
 
 
 def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
-    """The leaf in `dtype` if it is floating and can be cast, else as it is."""
-    if not _is_array(leaf) or leaf.dtype not in CASTABLE or leaf.dtype == dtype:
+    """The leaf in `dtype` if it is floating and can be cast, else as it is.
+
+    NumPy computes in float64 unless it is told otherwise. Without `jax_enable_x64` such an array is
+    float32 to JAX, so it is one here.
+    """
+    if not _is_array(leaf) or leaf.dtype == dtype:
+        return leaf
+    held = leaf.dtype
+    if isinstance(leaf, np.ndarray | np.generic) and held == np.float64:
+        held = jnp.result_type(leaf)
+    if held not in CASTABLE:
         return leaf
     return leaf.astype(dtype)
 
@@ -179,6 +188,19 @@ def is_float0(leaf: Any) -> bool:
 def is_floating(leaf: Any) -> bool:
     """Whether a leaf holds real or complex floating numbers."""
     return not is_float0(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def convert_numbers(tree: Any) -> Any:
+    """The tree with arrays of JAX in the place of Python's numbers and NumPy's arrays.
+
+    `jax.jit` does so with its arguments. Outside of it an optax transformation takes these, too.
+    """
+
+    def convert(leaf: Any) -> Any:
+        is_foreign = isinstance(leaf, int | float | complex | np.ndarray | np.generic)
+        return jnp.asarray(leaf) if is_foreign and not is_float0(leaf) else leaf
+
+    return jax.tree.map(convert, tree)
 
 
 def cast_like(tree: Any, like: Any) -> Any:

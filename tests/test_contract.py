@@ -153,6 +153,32 @@ def test_works_in_optax_multi_steps(wrap):
     assert_close(params, expected)
 
 
+NUMBERS = {
+    "Python": {"w": 1.5, "n": 2},
+    "NumPy": {"w": np.full(2, 1.5), "n": np.float32(2)},  # float64, which JAX holds as float32
+}
+COMPUTING = {  # with gradients or parameters, before the optimizer inside
+    **{name: TRANSFORMATIONS[name] for name in ("dynamic_loss_scale", "master_weights")},
+    "multi_steps": lambda tx: ampx.multi_steps(tx, 1),
+    "clip_by_bucket_norm": lambda tx: optax.chain(ampx.clip_by_bucket_norm(1e3), tx),
+    "stochastic_rounding": ampx.fused.stochastic_rounding,
+    "split_masters": ampx.fused.split_masters,
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("name", COMPUTING)
+def test_takes_numbers_for_arrays_as_optax_does(name, kind):
+    """optax's `test_extra_args_positional_params`: its updates are the number 1."""
+    tx = COMPUTING[name](optax.sgd(0.5))
+    given = NUMBERS[kind] if kind == "NumPy" else {"w": NUMBERS[kind]["w"]}
+    arrays = jax.tree.map(jnp.asarray, given)
+    results = [tx.update(leaf, tx.init(leaf), leaf) for leaf in (given, arrays)]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype
+
+
 def test_state_survives_a_pytree_round_trip_through_numpy(wrap):
     tx = wrap(inner())
     params, state = after(tx, 3)
@@ -167,3 +193,35 @@ def test_no_buffer_appears_twice_in_a_state(wrap):
         state = make_init(wrap(inner()).init)(PARAMS)
         pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((PARAMS, state))]
         assert len(set(pointers)) == len(pointers)
+
+
+def test_lookahead_takes_gradients_of_its_fast_parameters():
+    """optax's `test_lookahead`: gradients have another structure than its pair of parameters."""
+    plain = optax.lookahead(optax.sgd(0.5), sync_period=1, slow_step_size=0.5)
+    tx = ampx.dynamic_loss_scale(plain, init_scale=8.0)
+    params = optax.LookaheadParams.init_synced({"w": jnp.ones(2)})
+    grads = {"w": jnp.array([1.0, -2.0])}
+    with jax.numpy_dtype_promotion("standard"):  # optax multiplies by an integer
+        expected, _ = plain.update(grads, plain.init(params), params)
+        found, _ = tx.update(optax.tree.scale(8.0, grads), tx.init(params), params)
+    assert_bit_equal(found, expected)
+
+
+def test_gradients_of_single_examples_may_be_summed_inside():
+    """optax's `test_clipping_norm`: what comes out has one axis less than what went in."""
+    plain = optax.contrib.differentially_private_aggregate(1.0, 0.0, 0)
+    tx = ampx.dynamic_loss_scale(plain, init_scale=8.0)
+    params, grads = {"w": jnp.ones(2)}, {"w": jnp.ones((3, 2))}
+    with jax.numpy_dtype_promotion("standard"):  # optax divides by the number of examples
+        expected, _ = plain.update(grads, plain.init(params))
+        for given in (None, params):
+            found, _ = tx.update(optax.tree.scale(8.0, grads), tx.init(params), given)
+            assert_bit_equal(found, expected)
+
+
+@pytest.mark.parametrize("make", [optax.adam, optax.sgd, ampx.fused.adam])
+def test_gradients_of_single_examples_that_nobody_sums_are_refused(make):
+    tx = ampx.dynamic_loss_scale(make(0.1))
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"gradient at 'w' has shape \(3, 2\), and its parameter"):
+        tx.update({"w": jnp.ones((3, 2))}, tx.init(params), params)

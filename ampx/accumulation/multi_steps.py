@@ -163,7 +163,7 @@ def multi_steps(
     ) -> tuple[Any, MultiStepsState]:
         check_update("multi_steps", MultiStepsState, updates, state, params)
         check_like("updates", updates, "grad_sum in the state", state.grad_sum, part="gradient")
-        window = _add_call(settings, state, updates, weight)
+        window = _add_call(settings, state, trees.convert_numbers(updates), weight)
         new_updates, inner_state = _update_when_due(settings, state, window, params, extra_args)
         return new_updates, _next_state(state, window, inner_state)
 

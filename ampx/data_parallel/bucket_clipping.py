@@ -17,6 +17,7 @@ import optax
 from ampx.checking import as_number, as_positive_int, check_callable
 from ampx.flat_buffers.buckets import as_order, bucket_layout
 from ampx.tree_checks import check_gradients
+from ampx.trees import convert_numbers
 
 
 def clip_by_bucket_norm(
@@ -61,6 +62,7 @@ def clip_by_bucket_norm(
 
     def update(updates: Any, params: Any = None) -> Any:
         check_gradients("updates", updates, params)
+        updates = convert_numbers(updates)
         # From shapes alone, so the buckets are those of an `ampx.all_reduce` with equal arguments.
         layout = bucket_layout(updates, bucket_bytes=bucket_bytes, group_of=group_of, order=order)
         leaves, structure = jax.tree.flatten(updates)

@@ -174,7 +174,12 @@ def zero1(
         # divided, and the whole shapes with which it is traced.
         held = (grads, state.inner_state, exchange.take_own_shards(params))
         dims = (*exchange.dims, *state_dims, *exchange.dims)
-        whole = (_whole_shapes(updates, dtypes_of=grads), whole_state, _whole_shapes(params))
+        whole = (
+            _whole_shapes(updates, dtypes_of=grads),
+            # An update may have given the state another dtype than `init` did.
+            _whole_shapes(whole_state, dtypes_of=state.inner_state),
+            _whole_shapes(params),
+        )
 
         # The extra arguments are constants of the trace: values that every device holds whole.
         def inner_update(grads: Any, inner_state: Any, params: Any) -> Any:

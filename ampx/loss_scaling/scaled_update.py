@@ -87,7 +87,9 @@ def wrap_with_scale(
     ) -> tuple[Any, LossScaleState]:
         for grads in split_by_loss(updates, settings.num_losses):
             if grads is not None or settings.num_losses == 1:  # None: this loss was left out
-                check_update("loss_scale", LossScaleState, grads, state, params)
+                many = not takes_tail(getattr(state, "inner_state", ()))
+                check_update("loss_scale", LossScaleState, grads, state, params, may_be_many=many)
+        updates, params = trees.convert_numbers((updates, params))
         call = Call(updates, state, params, verdict, tail, extra_args)
         is_fused = settings.can_fuse and takes_tail(state.inner_state)
         judge, run = (judge_fused, run_fused) if is_fused else (judge_plain, run_plain)

@@ -21,7 +21,7 @@ import optax
 from ampx.checking import check_transformation
 from ampx.param_storage.wide_updates import answer_tail, update_wide
 from ampx.tree_checks import check_arrays, check_like, check_opt_state
-from ampx.trees import cast_castable, cast_like, find_nodes
+from ampx.trees import cast_castable, cast_like, convert_numbers, find_nodes
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail
@@ -91,7 +91,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     def init(params: optax.Params) -> MasterWeightsState:
         check_arrays("params", params)
         # A copy even of float32 leaves: state and parameters may both be donated.
-        master = jax.tree.map(jnp.array, cast_castable(params, jnp.float32))
+        master = jax.tree.map(jnp.array, cast_castable(convert_numbers(params), jnp.float32))
         return MasterWeightsState(master, inner.init(master))
 
     def update(
@@ -101,6 +101,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
             raise ValueError("master_weights needs params: call update(grads, state, params)")
         check_update("master_weights", MasterWeightsState, updates, state, params)
         check_like("params", params, "master_params in the state", state.master_params)
+        updates, params = convert_numbers((updates, params))
         master, bad, inner_state = update_wide(
             inner, updates, state.inner_state, state.master_params, tail, extra_args
         )

@@ -22,6 +22,7 @@ from ampx.checking import as_int, check_transformation
 from ampx.param_storage.narrow_params import NarrowParam, SplitParam
 from ampx.param_storage.wide_updates import update_narrow, widen
 from ampx.tree_checks import check_arrays, check_structure
+from ampx.trees import convert_numbers
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail
@@ -105,7 +106,8 @@ def split_masters(
         errors = jax.tree.map(
             lambda p: jnp.zeros(jnp.shape(p) if _is_split(p) else (), dtype), params
         )
-        return SplitMastersState(errors, inner.init(jax.tree.map(widen, params)))
+        wide = jax.tree.map(widen, convert_numbers(params))
+        return SplitMastersState(errors, inner.init(wide))
 
     def update(
         updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
@@ -114,6 +116,7 @@ def split_masters(
             raise ValueError("split_masters needs params: call update(grads, state, params)")
         check_update("fused.split_masters", SplitMastersState, updates, state, params)
         check_structure("error_bits in the state", state.error_bits, "params", params)
+        updates, params = convert_numbers((updates, params))
         leaves, structure = jax.tree.flatten(params)
         old_errors = structure.flatten_up_to(state.error_bits)
         # The dtype says which parameters are split, in `init` and in every step.

@@ -21,7 +21,7 @@ from ampx.param_storage.narrow_params import NarrowParam, RoundedParam
 from ampx.param_storage.rounding import draw_words
 from ampx.param_storage.wide_updates import update_narrow, widen
 from ampx.tree_checks import check_arrays
-from ampx.trees import hold
+from ampx.trees import convert_numbers, hold
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail
@@ -96,7 +96,7 @@ def stochastic_rounding(
 
     def init(params: optax.Params) -> StochasticRoundingState:
         check_arrays("params", params, may_be_shapes=True)
-        inner_state = inner.init(jax.tree.map(widen, params))
+        inner_state = inner.init(jax.tree.map(widen, convert_numbers(params)))
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 
     def update(
@@ -105,6 +105,7 @@ def stochastic_rounding(
         if params is None:
             raise ValueError("stochastic_rounding needs params: call update(grads, state, params)")
         check_update("fused.stochastic_rounding", StochasticRoundingState, updates, state, params)
+        updates, params = convert_numbers((updates, params))
         leaves = jax.tree.leaves(params)
         # Each leaf has bits of its own, by its number: equal parameters must not round alike.
         words = [

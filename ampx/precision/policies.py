@@ -15,7 +15,8 @@ bfloat16 has float32's range, float16 does not, and that is why only float16 nee
     param_dtype          compute_dtype              output_dtype
 
 A `Policy` carries no state. Only float16, bfloat16 and float32 arrays are ever cast: integers,
-booleans, random keys, complex numbers, float8 and float64 are left as they are.
+booleans, random keys, complex numbers, float8 and float64 are left as they are. (A float64 of NumPy
+is a float32, unless `jax_enable_x64` is set.)
 """
 
 from __future__ import annotations

@@ -19,7 +19,15 @@ from ampx.tree_checks import check_arrays, check_gradients, check_memory
 from ampx.trees import has_mark, path_name
 
 
-def check_update(owner: str, kind: type | None, updates: Any, state: Any, params: Any) -> None:
+def check_update(
+    owner: str,
+    kind: type | None,
+    updates: Any,
+    state: Any,
+    params: Any,
+    *,
+    may_be_many: bool = False,
+) -> None:
     """Refuses wrong arguments of the `update` of a transformation.
 
     Args:
@@ -28,6 +36,8 @@ def check_update(owner: str, kind: type | None, updates: Any, state: Any, params
       updates: gradients.
       state: its state.
       params: parameters, or None.
+      may_be_many: whether gradients may be those of single examples, which the transformation
+        inside sums, as `optax.contrib.dpsgd` does. If it does not, `guard` refuses them.
 
     Raises:
       TypeError: for a state of another class, and for what are no arrays.
@@ -37,7 +47,12 @@ def check_update(owner: str, kind: type | None, updates: Any, state: Any, params
     if kind is not None:
         check_state(owner, state, kind)
         check_memory("state", state)
-    check_gradients("updates", updates, params)
+    check_gradients("updates", updates, _trained(params), may_be_many=may_be_many)
+
+
+def _trained(params: Any) -> Any:
+    """Of the two sets of parameters that `optax.lookahead` takes, those that have gradients."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def guard(
@@ -59,10 +74,13 @@ def guard(
         try:
             results, new_state = inner.update(updates, state, params, **extra_args)
         except Exception as error:
+            check_gradients("updates", updates, _trained(params))
             _blame(owner, inner, updates, params, state, error)
             raise
-        pairs = ((results, updates), (new_state, state))
-        if any(_same_but_for_shapes(*pair) for pair in pairs):
+        if params is not None and _same_but_for_shapes(results, params):
+            check_gradients("updates", updates, _trained(params))
+        is_wrong = _same_but_for_shapes(new_state, state)
+        if is_wrong or _same_but_for_shapes(results, updates, may_be_summed=True):
             _blame(owner, inner, updates, params, state, None)
         return results, new_state
 
@@ -73,11 +91,15 @@ def guard(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _same_but_for_shapes(new: Any, old: Any) -> bool:
+def _same_but_for_shapes(new: Any, old: Any, *, may_be_summed: bool = False) -> bool:
+    """Whether only shapes differ; not if a first axis is gone and `may_be_summed`.
+
+    `optax.contrib.dpsgd` sums the gradients of single examples. No broadcast makes an axis fewer.
+    """
     same = jax.tree.structure(new) == jax.tree.structure(old)
     return same and any(
-        None not in shapes and shapes[0] != shapes[1]
-        for shapes in zip(_shapes(new, None), _shapes(old, None), strict=True)
+        None not in (own, other) and own != other and not (may_be_summed and own == other[1:])
+        for own, other in zip(_shapes(new, None), _shapes(old, None), strict=True)
     )
 
 

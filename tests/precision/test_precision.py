@@ -40,7 +40,6 @@ def test_castable_leaves_are_cast(source, target):
         jax.random.key(0),
         jnp.ones(2, jnp.complex64),
         jnp.ones(2, jnp.float8_e4m3fn),
-        np.ones(2, np.float64),
         np.zeros(2, jax.dtypes.float0),
         1.5,
         "text",
@@ -55,8 +54,15 @@ def test_other_leaves_are_not_touched(cast, leaf):
 
 def test_float64_parameters_stay_under_x64():
     with jax.enable_x64(True):
-        leaf = jnp.ones(2, jnp.float64)
-        assert ampx.opt_level("O3").half_params({"w": leaf})["w"] is leaf
+        for leaf in (jnp.ones(2, jnp.float64), np.ones(2), np.float64(1)):
+            assert ampx.opt_level("O3").half_params({"w": leaf})["w"] is leaf
+
+
+@pytest.mark.parametrize("leaf", [np.ones(2), np.float64(1)])
+def test_numpy_float64_is_the_float32_that_jax_makes_of_it(leaf):
+    """jmp's `test_policy_cast_to_compute`: else a batch of NumPy's would widen all that follows."""
+    for dtype in ("bfloat16", "float16", "float32"):
+        assert ampx.cast_floating([leaf], dtype)[0].dtype == dtype
 
 
 def test_each_cast_uses_its_own_dtype():
