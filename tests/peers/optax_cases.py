@@ -1,0 +1,134 @@
+"""Which of optax's own tests are run in which form, found without running any.
+
+A file is about optimizers if its code names a factory of them. Its tests are written once for many
+optimizers and dtypes, 2,000 in all, and each form would compile each of them anew. So of a
+parametrized test every form takes other cases, spread over all: two where optimizers differ, and
+else one. A test that has but one case is run in the forms `scale` and `fused`, and by turns in
+`window` or `zero1`.
+
+`optax_cases.txt` lists by name what is left out, with the reason: tests that make no optimizer,
+tests that take too long, and cases that cannot pass.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import pathlib
+import re
+import types
+import unittest
+import zlib
+
+import installed_tests
+import optax
+import optax_forms
+
+import ampx
+
+ROOT = pathlib.Path(optax.__file__).parent
+LIST = pathlib.Path(__file__).with_suffix(".txt")
+STUBS = ("sklearn", "sklearn.datasets", "sklearn.linear_model")
+UNUSED = "calls no update of a transformation that optax makes"
+NOT_FUSED = "calls no optimizer that `ampx.fused` has"
+LONG = "compiles for seconds in each form, and asks for little that others do not"
+Cases = list[tuple[str, unittest.TestCase]]
+FUSED = frozenset(name for name in ampx.fused.__all__ if hasattr(optax, name))
+
+
+def _module_name(file: pathlib.Path) -> str:
+    return ".".join(("optax", *file.relative_to(ROOT).with_suffix("").parts))
+
+
+def _taken_from_modules(text: str) -> set[str]:
+    """The names that a file takes from the modules it imports, as `sgd` in `alias.sgd`."""
+    imported = re.findall(r"^(?:from optax.*)?import .*?(\w+)(?:  #.*)?$", text, re.MULTILINE)
+    taken = re.findall(r"(?<![\w.])(\w+)\.(\w+)", text)
+    return {name for module, name in taken if module in imported}
+
+
+@functools.cache
+def files() -> dict[str, bool]:
+    """Each test file in optax's wheel, and whether it names a factory of transformations."""
+    factories = optax_forms.factory_names()
+    return {
+        _module_name(file): bool(_taken_from_modules(file.read_text()) & factories)
+        for file in sorted(ROOT.rglob("*_test.py"))
+    }
+
+
+@functools.cache
+def load(module: str) -> types.ModuleType:
+    """A test file, imported where factories heed the form, for what it binds while importing."""
+    with optax_forms.dispatching_optax():
+        return installed_tests.load([module], STUBS)[module]
+
+
+def short(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+@functools.cache
+def listed() -> dict[str, str]:
+    """What `optax_cases.txt` leaves out: a case or a test, and the reason."""
+    found, reason = {}, ""
+    for line in LIST.read_text().splitlines():
+        if line.startswith("# "):
+            reason = line[2:]
+        elif line:
+            found[line] = reason
+    return found
+
+
+@functools.cache
+def cases_by_test(module: str) -> dict[str, Cases]:
+    """The cases of each test of a file: one, or as many as its parameters make."""
+    tests = collections.defaultdict(list)
+    defined = set(re.findall(r"def (test\w+)", pathlib.Path(load(module).__file__).read_text()))
+    for name, case in installed_tests.cases_of(load(module)).items():
+        own, _, method = name.partition("(")[0].partition(".")
+        starts = (start for start in defined if method.startswith(start))
+        test = max(starts, key=len, default=method)
+        tests[f"{short(module)}.{own}.{test}"].append((f"{short(module)}.{name}", case))
+    return dict(tests)
+
+
+def is_left_out(test: str, form: str) -> bool:
+    """Whether a whole test is listed: the form would not change it, or it takes too long."""
+    return {listed().get(f"{key}: {test}") for key in ("all", form)} & {
+        UNUSED,
+        NOT_FUSED,
+        LONG,
+    } != set()
+
+
+def chosen(module: str, form: str) -> dict[str, Cases]:
+    """The cases of a file that are run in a form, by the tests that they belong to."""
+    return {
+        test: [(f"{form}: {name}", case) for name, case in _spread(_suited(cases, form), form)]
+        for test, cases in cases_by_test(module).items()
+        if not is_left_out(test, form)
+    }
+
+
+def _suited(cases: Cases, form: str) -> Cases:
+    """Those cases of a test that can use a form: names that `ampx.fused` has."""
+    if form != "fused" or "opt_name=" not in cases[0][0]:
+        return cases
+    names = [re.search(r"opt_name='(\w+?)(?:_mom)?'", name) for name, _ in cases]
+    return [case for case, name in zip(cases, names, strict=True) if name and name[1] in FUSED]
+
+
+def _spread(cases: Cases, form: str) -> Cases:
+    forms = optax_forms.FORMS
+    if not cases:
+        return []
+    if len(cases) == 1:
+        turn = "window" if zlib.crc32(cases[0][0].encode()) % 2 else "zero1"
+        return cases if form in ("scale", "fused", turn) else []
+    number = 2 if "opt_name=" in cases[0][0] else 1
+    total = number * len(forms)
+    places = {
+        (len(forms) * turn + forms.index(form)) * len(cases) // total for turn in range(number)
+    }
+    return [cases[place] for place in sorted(places)]
