@@ -1,6 +1,6 @@
 """How exact, how large and how fast are models under autocast, beside casts by hand?
 
-The nine models of `zoo` and `zoo_flax` run in four ways: in float32, under `ampx.autocast`, cast
+The models of `zoo` and `zoo_flax` run in four ways: in float32, under `ampx.autocast`, cast
 by hand as an expert does it, and cast at the boundary (parameters and inputs, nothing else) as
 jmp does.
 
@@ -25,7 +25,7 @@ from ampx.jaxprs import reading
 from ampx.jaxprs.folds import equations_inside
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 from benchmarks.zoo import Loss, Model, transformer
-from benchmarks.zoo_flax import models, perceptron
+from benchmarks.zoo_flax import decoder, models, perceptron
 
 HALVES = (jnp.bfloat16, jnp.float16)
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -154,7 +154,7 @@ def accuracy() -> None:
 def structure() -> None:
     """Prints what is in half, what is converted, and what is kept for the backward pass."""
     rows = []
-    for model in models():
+    for model in (*models(), decoder()):
         start = model.start()
         halves, converted, kept = [], [], []
         for loss in _compared(model).values():

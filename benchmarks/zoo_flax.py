@@ -55,6 +55,31 @@ class Recurrent(nn.Module):
         return nn.Dense(10, dtype=self.dtype)(x)
 
 
+class Decoder(nn.Module):
+    """A decoder of linen's own layers, as in flax's language model: q, k and v are three products.
+
+    Its softmax is in float32 by hand too; with linen's default it would be in `dtype`.
+    """
+
+    layers: int = 2
+    width: int = 64
+    vocabulary: int = 64
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        mask = nn.make_causal_mask(tokens)
+        for _ in range(self.layers):
+            normed = nn.LayerNorm(dtype=self.dtype)(x)
+            x = x + nn.MultiHeadDotProductAttention(
+                4, dtype=self.dtype, deterministic=True, force_fp32_for_softmax=True
+            )(normed, mask=mask)
+            hidden = nn.Dense(4 * self.width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+            x = x + nn.Dense(self.width, dtype=self.dtype)(nn.relu(hidden))
+        return nn.Dense(self.vocabulary, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+
+
 class NnxPerceptron(nnx.Module):
     """A dense network with a layer norm, in nnx."""
 
@@ -94,6 +119,23 @@ def perceptron(width: int = 64, rows: int = 16) -> Model:
     """Three dense layers in linen."""
     module = functools.partial(Perceptron, width)
     return _linen_model("MLP, linen", module, (rows, 32), (rows,))
+
+
+def decoder(rows: int = 4, length: int = 32) -> Model:
+    """A transformer of linen's own layers, beside those of `zoo`, whose layers are hand-written."""
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        return Decoder().init(key, jnp.zeros((1, length), jnp.int32))["params"], {}
+
+    def batch(key: jax.Array) -> tuple[Any, Any]:
+        tokens = jax.random.randint(key, (rows, length + 1), 0, Decoder.vocabulary)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def forward(params: Any, state: Any, tokens: jax.Array, dtype: Any) -> tuple[Any, Any]:
+        with _mixing(dtype or jnp.float32):
+            return Decoder(dtype=dtype).apply({"params": params}, tokens), state
+
+    return Model("transformer, linen", init, batch, forward)
 
 
 def convolutional() -> Model:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ampx.autocasting.rules import Rules, Surroundings
 from ampx.autocasting.tables import HALF_BY_DEFAULT
-from ampx.autocasting.values import Demand, Value
+from ampx.autocasting.values import Demand, Value, is_float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Decision(NamedTuple):
         return (
             self.precision == "half"
             and eqn.primitive.name in HALF_BY_DEFAULT
+            and any(map(is_float32, eqn.outvars))  # not one that asks for half itself
             and not any(output.half for output in self.outputs)
         )
 

@@ -11,18 +11,11 @@ typed anew. `sum(square(x @ w) + b)` before and after, for x:f32[4,8], w:f32[8,8
     e:f32[4,8] = add d b                e:f32[4,8] = add d b
     f:f32[] = reduce_sum e              f:f32[] = reduce_sum e
 
-Widening is shared and narrowing is not. The transpose of a conversion converts the cotangent back,
-and JAX adds up the cotangents of one variable in the dtype of that variable. Take a weight w that n
-products read, each with a cotangent g_i for it:
-
-    one narrowing for all         w1 = convert(w)    grad = f32(g_1 + ... + g_n)         bf16 sum
-    one narrowing for each        w_i = convert(w)   grad = f32(g_1) + ... + f32(g_n)    f32 sum
-
-With n = 512 and every g_i = 1 the first gives 256, because 256 + 1 = 256 in bfloat16, and the
-second 512. The cache of casts of Apex and torch has this fault. XLA merges the equal conversions of
-the forward pass, so they cost no time; the price is residuals, since each reader keeps its own
-copy. For a half value that float32 operations read it is the other way round: shared, c1 collects
-the cotangents of all readers in float32, and they are narrowed once.
+Conversions are shared, but cotangents are not added up in half. The transpose of a conversion
+converts the cotangent back, and JAX adds up the cotangents of one variable in the dtype of that
+variable. So c1 collects those of all float32 readers of c, and they are narrowed once. A float32
+value that several readers narrow is converted once for all of them, while each keeps a cotangent
+of its own: narrowing.py.
 """
 
 from __future__ import annotations
@@ -34,7 +27,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.autocasting import custom_rules, tables
+from ampx.autocasting import custom_rules, narrowing, tables
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK, tracing_for
 from ampx.autocasting.planner import Planner, warn_of_hidden_functions
 from ampx.autocasting.plans import Decision, Plan, Settings
@@ -116,6 +109,7 @@ class _BodyRewriter:
       atoms: the new variable or literal for each old variable.
       values: what is known of each old variable.
       widened: the float32 conversion of each new half variable that has one.
+      narrowed: the half conversion of each new float32 variable that has one.
     """
 
     def __init__(self, rewriter: Rewriter, jaxpr: Jaxpr, plan: Plan) -> None:
@@ -128,6 +122,7 @@ class _BodyRewriter:
         self.atoms: dict[Any, Any] = {}
         self.values: dict[Any, Value] = {}
         self.widened: dict[Any, Any] = {}
+        self.narrowed: dict[Any, Any] = {}
 
     def run(self) -> Jaxpr:
         """The new jaxpr."""
@@ -220,7 +215,7 @@ class _BodyRewriter:
         is_broadcast = (
             target
             and eqn.primitive.name in (*tables.TAKING_BIAS_OR_SCALE, "max", "min")
-            and not reading.is_literal(atom)
+            and self._known_value(atom).constant is None
             and not have_same_shape(atom, eqn.outvars[0])
         )
         if not is_broadcast:
@@ -246,13 +241,18 @@ class _BodyRewriter:
                 self.eqns.append(building.make_conversion(new, np.float32, eqn))
                 self.widened[new] = self.eqns[-1].outvars[0]
             return self.widened[new]
-        # One conversion for each reader, as a shared one would sum their cotangents in half.
         if reading.is_literal(atom):
             number = saturate(float(atom.val), self.half)
             return reading.new_literal(number, reading.with_dtype(atom.aval, self.half))
         if value.vote is Vote.NEUTRAL:
             return self._narrow_constant(new, value, eqn)
-        return self._narrow(new, eqn)
+        # One copy for all readers, whose cotangents meet in float32 (narrowing.py).
+        if new not in self.narrowed:
+            self.narrowed[new] = self._narrow(new, eqn)
+            return self.narrowed[new]
+        eqns, again = narrowing.make_again(new, self.narrowed[new], eqn)
+        self.eqns.extend(eqns)
+        return again
 
     def _narrow(self, atom: Any, eqn: Any) -> Any:
         self.eqns.append(building.make_conversion(atom, self.half, eqn))

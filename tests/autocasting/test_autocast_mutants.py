@@ -15,6 +15,7 @@ from ampx.autocasting import (
     calls,
     custom_rules,
     marks,
+    narrowing,
     operations,
     planner,
     rewriter,
@@ -129,17 +130,6 @@ def _every_conversion_dropped(is_alias, self, eqn, decision):
 
 def _without_spreading(original):
     return lambda self, eqn, atom, target: self._convert(atom, target, eqn)
-
-
-def _sharing(original):
-    @functools.wraps(original)
-    def converted(self, atom, eqn):
-        shared = self.__dict__.setdefault("shared", {})
-        if atom not in shared:
-            shared[atom] = original(self, atom, eqn)
-        return shared[atom]
-
-    return converted
 
 
 def _forgetful(original):
@@ -305,9 +295,9 @@ MUTANTS = [
     Mutant(
         acceptance.test_cotangents_of_a_weight_used_twice_are_added_in_float32,
         "one narrow cast for all",
-        rewriter._BodyRewriter,
-        "_narrow",
-        _sharing,
+        narrowing,
+        "make_again",
+        value(lambda wide, narrow, near: ([], narrow)),
     ),
     Mutant(
         acceptance.test_weights_of_a_scan_over_layers_are_cast_once_before_it,
