@@ -226,8 +226,8 @@ def nnx_loss(model, batch):
 def test_nnx_models_are_evaluated(name):
     step = ampx.train_step(nnx_loss, make(name), loss_scale="dynamic")
     model = Net()
+    params = {"w": model.dense.kernel[...], "b": model.dense.bias[...]}  # trained in place below
     pair, _ = nnx.jit(step)((model, nnx.Optimizer(model, step.tx, wrt=nnx.Param)), FIRST)
-    params = {"w": model.dense.kernel[...], "b": model.dense.bias[...]}
     plain = ampx.train_step(loss_fn, make(name))
     expected, _ = jax.jit(plain)(plain.init(params), FIRST)
     found = {"w": pair[0].dense.kernel[...], "b": pair[0].dense.bias[...]}
