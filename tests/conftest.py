@@ -35,6 +35,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.set_threshold(50_000, 20, 50)  # tracing makes many objects that live on
 
 LONG_FILES = (
+    "test_jax_harnesses",
+    "test_optax_suite",
+    "test_programs_flax",
+    "test_programs_equinox",
+    "test_optax_optimizers",
     "test_documentation",
     "test_processes",
     "test_fused_low_bit_kernels",
