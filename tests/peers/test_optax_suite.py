@@ -17,6 +17,8 @@ from optax_cases import LONG, NOT_FUSED, UNUSED, chosen, listed, short
 
 MODULES = [module for module, makes_optimizers in optax_cases.files().items() if makes_optimizers]
 WHOLE_TESTS = (UNUSED, NOT_FUSED, LONG)  # not run at all; all other lines are cases
+# How a sum is rounded depends on the processor, too.
+LAST_DIGITS = "compares to more digits than a compiled program and single operations share"
 EXCLUDED = {name: reason for name, reason in listed().items() if reason not in WHOLE_TESTS}
 
 
@@ -59,7 +61,7 @@ def check(module, form):
         is_alone = len(whole[test]) == 1
         if is_alone and seen and seen[0].names & optax_cases.FUSED:
             fused.append(f"fused: {test}")
-    installed_tests.compare_errors(errors, EXCLUDED)
+    installed_tests.compare_errors(errors, EXCLUDED, may_pass=(LAST_DIGITS,))
     assert not idle, f"list these with {UNUSED!r}, or for fused with {NOT_FUSED!r}: {idle}"
     wrong = set(fused) & set(listed())
     assert not wrong, f"these make optimizers that ampx.fused has: {wrong}"
