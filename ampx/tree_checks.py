@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ampx.checking import check_hyperparameter, shorten
+from ampx.checking import check_hyperparameter, join_first, shorten
 from ampx.trees import is_float0, path_name, split_trainable
 
 # What JAX has no arrays of: objects, words, dates and durations.
@@ -105,7 +105,7 @@ def check_like(
     part: str = "array",
     partner: str = "",
     may_be_many: bool = False,
-) -> None:
+) -> list[tuple[Any, Any, Any]]:
     """Refuses a tree that differs in its paths or shapes from another one.
 
     JAX would broadcast an array to the shape of its partner, and a parameter would come out in
@@ -121,10 +121,14 @@ def check_like(
       partner: what a leaf of `like` is to it.
       may_be_many: whether a leaf may have one axis more, the first.
 
+    Returns:
+      What `check_structure` does.
+
     Raises:
       ValueError: if they differ.
     """
-    for path, own, other in check_structure(name, tree, like_name, like):
+    pairs = check_structure(name, tree, like_name, like)
+    for path, own, other in pairs:
         shape, found = _shape(own), _shape(other)
         if may_be_many and found and found[1:] == shape:
             continue
@@ -134,6 +138,7 @@ def check_like(
                 f"{partner or f'that of {like_name}'} has shape {shape}: give those that belong "
                 "together"
             )
+    return pairs
 
 
 def check_structure(name: str, tree: Any, like_name: str, like: Any) -> list[tuple[Any, Any, Any]]:
@@ -177,8 +182,7 @@ def _list_paths(tree: Any) -> str:
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     if names == [""]:
         return "nothing but one array"
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return (", ".join(map(repr, names[:6])) or "no leaves") + more
+    return join_first(map(repr, names), most=6) or "no leaves"
 
 
 def describe_tree(tree: Any) -> str:
@@ -292,8 +296,7 @@ def check_gradients(
     if params is None:
         return
     words = {"part": part, "partner": "its parameter"}
-    check_like(name, grads, "params", params, **words, may_be_many=may_be_many)
-    pairs = check_structure(name, grads, "params", params)
+    pairs = check_like(name, grads, "params", params, **words, may_be_many=may_be_many)
     # What has no gradient is not looked at: users of Equinox give whole modules, functions in them.
     check_arrays("params", [own for _, own, found in pairs if found is not None])
     for path, own, found in pairs:

@@ -12,7 +12,7 @@ Three kinds of leaves need care wherever a tree is mapped, and have a predicate 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -79,6 +79,13 @@ def merge_trainable(trainable: Any, rest: Any) -> Any:
         trainable,
         is_leaf=lambda node: node is None,
     )
+
+
+def fill_floating(tree: Any, values: Iterable[Any]) -> Any:
+    """Puts values in the places of the floating leaves of a tree, in order; None in others."""
+    leaves, structure = jax.tree.flatten(tree)
+    rest = iter(values)
+    return structure.unflatten([next(rest) if is_floating(leaf) else None for leaf in leaves])
 
 
 def copy_arrays(tree: Any) -> Any:

@@ -11,6 +11,8 @@ import dataclasses
 from pathlib import PurePath
 from typing import Literal
 
+from ampx.checking import join_first
+
 # Stand where else the name of a primitive does: for what comes from outside of all equations.
 ARGUMENT, PROGRAM = "argument", "program"
 TOO_LARGE = "a constant is inf in"  # how the note of such a record begins
@@ -170,8 +172,7 @@ class OverflowReport:
                 "ampx.numerics_report counts them."
             )
             return "All results are finite." + (more if self.has_float16 else "")
-        more = f" and {len(self.reached) - 3} more" if len(self.reached) > 3 else ""
-        reached = ", ".join(path or "the result" for path in self.reached[:3]) + more
+        reached = join_first((path or "the result" for path in self.reached), most=3)
         if self.first is not None:
             return f"{self.first}\n  reaches     {reached}\n{self.first.hint}"
         source = self.written and PurePath(self.written.source).name

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ampx.checking import as_bool, check_callable
+from ampx.checking import as_bool, check_callable, join_first
 from ampx.diagnostics.dataflow import Culprit, Flow, ReductionRecord
 from ampx.diagnostics.hlo import CompiledReduction, find_waits_of_outputs
 from ampx.jaxprs import pure_calls
@@ -199,8 +199,7 @@ def _list_places(places: Iterable[int]) -> str:
 
 
 def _list_some(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(path or "(root)" for path in paths[:3]) + more
+    return join_first((path or "(root)" for path in paths), most=3)
 
 
 def check_overlap(

@@ -24,7 +24,7 @@ from ampx import flax_modules
 from ampx.mesh_axes import axes_of_spec, is_spec
 from ampx.pipelining.runtime.buffers import is_key
 from ampx.tree_checks import check_arrays, check_key, check_memory
-from ampx.trees import is_floating, path_name
+from ampx.trees import fill_floating, path_name
 
 PARTS = ("first", "stages", "last", "shared")
 NO_STATE = (
@@ -122,11 +122,4 @@ def as_whole_gradients(grads: Any, params: Any) -> Any:
       grads: a dict of parts, with nothing in the places of other leaves.
       params: the parameters.
     """
-
-    def fill(part: str) -> Any:
-        leaves, structure = jax.tree.flatten(params[part])
-        found = iter(jax.tree.leaves(grads[part]))
-        own = [next(found) if is_floating(leaf) else None for leaf in leaves]
-        return jax.tree.unflatten(structure, own)
-
-    return {part: fill(part) for part in params}
+    return {part: fill_floating(params[part], jax.tree.leaves(grads[part])) for part in params}

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import ampx
 
@@ -103,6 +104,12 @@ class Programs:
                 raise
         else:
             assert case not in self.excluded, "it passes now: take it off the list"
+
+
+def parametrize_cases(packages: Iterable[Programs], forms: Iterable[str]) -> pytest.MarkDecorator:
+    """Gives a test (programs, case) the cases of some packages in some of the forms."""
+    cases = [pytest.param(own, case, id=case) for own in packages for case in own.cases(forms)]
+    return pytest.mark.parametrize(("programs", "case"), cases)
 
 
 make_once = functools.lru_cache(maxsize=2)(lambda make: make())

@@ -25,13 +25,14 @@ from programs import (
     fill,
     like_params,
     mean_square,
+    parametrize_cases,
 )
 
 import ampx
 
 EXCLUDED: dict[str, str] = {}
 EQUINOX, DIFFRAX, OPTIMISTIX, LINEAX = (Programs(EXCLUDED) for _ in range(4))
-ALL = {"equinox": EQUINOX, "diffrax": DIFFRAX, "optimistix": OPTIMISTIX, "lineax": LINEAX}
+ALL = (EQUINOX, DIFFRAX, OPTIMISTIX, LINEAX)
 RUNS = {
     "equinox": "MLP, attention, LSTM, convolutions, checkpointed loops",
     "diffrax": "neural differential equations, traced with three ways to their gradients",
@@ -43,10 +44,10 @@ PEERS = tuple(
         source=source,
         runs=f"{runs}: traced, gradients, and ten steps at O0, at O1 in both half types, and where "
         "a model computes in the dtype of its parameters at O2",
-        cases=ALL[source].cases,
+        cases=own.cases,
         excluded=EXCLUDED,
     )
-    for source, runs in RUNS.items()
+    for own, (source, runs) in zip(ALL, RUNS.items(), strict=True)
 )
 
 
@@ -225,27 +226,19 @@ def lineax_cholesky() -> Program:
     return _of_system(lineax.Cholesky())
 
 
-def cases(forms: Any) -> list[tuple[str, str]]:
-    return [(source, case) for source, own in ALL.items() for case in own.cases(forms)]
-
-
 QUICK = ("equinox_attention", "equinox_checkpointed_loop", "lineax_conjugate_gradients")
 
 
 @pytest.mark.slow_but(*(f"{name}-traced" for name in QUICK))
-@pytest.mark.parametrize(
-    ("source", "case"), [pytest.param(*pair, id=pair[1]) for pair in cases(FORMS[:1])]
-)
-def test_programs_are_traced(source, case):
-    ALL[source].check(case)
+@parametrize_cases(ALL, FORMS[:1])
+def test_programs_are_traced(programs, case):
+    programs.check(case)
 
 
 @pytest.mark.slow_but("equinox_mlp-gradients")
-@pytest.mark.parametrize(
-    ("source", "case"), [pytest.param(*pair, id=pair[1]) for pair in cases(RUN)]
-)
-def test_programs_are_run(source, case):
-    ALL[source].check(case)
+@parametrize_cases(ALL, RUN)
+def test_programs_are_run(programs, case):
+    programs.check(case)
 
 
 def test_solvers_of_linear_systems_stay_float32():

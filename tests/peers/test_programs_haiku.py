@@ -23,12 +23,13 @@ from programs import (
     fill,
     like_params,
     mean_square,
+    parametrize_cases,
     zeros,
 )
 
 EXCLUDED: dict[str, str] = {}
 HAIKU, NUMPYRO = Programs(EXCLUDED), Programs(EXCLUDED)
-ALL = {"dm-haiku": HAIKU, "numpyro": NUMPYRO}
+ALL = (HAIKU, NUMPYRO)
 PEERS = (
     Peer(
         source="dm-haiku",
@@ -124,21 +125,13 @@ def numpyro_bound() -> Program:
     return Program(loss, params, VECTORS, rate=0.02)
 
 
-def cases(forms: Any) -> list[tuple[str, str]]:
-    return [(source, case) for source, own in ALL.items() for case in own.cases(forms)]
-
-
 @pytest.mark.slow_but("haiku_transformer-traced", "numpyro_bound-traced")
-@pytest.mark.parametrize(
-    ("source", "case"), [pytest.param(*pair, id=pair[1]) for pair in cases(FORMS[:1])]
-)
-def test_programs_are_traced(source, case):
-    ALL[source].check(case)
+@parametrize_cases(ALL, FORMS[:1])
+def test_programs_are_traced(programs, case):
+    programs.check(case)
 
 
 @pytest.mark.slow_but("haiku_lstm-O1-float16")
-@pytest.mark.parametrize(
-    ("source", "case"), [pytest.param(*pair, id=pair[1]) for pair in cases(RUN)]
-)
-def test_programs_are_run(source, case):
-    ALL[source].check(case)
+@parametrize_cases(ALL, RUN)
+def test_programs_are_run(programs, case):
+    programs.check(case)

@@ -10,11 +10,21 @@ import optax
 import pytest
 from jax.experimental import pallas, sparse
 from listing import Peer
-from programs import FORMS, RUN, SEQUENCE, VECTORS, Program, Programs, draw, mean_square
+from programs import (
+    FORMS,
+    RUN,
+    SEQUENCE,
+    VECTORS,
+    Program,
+    Programs,
+    draw,
+    mean_square,
+    parametrize_cases,
+)
 
 EXCLUDED: dict[str, str] = {}
 OPTAX, JAX = Programs(EXCLUDED), Programs(EXCLUDED)
-ALL = {"optax": OPTAX, "jax": JAX}
+ALL = (OPTAX, JAX)
 PEERS = (
     Peer(
         source="optax",
@@ -133,21 +143,13 @@ def pallas_kernel() -> Program:
     return Program(loss, draw(8, 8) / 3, VECTORS, rate=0.02)
 
 
-def cases(forms: Any) -> list[tuple[str, str]]:
-    return [(source, case) for source, own in ALL.items() for case in own.cases(forms)]
-
-
 @pytest.mark.slow_but("ctc_loss-traced", "attention-traced", "pallas_kernel-traced")
-@pytest.mark.parametrize(
-    ("source", "case"), [pytest.param(*pair, id=pair[1]) for pair in cases(FORMS[:1])]
-)
-def test_programs_are_traced(source, case):
-    ALL[source].check(case)
+@parametrize_cases(ALL, FORMS[:1])
+def test_programs_are_traced(programs, case):
+    programs.check(case)
 
 
 @pytest.mark.slow_but("ctc_loss-gradients")
-@pytest.mark.parametrize(
-    ("source", "case"), [pytest.param(*pair, id=pair[1]) for pair in cases(RUN)]
-)
-def test_programs_are_run(source, case):
-    ALL[source].check(case)
+@parametrize_cases(ALL, RUN)
+def test_programs_are_run(programs, case):
+    programs.check(case)

@@ -41,7 +41,7 @@ from ampx.pipelining.runtime.stage_programs import (
 )
 from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.trees import is_floating, split_trainable, wider_dtype
+from ampx.trees import fill_floating, split_trainable, wider_dtype
 
 
 class StageKind(NamedTuple):
@@ -271,10 +271,7 @@ def make_stage_parameters(
     def add(total: Any, program: int, chunk: Any, gradients: Sequence[Any]) -> Any:
         # Selecting again costs nothing: only types are looked at. Leaves that are not floating have
         # no gradient, and no sum.
-        leaves, structure = jax.tree.flatten(select_stored(program, chunk))
-        rest_of = iter(gradients)
-        own = [next(rest_of) if is_floating(leaf) else None for leaf in leaves]
-        own = jax.tree.unflatten(structure, own)
+        own = fill_floating(select_stored(program, chunk), gradients)
         # Sums of parts that this program does not read stay as they are.
         stages = layout.add(total["stages"], kinds[program].stages[0], chunk, own.pop("stages"))
         rest = {
