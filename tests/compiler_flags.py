@@ -1,6 +1,10 @@
-"""What XLA may leave out in tests, where compiling costs most and speed matters little."""
+"""What compiling may leave out in tests, where it costs most and speed matters little."""
+
+import itertools
+from typing import Any
 
 import jaxlib
+from jax._src.interpreters import mlir
 
 
 def quick_compiler() -> str:
@@ -16,3 +20,20 @@ def quick_compiler() -> str:
             "--xla_cpu_parallel_codegen_split_count=1",
         ]
     return " ".join(flags)
+
+
+def share_contexts(uses: int = 100) -> None:
+    """Lets programs share the MLIR context in which JAX writes them down, some of them one.
+
+    JAX makes one for each program and loads all dialects into it, which takes as long as the rest
+    of lowering a small program and holds a megabyte. Contexts never forget a constant or a source
+    line, so none serves for ever.
+    """
+    make, counter, shared = mlir.make_ir_context, itertools.count(), []
+
+    def make_or_share() -> Any:
+        if next(counter) % uses == 0:
+            shared[:] = [make()]
+        return shared[0]
+
+    mlir.make_ir_context = make_or_share
