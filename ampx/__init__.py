@@ -44,6 +44,7 @@ from ampx.loss_scaling.wrappers import (
     no_loss_scale,
     static_loss_scale,
 )
+from ampx.namesake import warn_of_namesake as _warn_of_namesake
 from ampx.param_storage.master_weights import MasterWeightsState, master_params, master_weights
 from ampx.precision.follow_schedule import PrecisionScheduleState, follow_schedule, precision_phase
 from ampx.precision.opt_levels import Recipe, opt_level
@@ -60,6 +61,8 @@ from ampx.training.train_step import train_step
 from ampx.updates.applying import apply_updates
 
 __version__ = "0.1.0"
+
+_warn_of_namesake()
 
 __all__ = [
     "Bucket",
