@@ -55,6 +55,18 @@ def test_all_but_the_verdict_and_the_norm_is_in_the_branch(face):
     assert not names & {"select_n", "div", "add_any", "where"}, "an update outside of the branch"
 
 
+def test_the_norm_of_a_clip_is_computed_in_front_of_the_branch():
+    tx = dynamic(CHAIN)
+    traced = jax.make_jaxpr(functools.partial(applied, tx))(tx.init(PARAMS), grads_of(), PARAMS)
+
+    def count_sums(**where):
+        found = [e for e in equations(traced, **where) if e.primitive.name == "reduce_sum"]
+        return sum(jnp.issubdtype(e.outvars[0].aval.dtype, jnp.floating) for e in found)
+
+    # The verdict's and the clip's; where they are alike, the compiler computes one of them.
+    assert count_sums() == count_sums(in_branches=False) == 2 * len(PARAMS)
+
+
 def test_temporaries_and_aliases_are_those_of_the_optimizer_alone():
     params = {f"p{k}": jnp.ones(2**16) for k in range(3)}
 
