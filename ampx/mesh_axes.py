@@ -127,15 +127,32 @@ def fold_in_device(key: jax.Array | None, axes: Sequence[str]) -> jax.Array | No
     return key
 
 
-def sum_over_shards(number: jax.Array) -> jax.Array:
-    """Sums what each device found in its shard over the mapped axes over which it varies."""
-    return lax.psum(number, tuple(sorted(varying_axes(number))))  # over no axes psum does nothing
-
-
 def tracks_varying(axis: str) -> bool:
     """Whether the `shard_map` around checks what varies over this axis."""
     # JAX offers no way to ask. But a device's own index varies, if anything does.
     return axis in varying_axes(lax.axis_index(axis))
+
+
+def find_shard_axes(value: jax.Array, named: Sequence[str] = ()) -> tuple[str, ...]:
+    """The mapped axes over which a value is divided: by its type, or as a caller has named them.
+
+    Args:
+      value: an array; its type is read.
+      named: see `ampx.model_axes`. Of an axis that types keep track of, the type decides.
+    """
+    untracked = [axis for axis in named if not tracks_varying(axis)]
+    return tuple(sorted({*varying_axes(value), *untracked}))
+
+
+def sum_over_shards(number: jax.Array, named: Sequence[str] = ()) -> jax.Array:
+    """Sums what each device found in its shard over the axes of `find_shard_axes`.
+
+    Raises:
+      NameError: if one of the named axes is not mapped here.
+    """
+    count_devices(named)  # its error says what to do
+    axes = find_shard_axes(number, named)
+    return lax.psum(mark_varying(number, axes), axes)  # over no axes psum does nothing
 
 
 def _spec_of(leaf: Any) -> Any:

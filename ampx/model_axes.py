@@ -1,0 +1,186 @@
+"""Over which mapped axes the parameters themselves are divided: the setting `model_axes`.
+
+Inside `shard_map` a batch is split over some axes, say "data", and parameters may be divided over
+others: over "model" (tensor parallelism), "expert" or "stage". A device then holds one shard of a
+divided parameter and all of a replicated one, and two things have to be known of each:
+
+    norm       squares of a divided leaf are summed over its axes; a replicated leaf counts once
+    verdict    one shard with an infinity makes the step bad on all devices
+
+With `check_vma=True` the type of each array says over what it varies, and nobody has to name
+anything. With `check_vma=False`, and in `vmap`, types say nothing: a shard looks like a whole
+array. There the caller names the axes once, for all leaves or leaf by leaf as in `in_specs`:
+
+    "model"                                     every leaf is divided over it
+    ("model", "expert")                         every leaf is divided over both
+    {"dense": P(None, "model"), "norm": P()}    a tree prefix of the parameters: specs, names, None
+
+Each axis is decided by types where types are checked, and by the setting elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ampx.mesh_axes import (
+    as_axes,
+    axes_of_spec,
+    count_devices,
+    find_shard_axes,
+    is_spec,
+    mark_varying,
+)
+from ampx.trees import path_name
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelAxes:
+    """The setting `model_axes`, converted and checked. It is hashable, as settings of a step are.
+
+    Attributes:
+      entries: pairs of a path, whose names are joined by "/", and the axes over which every leaf
+        below that path is divided. The empty path stands for all leaves.
+    """
+
+    entries: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All axes over which any leaf is divided; each once, sorted."""
+        return tuple(sorted({axis for _, axes in self.entries for axis in axes}))
+
+    def of_path(self, path: str) -> tuple[str, ...]:
+        """The axes over which the leaf at a path is divided.
+
+        Raises:
+          ValueError: if the setting is a tree that does not reach the path.
+        """
+        if not self.names:
+            return ()
+        for start, axes in self.entries:
+            if start in ("", path) or path.startswith(start + "/"):
+                return axes
+        raise ValueError(
+            f"model_axes names no axes for the parameter {path!r}, and has "
+            f"{[start for start, _ in self.entries]}: give each parameter, or the part of the tree "
+            "that it is in, a PartitionSpec, a name, or None if it is not divided"
+        )
+
+    def below(self, name: str) -> ModelAxes:
+        """The setting for the part of the parameters that has this name at the top."""
+        below = name + "/"
+        parts = [
+            (path.removeprefix(name if path == name else below), axes)
+            for path, axes in self.entries
+            if path in ("", name) or path.startswith(below)
+        ]
+        return ModelAxes(tuple(parts))
+
+    def without(self, axes: Sequence[str]) -> ModelAxes:
+        """The setting without some axes: those over which gradients were summed already."""
+        return ModelAxes(
+            tuple((path, tuple(a for a in own if a not in axes)) for path, own in self.entries)
+        )
+
+
+NOT_DIVIDED = ModelAxes()
+
+
+def as_model_axes(value: Any) -> ModelAxes:
+    """Converts what a caller gave as `model_axes`.
+
+    Args:
+      value: the name of an axis or a sequence of names: every leaf is divided over these. Or a tree
+        prefix of the parameters, of `PartitionSpec`s, names and None. Or None: nothing is divided.
+
+    Raises:
+      TypeError: if it is something else.
+
+    Examples:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from ampx import model_axes
+      >>> axes = model_axes.as_model_axes({"dense": P(None, "model"), "norm": None})
+      >>> axes.names, axes.of_path("dense/kernel"), axes.of_path("norm/scale")
+      (('model',), ('model',), ())
+    """
+    if isinstance(value, ModelAxes):
+        return value
+    if value is None:
+        return NOT_DIVIDED
+    if isinstance(value, str) or (
+        isinstance(value, list | tuple | set | frozenset)
+        and not is_spec(value)
+        and all(isinstance(name, str) for name in value)
+    ):
+        # A tuple of names is several axes of all leaves, as everywhere; not a tree of names.
+        axes = as_axes(value, "model_axes", may_be_empty=True)
+        return ModelAxes((("", axes),)) if axes else NOT_DIVIDED
+
+    def is_entry(node: Any) -> bool:
+        return node is None or is_spec(node)
+
+    found = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_entry)
+    return ModelAxes(tuple((path_name(path), _axes_of_entry(leaf, value)) for path, leaf in found))
+
+
+def _axes_of_entry(entry: Any, value: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    axes = axes_of_spec(entry) if is_spec(entry) else (entry,)
+    if not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(
+            "model_axes must be the name of a mesh axis, such as 'model', a sequence of names, or "
+            f"a tree of PartitionSpecs, names and None like the parameters, got {value!r}"
+        )
+    return axes
+
+
+def axes_of_leaves(tree: Any, model_axes: ModelAxes = NOT_DIVIDED) -> list[tuple[str, ...]]:
+    """The mapped axes over which each leaf of a tree like the parameters is divided.
+
+    Args:
+      tree: parameters, or gradients that were summed over the axes of the batch. Those that a leaf
+        still varies over by its type are among its axes.
+      model_axes: the setting.
+
+    Returns:
+      One tuple of names for each leaf, in their order.
+
+    Raises:
+      NameError: if one of the named axes is not mapped here.
+      ValueError: if the setting is a tree that does not reach a leaf.
+    """
+    count_devices(model_axes.names)
+    return [
+        find_shard_axes(leaf, model_axes.of_path(path_name(path)))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def add_over_shards(
+    numbers: Sequence[jax.Array], axes: Sequence[Sequence[str]] | None = None
+) -> jax.Array:
+    """Adds one number from each leaf, over all leaves and all their shards; float32 scalar.
+
+    Leaves that are divided over the same axes are added before they are reduced, so there are as
+    many reductions of one number as there are sets of axes, and not as there are leaves.
+
+    Args:
+      numbers: for each leaf a scalar, what this device found in its shard. Along axes over which it
+        was summed already, it does not vary.
+      axes: for each leaf its named axes, see `find_shard_axes`; None where nothing is named.
+    """
+    sums: dict[tuple[str, ...], jax.Array] = {}
+    for number, named in zip(numbers, axes or [()] * len(numbers), strict=True):
+        own, number = find_shard_axes(number, named), number.astype(jnp.float32)
+        sums[own] = sums[own] + number if own in sums else number
+    total = jnp.zeros((), jnp.float32)
+    for own, part in sums.items():
+        total = total + lax.psum(mark_varying(part, own), own)
+    return total
