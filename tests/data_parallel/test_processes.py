@@ -49,7 +49,7 @@ def assert_same_part(result, left, right):
 
 
 @pytest.mark.slow_but("2")
-@pytest.mark.parametrize("count, hows", [(2, HOWS), (4, ["all_reduce"])], ids=["2", "4"])
+@pytest.mark.parametrize("count, hows", [(2, HOWS), (4, ["all_reduce", "hosts"])], ids=["2", "4"])
 def test_processes_train_as_one_process_does(count, hows, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # does not get in
     steps = 5
@@ -135,7 +135,7 @@ def test_processes_that_never_end_are_killed():
 def test_processes_that_were_killed_resume_bit_equal(tmp_path):
     args = {"how": "all_reduce", "directory": str(tmp_path)}
     with pytest.raises(ProcessesFailed, match="SIGKILL"):
-        run_processes("save_and_die", 2, args={**args, "every": 2, "last": 5})
+        run_processes("save_and_die", 2, args={**args, "every": 2, "last": 5, "victims": [0, 1]})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
     results = run_processes("resume", 2, args={**args, "steps": 6})
     assert_same_on_all(results)
@@ -143,6 +143,28 @@ def test_processes_that_were_killed_resume_bit_equal(tmp_path):
         assert result["saved"] == 4
         assert_same_part(result, "resumed", "uninterrupted")
         assert result["resumed/opt_state/skipped_total"] == 1
+
+
+@pytest.mark.slow
+def test_a_job_whose_host_died_goes_on_with_the_processes_of_the_other(tmp_path):
+    """Two hosts of two processes; one host dies, and two processes take the job up again."""
+    args = {"directory": str(tmp_path)}
+    dying = {"how": "hosts", "every": 2, "last": 5, "victims": [2, 3]}
+    with pytest.raises(ProcessesFailed, match="failed first: process [23]: SIGKILL") as caught:
+        run_processes("save_and_die", 4, args=args | dying)
+    assert all(end.code and not end.killed_here for end in caught.value.ends), str(caught.value)
+    results = run_processes("resume", 2, args=args | {"how": "all_reduce", "steps": 6})
+    assert_same_on_all(results)
+    (found, _) = results
+    assert found["saved"] == 4
+    # Four processes add the same rows as two, in another order: some units of 2**-24, which Adam
+    # makes updates of 1e-2 of. Counts and the scale are the same.
+    for name in found:
+        other = found.get(name.replace("resumed", "uninterrupted"))
+        np.testing.assert_allclose(found[name], other, rtol=5e-6, atol=5e-7, err_msg=name)
+        if found[name].dtype.kind in "bi":
+            np.testing.assert_array_equal(found[name], other, err_msg=name)
+    assert found["resumed/opt_state/skipped_total"] == 1
 
 
 # --- 5. overlap -----------------------------------------------------------------------------------
