@@ -52,6 +52,7 @@ from ampx.precision.policies import Policy, cast_floating, get_policy, is_norm_p
 from ampx.precision.precision_schedules import Phase, PrecisionSchedule, precision_schedule
 from ampx.precision.recipe_names import as_recipe
 from ampx.training.added_params import extend_state
+from ampx.training.deepspeed_config import read_deepspeed_config
 from ampx.training.monitoring import metrics, progress_bar
 from ampx.training.state_formats import check_state_format, state_format
 from ampx.training.step_execution import TrainStep
@@ -134,6 +135,7 @@ __all__ = [
     "progress_bar",
     "promote_function",
     "raise_if_exhausted",
+    "read_deepspeed_config",
     "reduce_in_backward",
     "select_if_finite",
     "split_microbatches",

@@ -232,6 +232,13 @@ add("opt_level.level", ampx.opt_level, NOT_A_WORD, {"a zero": "00", "another": "
 LEVEL_SCALES = {"a slip": "dynamc", "a bool": True, "too small": 0.5, "NaN": NAN, "a tree": {}}
 LEVEL_SCALES |= {"an object": object(), "a vector": np.ones(2)}
 add("opt_level.loss_scale", lambda v: ampx.opt_level("O2", loss_scale=v), LEVEL_SCALES)
+CONFIGS = {
+    "a file's name": "ds_config.json",
+    "a list": [],
+    "None": None,
+    "a key that is none": {"gradient_clipping": 0, "fp17": {}},
+}
+add("read_deepspeed_config.config", lambda v: ampx.read_deepspeed_config(v, SGD), CONFIGS)
 add("train_step.loss_scale", lambda v: ampx.train_step(loss_fn, SGD, loss_scale=v), LEVEL_SCALES)
 add("loss_scale.choice", lambda v: ampx.loss_scale(v, SGD), LEVEL_SCALES)
 add("loss_scale.options", lambda v: ampx.loss_scale("dynamic", SGD, **{v: 1}), {"a slip": "scal"})

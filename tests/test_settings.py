@@ -100,6 +100,7 @@ CALLS = {
     "Policy": ampx.Policy,
     "precision_schedule": partial(ampx.precision_schedule, "fast|step|0.9", total_steps=10),
     "progress_bar": partial(progress, total_steps=3),
+    "read_deepspeed_config": partial(ampx.read_deepspeed_config, {"gradient_clipping": 0}, SGD),
     "reduce_in_backward": partial(ampx.reduce_in_backward, P),
     "split_microbatches": partial(ampx.split_microbatches, jnp.ones(8)),
     "static_loss_scale": partial(ampx.static_loss_scale, SGD, scale=2.0),
@@ -355,6 +356,7 @@ BESIDE = {
     "mesh": None,
     "grads_of": None,
     "batch": None,
+    "config": {"gradient_clipping": 0},
 }
 
 
