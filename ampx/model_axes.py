@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ampx.mesh_axes import (
     as_axes,
@@ -46,9 +47,11 @@ class ModelAxes:
     Attributes:
       entries: pairs of a path, whose names are joined by "/", and the axes over which every leaf
         below that path is divided. The empty path stands for all leaves.
+      specs: pairs of a path and the `PartitionSpec` that was given for it, where one was.
     """
 
     entries: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,7 +67,7 @@ class ModelAxes:
         if not self.names:
             return ()
         for start, axes in self.entries:
-            if start in ("", path) or path.startswith(start + "/"):
+            if _reaches(start, path):
                 return axes
         raise ValueError(
             f"model_axes names no axes for the parameter {path!r}, and has "
@@ -72,21 +75,35 @@ class ModelAxes:
             "that it is in, a PartitionSpec, a name, or None if it is not divided"
         )
 
+    def spec_of_path(self, path: str) -> PartitionSpec | None:
+        """The spec of the leaf at a path; None if none was given."""
+        below = (spec for start, spec in self.specs if _reaches(start, path))
+        return next(below, None)
+
     def below(self, name: str) -> ModelAxes:
         """The setting for the part of the parameters that has this name at the top."""
         below = name + "/"
-        parts = [
-            (path.removeprefix(name if path == name else below), axes)
-            for path, axes in self.entries
-            if path in ("", name) or path.startswith(below)
-        ]
-        return ModelAxes(tuple(parts))
+
+        def part(pairs: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+            return tuple(
+                (path.removeprefix(name if path == name else below), value)
+                for path, value in pairs
+                if path in ("", name) or path.startswith(below)
+            )
+
+        return ModelAxes(part(self.entries), part(self.specs))
 
     def without(self, axes: Sequence[str]) -> ModelAxes:
         """The setting without some axes: those over which gradients were summed already."""
-        return ModelAxes(
-            tuple((path, tuple(a for a in own if a not in axes)) for path, own in self.entries)
+        entries = tuple(
+            (path, tuple(a for a in own if a not in axes)) for path, own in self.entries
         )
+        return ModelAxes(entries, self.specs)
+
+
+def _reaches(start: str, path: str) -> bool:
+    """Whether an entry for `start` is one for the leaf at `path`."""
+    return start in ("", path) or path.startswith(start + "/")
 
 
 NOT_DIVIDED = ModelAxes()
@@ -126,7 +143,11 @@ def as_model_axes(value: Any) -> ModelAxes:
         return node is None or is_spec(node)
 
     found = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_entry)
-    return ModelAxes(tuple((path_name(path), _axes_of_entry(leaf, value)) for path, leaf in found))
+    named = [(path_name(path), leaf) for path, leaf in found]
+    return ModelAxes(
+        tuple((path, _axes_of_entry(leaf, value)) for path, leaf in named),
+        tuple((path, leaf) for path, leaf in named if is_spec(leaf)),
+    )
 
 
 def _axes_of_entry(entry: Any, value: Any) -> tuple[str, ...]:

@@ -290,6 +290,7 @@ add(
 )
 
 # Meshes.
+NO_MODEL_AXES = {"a number": 3, "a function": len, "a tree of numbers": {"w": 3}}
 ZERO = ampx.zero1(SGD, "data")
 OTHER_MESH = jax.make_mesh((1,), ("model",), axis_types=AUTO)
 add(
@@ -300,6 +301,16 @@ add(
 )
 MESH = jax.make_mesh((1,), ("data",), axis_types=AUTO)
 add("zero1_specs.params", lambda v: ampx.zero1_specs(ZERO, v, MESH), SHAPES_ALONE)
+add(
+    "zero1.model_axes",
+    lambda v: ampx.zero1(SGD, "data", model_axes=v),
+    NO_MODEL_AXES,
+)
+add(
+    "zero1_specs.model_axes",
+    lambda v: ampx.zero1_specs(ZERO, P, MESH, model_axes=v),
+    {**NO_MODEL_AXES, "another mesh's": "model", "a name alone": "data"},
+)
 add("zero1_specs.tx", lambda v: ampx.zero1_specs(v, P, MESH), {"no zero1": SGD})
 
 # Functions that public names return: gradients.

@@ -23,13 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from ampx.data_parallel.reduction import Reduction
-from ampx.data_parallel.sharded_updates import choose_shard_dim, take_own_shard
+from ampx.data_parallel.shard_layouts import choose_shard_dim, take_own_shard
 from ampx.flat_buffers.buckets import bucket_layout
-from ampx.mesh_axes import count_devices, mark_varying, varying_axes
+from ampx.mesh_axes import count_devices, varying_axes
 
 
 class ShardExchange:
@@ -100,25 +99,6 @@ class ShardExchange:
             leaf if dim is None else self._whole(whole[i], i)
             for i, (leaf, dim) in enumerate(zip(updates, self.dims, strict=True))
         ]
-
-    def compute_norm(self, grads: Any) -> jax.Array:
-        """Computes the norm of whole gradients, of which `grads` are this device's shards.
-
-        Leaves that are not divided are on every device: their squares are added once, after the sum
-        over devices, and not n times.
-        """
-        divided, whole = (
-            [leaf for leaf, dim in self._with_dims(grads) if (dim is None) == is_whole]
-            for is_whole in (False, True)
-        )
-        own = jnp.asarray(optax.tree.norm(divided, squared=True), jnp.float32)
-        total = jnp.float32(0)
-        if divided:
-            total = lax.psum(mark_varying(own, self.axes), self.axes)
-        return jnp.sqrt(total + jnp.asarray(optax.tree.norm(whole, squared=True), jnp.float32))
-
-    def _with_dims(self, tree: Any) -> list[tuple[Any, int | None]]:
-        return list(zip(jax.tree.leaves(tree), self.dims, strict=True))
 
     def _rows(self, leaf: jax.Array, place: int) -> jax.Array:
         """A matrix with a row for each device, which holds that device's shard: [n, size / n]."""

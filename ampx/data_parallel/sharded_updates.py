@@ -1,12 +1,12 @@
 """Runs a function of whole arrays where each device holds but a shard of some of them.
 
 The function, the update of an optimizer, is traced as if all arrays were whole. Its equations are
-then executed one after the other on `Part`s, which know along which axis a value is a shard. Each
-equation with a shard among its operands is one of four kinds:
+then executed one after the other on `Part`s, which know how a value is divided. Each equation with
+a shard among its operands is one of four kinds:
 
     elementwise      a * b, sqrt(a)    on the shards; a whole operand is cut to a shard first
-    moves the axis   transpose         on the shard; the result is divided along another axis
-    reduction        sum(a * a)        on the shard; if it is over the divided axis, completed over
+    moves axes       transpose         on the shard; the result is divided along other axes
+    reduction        sum(a * a)        on the shard; if it is over a divided axis, completed over
                                        the devices, and then every device holds the whole
     anything else    sort, a @ b       refused: it would see a part and take it for the whole
 
@@ -14,6 +14,9 @@ So `optax.clip_by_global_norm` gets the norm of all shards, and the trust ratio 
 whole parameter, though neither knows of devices. A mean is right as well: its divisor was traced
 as the size of the whole array. Equations without a shard among their operands (step counts,
 schedules) run as they are, on every device.
+
+Sums are completed here and nowhere else. So a function that itself sums floating numbers over the
+axes of a shard is refused: its sum would count every shard several times.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ampx.data_parallel.shard_layouts import WHOLE, Layout, convert, cut, merge
 from ampx.jaxprs import folds, primitives, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
-from ampx.mesh_axes import count_devices, mark_varying
+from ampx.mesh_axes import mark_varying, varying_axes
+from ampx.trees import is_floating
 
 # How a reduction over a divided axis is completed over the devices. There is no collective for
 # bools: as 0 and 1, "and" is the least and "or" the largest.
@@ -45,35 +50,18 @@ class Part(NamedTuple):
 
     Attributes:
       value: an array: this device's shard, or the whole.
-      dim: the axis along which the devices hold equal shards; None: all hold the whole.
+      layout: how the devices divide it.
+      is_uniform: whether all its numbers are known to be one number, so that any part is like any
+        other.
     """
 
     value: Any
-    dim: int | None = None
-
-
-def choose_shard_dim(shape: Sequence[int], count: int) -> int | None:
-    """Chooses the axis along which an array is divided: the longest that `count` divides, or None.
-
-    Of equally long axes it is the first. The choice depends on the shape alone. So a parameter, its
-    gradient and its moments are divided alike, and nothing need record how.
-    """
-    divisible = [dim for dim, size in enumerate(shape) if size and size % count == 0]
-    return max(divisible, key=lambda dim: (shape[dim], -dim)) if divisible else None
-
-
-def take_own_shard(value: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
-    """Cuts this device's shard out of an array that every device holds whole."""
-    if dim is None:
-        return value
-    size = value.shape[dim] // count_devices(axes)
-    return lax.dynamic_slice_in_dim(
-        mark_varying(value, axes), lax.axis_index(axes) * size, size, dim
-    )
+    layout: Layout = WHOLE
+    is_uniform: bool = False
 
 
 def run_on_shards(
-    fun: Callable[..., Any], shapes: Any, parts: Sequence[Part], axes: tuple[str, ...]
+    fun: Callable[..., Any], shapes: Any, parts: Sequence[Part]
 ) -> tuple[list[Part], Any]:
     """Calls `fun` with shards of its arguments.
 
@@ -81,22 +69,46 @@ def run_on_shards(
       fun: a function of whole arrays.
       shapes: a tuple of its arguments, whole, as shapes and dtypes.
       parts: what this device holds of each leaf of `shapes`.
-      axes: the mapped axes over which arrays are divided.
 
     Returns:
       What this device holds of each leaf of the result, and the structure of the result.
 
     Raises:
-      NotImplementedError: if an operation on a shard is neither elementwise nor a reduction.
+      NotImplementedError: if an operation on a shard is neither elementwise nor a reduction, or if
+        it depends on where the numbers of a shard lie and that is not known.
     """
     jaxpr, out_shapes = reading.trace(fun, *shapes)
+    axes = frozenset(axis for part in parts for axis in part.layout.axes)
     return _Partition(axes).run(jaxpr, parts), jax.tree.structure(out_shapes)
 
 
-class _Partition:
-    """One run over a jaxpr; `axes` are the mapped axes over which shards are divided."""
+def convert_part(part: Part, wanted: Layout, name: str) -> Any:
+    """Converts a value to another layout; `name` says for an error which value it is."""
+    if part.layout == wanted:
+        return part.value
+    if not part.is_uniform:
+        _check_is_known(name, part.layout, wanted)
+    return convert(part.value, part.layout, wanted)
 
-    def __init__(self, axes: tuple[str, ...]) -> None:
+
+def _check_is_known(name: str, *layouts: Layout) -> None:
+    for layout in layouts:
+        if not layout.is_known:
+            raise NotImplementedError(
+                f"{name} depends on how a parameter is divided, and along which of its axes "
+                f"{layout.axes} divide it is not known: give zero1 a tree of PartitionSpecs as "
+                "model_axes, those that in_specs of shard_map has for the parameters"
+            )
+
+
+def _describe(eqn: Equation) -> str:
+    return f"{eqn.primitive.name} ({source_info.line_of(eqn)})"
+
+
+class _Partition:
+    """One run over a jaxpr; `axes` are the mapped axes over which any shard is divided."""
+
+    def __init__(self, axes: frozenset[str]) -> None:
         self.axes = axes
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Part]) -> list[Part]:
@@ -113,8 +125,8 @@ class _Partition:
         if name in primitives.CALLS | primitives.CUSTOM_RULES:
             (body,) = reading.bodies_of(eqn)
             return self.run(body, operands)
-        if all(part.dim is None for part in operands):
-            return [Part(value) for value in reading.bind(eqn, [p.value for p in operands])]
+        if all(part.layout == WHOLE for part in operands):
+            return self._whole(eqn, operands)
         if name in primitives.ELEMENTWISE:
             return self._elementwise(eqn, operands)
         if name in primitives.PLACEMENTS:  # of a whole array; a shard lies where it is
@@ -122,103 +134,127 @@ class _Partition:
         if name == "optimization_barrier":
             return self._barrier(eqn, operands)
         if name in _OVER_DEVICES:
-            ((value, dim),) = operands
-            return [self._reduce(eqn, value, dim)]
+            return [self._reduce(eqn, operands[0])]
         if name == "broadcast_in_dim":
             return [self._broadcast(eqn, operands[0])]
         if name == "transpose":
             return [self._transpose(eqn, operands[0])]
-        if name == "cond" and operands[0].dim is None:
+        if name == "cond" and operands[0].layout == WHOLE:
             return self._branches(eqn, operands)
         raise NotImplementedError(
-            f"{name} ({source_info.line_of(eqn)}) cannot be computed on shards: zero1 is for "
-            "transformations that are elementwise, with norms and other reductions; take this one "
-            "out of zero1, to run on whole gradients"
+            f"{_describe(eqn)} cannot be computed on shards: zero1 is for transformations that are "
+            "elementwise, with norms and other reductions; take this one out of zero1, to run on "
+            "whole gradients"
         )
 
+    def _whole(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
+        values = [part.value for part in operands]
+        summed = self.axes.intersection(reading.collective_axes(eqn))
+        if summed and eqn.primitive.name in primitives.PSUMS and any(map(is_floating, values)):
+            raise NotImplementedError(
+                f"{_describe(eqn)} sums over {sorted(summed)} inside zero1, which completes every "
+                "sum over a parameter by itself: the result would be several times too large. Give "
+                "zero1 the model_axes, and no axes to the transformation inside it"
+            )
+        fills = eqn.primitive.name == "broadcast_in_dim"
+        is_uniform = (fills or eqn.primitive.name in primitives.ELEMENTWISE) and all(
+            part.is_uniform or not jnp.ndim(part.value) for part in operands
+        )
+        return [Part(value, WHOLE, is_uniform) for value in reading.bind(eqn, values)]
+
     def _elementwise(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
-        dim = max(part.dim for part in operands if part.dim is not None)
+        layout = merge([part.layout for part in operands])
+        if layout is None:
+            entries = sorted({part.layout.entries for part in operands if part.layout != WHOLE})
+            raise NotImplementedError(
+                f"{_describe(eqn)} takes shards divided as {' and '.join(map(str, entries))}, and "
+                "zero1 does not move data between devices for it: take this transformation out of "
+                "zero1, to run on whole gradients"
+            )
 
         # Scalars need no cut. All other operands of an elementwise equation have the same whole
-        # shape, so one that is whole here can be cut along the axis of the shards.
+        # shape, so one that is whole here can be cut along the axes of the shards.
         def align(part: Part) -> Any:
-            whole = part.dim is None and jnp.ndim(part.value) and part.value.shape[dim] != 1
-            if part.dim not in (dim, None):
-                raise NotImplementedError(
-                    f"{eqn.primitive.name} ({source_info.line_of(eqn)}) takes shards along axes "
-                    f"{part.dim} and {dim}, and zero1 does not move data between devices for it: "
-                    "take this transformation out of zero1, to run on whole gradients"
-                )
-            value = take_own_shard(part.value, dim, self.axes) if whole else part.value
-            return mark_varying(value, self.axes)
+            if not jnp.ndim(part.value):
+                return part.value
+            if not part.is_uniform and part.layout != layout:
+                _check_is_known(_describe(eqn), layout)
+            return cut(part.value, part.layout, layout)
 
-        return [Part(value, dim) for value in reading.bind(eqn, [align(p) for p in operands])]
+        values = [align(part) for part in operands]
+        varying = sorted({*layout.axes, *varying_axes(values)})
+        return [Part(value, layout) for value in reading.bind(eqn, mark_varying(values, varying))]
 
     def _barrier(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
-        # Result i is operand i. All operands of a barrier must vary over the same axes, and shards
-        # vary where whole values do not: each kind gets a barrier of its own.
+        # Result i is operand i. All operands of a barrier must vary over the same axes, so those
+        # that are divided over the same axes get a barrier of their own.
         results = list(operands)
-        for is_shard in (True, False):
-            places = [i for i, part in enumerate(operands) if (part.dim is not None) == is_shard]
-            values = reading.bind(eqn, [operands[i].value for i in places]) if places else []
+        for axes in {frozenset(part.layout.axes) for part in operands}:
+            places = [i for i, p in enumerate(operands) if frozenset(p.layout.axes) == axes]
+            values = reading.bind(eqn, [operands[i].value for i in places])
             for i, value in zip(places, values, strict=True):
-                results[i] = Part(value, operands[i].dim)
+                results[i] = operands[i]._replace(value=value)
         return results
 
-    def _reduce(self, eqn: Equation, shard: Any, dim: Any) -> Part:
-        axes = eqn.params["axes"]
-        (value,) = reading.bind(eqn, [shard])
-        if dim in axes:
-            return Part(_OVER_DEVICES[eqn.primitive.name](value, self.axes))
-        return Part(value, dim - sum(axis < dim for axis in axes))  # axes before it are gone
+    def _reduce(self, eqn: Equation, part: Part) -> Part:
+        (value,) = reading.bind(eqn, [part.value])
+        entries = part.layout.of_rank(part.value.ndim)
+        gone = eqn.params["axes"]
+        left = Layout(tuple(entry for dim, entry in enumerate(entries) if dim not in gone))
+        if len(gone) < len(entries):
+            _check_is_known(_describe(eqn), part.layout)
+        if axes := tuple(axis for dim in gone for axis in entries[dim]):
+            value = _OVER_DEVICES[eqn.primitive.name](value, axes)
+        return Part(value, left)
 
     def _broadcast(self, eqn: Equation, part: Part) -> Part:
         # Axis i of the operand becomes axis broadcast_dimensions[i] of the result. The shape in the
-        # equation is that of the whole result; along the divided axis it becomes the shard's.
-        dim = eqn.params["broadcast_dimensions"][part.dim]
-        shape = list(eqn.params["shape"])
-        shape[dim] = part.value.shape[part.dim]
+        # equation is that of the whole result; along a divided axis it becomes the shard's.
         dimensions = eqn.params["broadcast_dimensions"]
-        return Part(lax.broadcast_in_dim(part.value, shape, dimensions), dim)
+        shape, layout = list(eqn.params["shape"]), Layout(is_known=part.layout.is_known)
+        for dim, entry in enumerate(part.layout.entries):
+            if entry:
+                shape[dimensions[dim]] = part.value.shape[dim]
+                layout = layout.divided_by(entry, dimensions[dim])
+        return Part(lax.broadcast_in_dim(part.value, shape, dimensions), layout)
 
     def _transpose(self, eqn: Equation, part: Part) -> Part:
         permutation = eqn.params["permutation"]
-        return Part(lax.transpose(part.value, permutation), permutation.index(part.dim))
+        entries = part.layout.of_rank(part.value.ndim)
+        layout = Layout(tuple(entries[dim] for dim in permutation), part.layout.is_known)
+        return Part(lax.transpose(part.value, permutation), layout)
 
     def _branches(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
         """A `lax.cond` or `switch` whose index every device holds.
 
         All branches must return a result in one way, but one may return a shard where another
-        returns a whole value, such as zeros. So they are traced twice: first to see along which
-        axis each returns a result, then so that a result that any branch divides is divided by all.
+        returns a whole value, such as zeros. So they are traced twice: first to see how each
+        divides a result, then so that a result that any branch divides is divided by all.
         """
-        (index, *others), dims = operands, []
+        (index, *others), found = operands, []
 
-        def branch(body: Jaxpr, dims_of_all: list[int | None] | None) -> Callable[..., Any]:
-            """The function of a body; without `dims_of_all` it appends its axes to `dims`."""
+        def branch(body: Jaxpr, agreed: list[Layout] | None) -> Callable[..., Any]:
+            """The function of a body; without `agreed` it appends its results to `found`."""
 
             def run(*values: Any) -> list[Any]:
-                inputs = [Part(v, p.dim) for v, p in zip(values, others, strict=True)]
+                inputs = [p._replace(value=v) for v, p in zip(values, others, strict=True)]
                 outputs = self.run(body, inputs)
-                if dims_of_all is None:
-                    dims.append([part.dim for part in outputs])
+                if agreed is None:
+                    found.append([part.layout for part in outputs])
                     return [part.value for part in outputs]
                 return [
-                    mark_varying(part.value, self.axes)
-                    if part.dim is not None
-                    else take_own_shard(part.value, dim, self.axes)
-                    for part, dim in zip(outputs, dims_of_all, strict=True)
+                    mark_varying(convert_part(part, layout, _describe(eqn)), layout.axes)
+                    for part, layout in zip(outputs, agreed, strict=True)
                 ]
 
             return run
 
-        # eval_shape runs nothing; only `dims` is wanted of it.
+        # eval_shape runs nothing; only `found` is wanted of it.
         values = [part.value for part in others]
         bodies = reading.bodies_of(eqn)
         for body in bodies:
             jax.eval_shape(branch(body, None), *values)
-        agreed = [
-            next((d for d in each if d is not None), None) for each in zip(*dims, strict=True)
-        ]
+        # Layouts that cannot be merged are converted to that of the first branch.
+        agreed = [merge(layouts) or layouts[0] for layouts in zip(*found, strict=True)]
         results = lax.switch(index.value, [branch(body, agreed) for body in bodies], *values)
-        return [Part(value, dim) for value, dim in zip(results, agreed, strict=True)]
+        return [Part(value, layout) for value, layout in zip(results, agreed, strict=True)]

@@ -16,19 +16,27 @@ divided by n at no cost in traffic.
 Leaves are divided, not flat buffers: the shards of a flat buffer would need padding that depends on
 the number of devices, and with it the layout of checkpoints. So outside of `shard_map` every array
 of the state has the shape that `inner` gave it, whatever n is.
+
+Parameters may be parts already, divided over "model", "expert" or "stage". Then n is the number of
+devices that hold the same part. Each part is divided as above, and with it its state:
+
+    a parameter                 f32[12, 16]    P(None, "model"), on a mesh of data=4, model=2
+    a device's part of it       f32[12, 8]     whole for the picture above
+    a device's moments          f32[3, 8]      P("data", "model")
+
+`inner` is traced with shapes of whole parameters all the same, so that its means divide by the
+number of all elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from ampx.checking import check_transformation
@@ -38,8 +46,10 @@ from ampx.data_parallel.reduction import (
     make_reduction,
 )
 from ampx.data_parallel.shard_exchange import ShardExchange
-from ampx.data_parallel.sharded_updates import Part, choose_shard_dim, run_on_shards, take_own_shard
-from ampx.mesh_axes import as_axes, check_axes_of_mesh
+from ampx.data_parallel.shard_layouts import WHOLE, Layout, choose_shard_dim, layout_of_spec
+from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
+from ampx.mesh_axes import as_axes, check_axes_of_mesh, count_devices
+from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
 from ampx.tree_checks import check_arrays
 from ampx.trees import find_nodes, path_name
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
@@ -80,6 +90,7 @@ def zero1(
     op: Op = "mean",
     reduce_dtype: DTypeLike = jnp.float32,
     bucket_bytes: int | None = None,
+    model_axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Shards the state and the update of an optimizer over devices that hold the same parameters.
 
@@ -98,21 +109,32 @@ def zero1(
     updated on every device. The state keeps the shapes that `inner` gives it, so a checkpoint does
     not know how many devices there were. Give it its shardings with `ampx.zero1_specs`.
 
+    Parameters may be divided over further mapped axes, such as "model" or "stage". Their state is
+    divided over `axis_name` in addition, norms and other sums run over all parts, and a parameter
+    that the devices along "model" share counts once. With `check_vma=True` types say which
+    parameters are divided. With `check_vma=False`, and in `vmap`, name the axes as `model_axes`.
+    Adafactor and others that sum over some axes of an array and not over all need to know which
+    of them is divided: give them a tree of `PartitionSpec` in both cases.
+
     Args:
       inner: an optax transformation.
       axis_name: the mapped axes that the batch is split over.
       op: see `ampx.all_reduce`.
       reduce_dtype: see `ampx.all_reduce`.
       bucket_bytes: see `ampx.bucket_layout`.
+      model_axes: further axes over which parameters are divided: a name or names, for every
+        parameter; or a tree prefix of the parameters of `PartitionSpec`s, names and None, such as
+        their in_specs. Where types tell (`check_vma=True`) they decide, and specs only tell which
+        axis of an array is divided. None: what `ampx.train_step` was given, or nothing.
 
     Returns:
       An optax transformation whose state is a `Zero1State`, for use inside `shard_map`.
 
     Raises:
-      TypeError: if `inner` is not a gradient transformation.
+      TypeError: if `inner` is not a gradient transformation, or `model_axes` names no axes.
       NameError: in `update`, outside of `shard_map`.
-      ValueError: in `update`, without parameters, for gradients that are reduced already, or for a
-        state that is not sharded.
+      ValueError: in `update`, without parameters, for gradients that are reduced already, for a
+        state that is not sharded, or for a parameter that `model_axes` divides over `axis_name`.
       NotImplementedError: in `update`, for an operation that shards do not allow.
 
     References:
@@ -144,7 +166,7 @@ def zero1(
     reduction = make_reduction(
         axis_name, op=op, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes, tail_overlap=False
     )
-    axes = reduction.axes
+    axes, own_setting = reduction.axes, as_model_axes(model_axes)
 
     # Whole shapes: `jax.jit(tx.init, out_shardings=...)` divides them as `zero1_specs` says.
     def init(params: optax.Params) -> Zero1State:
@@ -157,28 +179,42 @@ def zero1(
         *,
         overflow: jax.Array | None = None,
         reduce_op: Op | None = None,
+        model_axes: ModelAxes | None = None,
         **extra_args: Any,
     ) -> tuple[Any, Zero1State]:
         if params is None:
             raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
         check_update("zero1", Zero1State, updates, state, params)
         exchange = ShardExchange(reduction.with_op(reduce_op), params)
+        # `train_step` hands its own setting down. `inner` gets none: it sees whole arrays.
+        setting = own_setting if own_setting.names else as_model_axes(model_axes)
+        model_layouts = _model_layouts(params, setting, axes)
+        sizes = {axis: count_devices([axis]) for each in model_layouts for axis in each.axes}
+        sizes |= {axis: count_devices([axis]) for axis in axes}
+        # How each leaf of the parameters is divided in the end, and the shapes with which `inner`
+        # is traced: whole ones, with all that "model" has divided.
+        layouts = [
+            layout.divided_by(axes, dim)
+            for layout, dim in zip(model_layouts, exchange.dims, strict=True)
+        ]
+        whole_params = _whole_shapes(params, model_layouts, sizes)
         # What a checkpoint holds. Shapes alone: nothing is allocated for it.
-        whole_state = jax.eval_shape(inner.init, params)
+        whole_state = jax.eval_shape(inner.init, whole_params)
         maker = "init(params) of the same transformation"
         check_made_by("ampx.zero1", maker, whole_state, state.inner_state, shapes=False)
-        state_dims = _choose_state_dims(whole_state, params, exchange.count)
-        _check_state(state.inner_state, whole_state, state_dims, exchange.count)
+        layout_of = _match_parameters(whole_params, layouts)
+        with_paths = jax.tree_util.tree_leaves_with_path(whole_state)
+        state_layouts = [layout_of(path, leaf.shape) for path, leaf in with_paths]
+        _check_state(state.inner_state, whole_state, state_layouts, sizes)
         grads, sent = exchange.scatter(updates)
-        # What this device holds of the arguments of inner.update, along which axis each leaf is
-        # divided, and the whole shapes with which it is traced.
+        # What this device holds of the arguments of inner.update, how each leaf is divided, and the
+        # whole shapes with which it is traced.
         held = (grads, state.inner_state, exchange.take_own_shards(params))
-        dims = (*exchange.dims, *state_dims, *exchange.dims)
         whole = (
-            _whole_shapes(updates, dtypes_of=grads),
+            _whole_shapes(updates, model_layouts, sizes, dtypes_of=grads),
             # An update may have given the state another dtype than `init` did.
-            _whole_shapes(whole_state, dtypes_of=state.inner_state),
-            _whole_shapes(params),
+            _whole_shapes(whole_state, [WHOLE] * len(state_layouts), {}, state.inner_state),
+            whole_params,
         )
 
         # The extra arguments are constants of the trace: values that every device holds whole.
@@ -186,74 +222,110 @@ def zero1(
             about = {**extra_args, "grad": grads} if "grad" in extra_args else extra_args
             return inner.update(grads, inner_state, params, **about)
 
+        held_layouts = (*layouts, *state_layouts, *layouts)
         parts, structure = run_on_shards(
-            inner_update, whole, list(map(Part, jax.tree.leaves(held), dims)), axes
+            inner_update, whole, list(map(Part, jax.tree.leaves(held), held_layouts))
         )
-        count = len(exchange.dims)
-        new_updates, new_state = (
-            # An update that does not depend on the gradient comes out whole, for example zeros.
-            [_as_divided(*pair, axes) for pair in zip(some, wanted, strict=True)]
-            for some, wanted in ((parts[:count], exchange.dims), (parts[count:], state_dims))
-        )
-        gathered = exchange.gather(new_updates)
-        result, inner_state = jax.tree.unflatten(structure, [*gathered, *new_state])
-        return result, Zero1State(reduction.state(sent), inner_state, exchange.compute_norm(grads))
+        # An update that does not depend on the gradient comes out whole, for example zeros.
+        results = [
+            convert_part(part, layout, "the result of the transformation inside zero1")
+            for part, layout in zip(parts, [*layouts, *state_layouts], strict=True)
+        ]
+        count = len(layouts)
+        gathered = exchange.gather(results[:count])
+        result, inner_state = jax.tree.unflatten(structure, [*gathered, *results[count:]])
+        squares = [optax.tree.norm(leaf, squared=True) for leaf in jax.tree.leaves(grads)]
+        norm = jnp.sqrt(add_over_shards(squares, [layout.axes for layout in layouts]))
+        return result, Zero1State(reduction.state(sent), inner_state, norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _whole_shapes(tree: Any, dtypes_of: Any = None) -> Any:
-    """The whole shapes of `tree`, with the dtypes of another tree if one is given."""
-    dtypes_of = tree if dtypes_of is None else dtypes_of
-    return jax.tree.map(
-        lambda leaf, like: jax.ShapeDtypeStruct(jnp.shape(leaf), like.dtype), tree, dtypes_of
-    )
+def _whole_shapes(
+    tree: Any, layouts: Sequence[Layout], sizes: Mapping[str, int], dtypes_of: Any = None
+) -> Any:
+    """The whole shapes of a tree of parts, with the dtypes of another tree if one is given."""
+    leaves, structure = jax.tree.flatten(tree)
+    like = leaves if dtypes_of is None else jax.tree.leaves(dtypes_of)
+    shapes = [
+        jax.ShapeDtypeStruct(layout.whole_shape(jnp.shape(leaf), sizes), of.dtype)
+        for leaf, layout, of in zip(leaves, layouts, like, strict=True)
+    ]
+    return jax.tree.unflatten(structure, shapes)
 
 
-def _choose_state_dims(state: Any, params: Any, count: int) -> list[int | None]:
-    """Chooses the axis along which each leaf of an optimizer state is divided.
+def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list[Layout]:
+    """How each parameter is divided before `zero1` divides it over `axes`.
+
+    Raises:
+      ValueError: for a parameter that is divided over `axes` already, and for a scalar that differs
+        between the devices along others: the whole of which it is a part has no shape.
+    """
+    layouts = []
+    of_leaves = axes_of_leaves(params, setting.without(axes))
+    with_paths = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), found in zip(with_paths, of_leaves, strict=True):
+        name = path_name(path)
+        _check_not_divided(name, setting, axes)
+        # Parameters that were marked to vary over `axes`, for their gradients, are still whole.
+        further = [axis for axis in found if axis not in axes]
+        if further and not jnp.ndim(leaf):
+            raise ValueError(
+                f"the parameter at {name or 'the root'} is a scalar that is divided over "
+                f"{further}: give it an axis, so that it has shape (1,) on each device, or name "
+                "its axes as None in model_axes if all devices hold the same"
+            )
+        layouts.append(layout_of_spec(setting.spec_of_path(name), further, jnp.ndim(leaf)))
+    return layouts
+
+
+def _check_not_divided(name: str, setting: ModelAxes, axes: Sequence[str]) -> None:
+    if twice := sorted(set(setting.of_path(name)) & set(axes)):
+        raise ValueError(
+            f"model_axes divides the parameter at {name or 'the root'} over {twice}, the axes of "
+            "zero1 itself, which is for parameters that are the same along these: update this one "
+            "outside of zero1, for example with optax.partition"
+        )
+
+
+def _match_parameters(
+    params: Any, layouts: Sequence[Layout]
+) -> Callable[[Any, Sequence[int]], Layout]:
+    """Makes a function from the path and the shape of a leaf of an optimizer state to its layout.
 
     It is that of the parameter which the leaf belongs to. A leaf at `0/mu/dense/kernel` belongs to
     the parameter `dense/kernel`, whose path ends its own, if it has the same shape. Others, such as
     counts or factored moments of another shape, are whole on every device.
     """
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        shapes.setdefault(path_name(path), []).append(jnp.shape(leaf))
+    known: dict[tuple[str, tuple[int, ...]], Layout] = {}
+    with_paths = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), layout in zip(with_paths, layouts, strict=True):
+        known.setdefault((path_name(path), tuple(jnp.shape(leaf))), layout)
 
-    def dim_of(path: Any, leaf: Any) -> int | None:
-        names = [path_name(path[i:]) for i in range(len(path) + 1)]
-        own = any(jnp.shape(leaf) in shapes.get(name, ()) for name in names)
-        return choose_shard_dim(jnp.shape(leaf), count) if own else None
+    def layout_of(path: Any, shape: Sequence[int]) -> Layout:
+        # The longest path first: "a/w" is more of a name than "w".
+        names = (path_name(path[i:]) for i in range(len(path) + 1))
+        found = (known.get((name, tuple(shape))) for name in names)
+        return next((layout for layout in found if layout is not None), WHOLE)
 
-    return [dim_of(*item) for item in jax.tree_util.tree_leaves_with_path(state)]
-
-
-def _shard_shape(shape: Sequence[int], dim: int | None, count: int) -> tuple[int, ...]:
-    return tuple(size // count if at == dim else size for at, size in enumerate(shape))
+    return layout_of
 
 
-def _check_state(state: Any, whole: Any, dims: Sequence[int | None], count: int) -> None:
+def _check_state(
+    state: Any, whole: Any, layouts: Sequence[Layout], sizes: Mapping[str, int]
+) -> None:
     """Refuses a state that is not divided: it was given to `shard_map` without its specs."""
     paths = jax.tree_util.tree_leaves_with_path(state)
-    for (path, leaf), like, dim in zip(paths, jax.tree.leaves(whole), dims, strict=True):
-        expected = _shard_shape(like.shape, dim, count)
+    for (path, leaf), like, layout in zip(paths, jax.tree.leaves(whole), layouts, strict=True):
+        expected = layout.part_shape(like.shape, sizes)
         if jnp.shape(leaf) != expected:
+            count = math.prod(sizes[axis] for axis in layout.axes)
             raise ValueError(
                 f"the state at {path_name(path)} has shape {jnp.shape(leaf)} on this device, "
                 f"expected {expected}, 1/{count} of {like.shape}: give shard_map the specs of "
-                "ampx.zero1_specs(tx, params, mesh) for the state, in and out"
+                "ampx.zero1_specs(tx, params, mesh) for the state, in and out. Where parameters "
+                "are divided over further axes, it and zero1 need their specs as model_axes"
             )
-
-
-def _as_divided(part: Part, dim: int | None, axes: tuple[str, ...]) -> Any:
-    """Converts a value to a shard along `dim`, or to the whole if that is None."""
-    if part.dim == dim:
-        return part.value
-    if part.dim is not None:
-        whole = lax.all_gather(part.value, axes, axis=part.dim, tiled=True, to="invarying")
-        return take_own_shard(whole, dim, axes)
-    return take_own_shard(part.value, dim, axes)
 
 
 def zero1_specs(
@@ -261,6 +333,8 @@ def zero1_specs(
     params: Any,
     mesh: Any,
     axis_name: str | Sequence[str] = "data",
+    *,
+    model_axes: Any = None,
 ) -> Any:
     """The partition specs of an optimizer state that holds an `ampx.zero1`.
 
@@ -269,6 +343,8 @@ def zero1_specs(
       params: parameters, or their shapes and dtypes.
       mesh: the mesh of the step.
       axis_name: the axes that `zero1` was given.
+      model_axes: `PartitionSpec`s of the parameters if they are divided over further axes, as a
+        tree prefix of them: what in_specs of `shard_map` has for the parameters.
 
     Returns:
       A tree like `tx.init(params)` of `PartitionSpec`: for the in_specs and out_specs of
@@ -276,7 +352,8 @@ def zero1_specs(
 
     Raises:
       TypeError: if `tx` is not a gradient transformation or `mesh` no mesh.
-      ValueError: if there is no `zero1` in `tx`, or the mesh has no such axis.
+      ValueError: if there is no `zero1` in `tx`, the mesh has no such axis, or `model_axes` does
+        not tell how a parameter is divided.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp, optax
@@ -285,29 +362,72 @@ def zero1_specs(
       >>> specs = ampx.zero1_specs(ampx.zero1(optax.adam(0.1), "data"), jnp.ones((4, 8)), mesh)
       >>> tuple(specs.inner_state[0].mu), tuple(specs.inner_state[0].count)
       ((None, 'data'), ())
+      >>> mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=auto * 2)
+      >>> tx = ampx.zero1(optax.adam(0.1), "data")
+      >>> specs = ampx.zero1_specs(tx, jnp.ones((4, 8)), mesh, model_axes=jax.P("model"))
+      >>> tuple(specs.inner_state[0].mu)
+      ('model', 'data')
     """
     check_transformation("tx", tx)
-    axes = as_axes(axis_name)
+    axes, setting = as_axes(axis_name), as_model_axes(model_axes)
     check_axes_of_mesh("axis_name", axes, mesh)
-    count = math.prod(mesh.shape[axis] for axis in axes)
+    check_axes_of_mesh("model_axes", setting.names, mesh)
     check_arrays("params", params, may_be_shapes=True)
     state = jax.eval_shape(tx.init, params)
     if not find_nodes(state, Zero1State):
         raise ValueError("there is no ampx.zero1 in this transformation: its state is not divided")
+    model_layouts = [
+        _layout_on_mesh(path_name(path), jnp.shape(leaf), setting, axes, mesh.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    layouts = [
+        layout.divided_by(
+            axes, choose_shard_dim(layout.part_shape(jnp.shape(leaf), mesh.shape), count)
+        )
+        for leaf, layout in zip(jax.tree.leaves(params), model_layouts, strict=True)
+    ]
+    of_shard, of_part = (_match_parameters(params, each) for each in (layouts, model_layouts))
 
-    def specs_of(node: Any) -> Any:
-        if not isinstance(node, Zero1State):  # around zero1: loss scales, counts
-            return PartitionSpec()
-        dims = iter(_choose_state_dims(node.inner_state, params, count))
-        inner = jax.tree.map(lambda leaf: _spec(next(dims), axes), node.inner_state)
-        everywhere: Any = PartitionSpec()
+    def specs_of(path: Any, node: Any) -> Any:
+        if not isinstance(node, Zero1State):  # around zero1: loss scales, counts, sums of gradients
+            return of_part(path, node.shape).spec
+        inner = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: of_shard(path, leaf.shape).spec, node.inner_state
+        )
+        everywhere: Any = WHOLE.spec
         reduction = jax.tree.map(lambda _: everywhere, node.reduction)
         return Zero1State(reduction, inner, everywhere)
 
-    return jax.tree.map(specs_of, state, is_leaf=lambda node: isinstance(node, Zero1State))
+    return jax.tree_util.tree_map_with_path(
+        specs_of, state, is_leaf=lambda node: isinstance(node, Zero1State)
+    )
 
 
-def _spec(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
-    if dim is None:
-        return PartitionSpec()
-    return PartitionSpec(*[None] * dim, axes[0] if len(axes) == 1 else axes)
+def _layout_on_mesh(
+    name: str,
+    shape: Sequence[int],
+    setting: ModelAxes,
+    axes: Sequence[str],
+    sizes: Mapping[str, int],
+) -> Layout:
+    """How a whole parameter is divided over the axes of the setting.
+
+    Raises:
+      ValueError: if that is not known, or cannot be.
+    """
+    _check_not_divided(name, setting, axes)
+    spec, of_leaf = setting.spec_of_path(name), setting.of_path(name)
+    if of_leaf and spec is None:
+        raise ValueError(
+            f"model_axes names {of_leaf} for the parameter at {name or 'the root'} and not which "
+            "axis of the array they divide: give zero1_specs a tree of PartitionSpecs, those that "
+            "in_specs of shard_map has for the parameters"
+        )
+    layout = layout_of_spec(spec, of_leaf, len(shape))
+    if layout.whole_shape(layout.part_shape(shape, sizes), sizes) != tuple(shape):
+        raise ValueError(
+            f"model_axes divides the parameter at {name or 'the root'} as {spec}, and its shape "
+            f"{tuple(shape)} cannot be divided so on a mesh of {dict(sizes)}"
+        )
+    return layout
