@@ -26,6 +26,7 @@ import numpy as np
 import optax
 
 from ampx.checking import check_hyperparameter, join_first, shorten
+from ampx.overwritten import refuse_overwritten, refuse_path
 from ampx.trees import is_float0, path_name, split_trainable
 
 # What JAX has no arrays of: objects, words, dates and durations.
@@ -288,18 +289,22 @@ def check_gradients(
 
     Raises:
       TypeError: for what are no arrays, and for bools and random keys.
-      ValueError: for another structure or other shapes than those of the parameters.
+      ValueError: for another structure or other shapes than those of the parameters, and for a
+        leaf that is to be replaced by its gradient.
     """
     if grads is None:
         raise TypeError(f"{name} must be a tree of arrays like the parameters, got None")
     check_arrays(name, grads)
     if params is None:
+        refuse_overwritten(name, grads)
         return
     words = {"part": part, "partner": "its parameter"}
     pairs = check_like(name, grads, "params", params, **words, may_be_many=may_be_many)
     # What has no gradient is not looked at: users of Equinox give whole modules, functions in them.
     check_arrays("params", [own for _, own, found in pairs if found is not None])
     for path, own, found in pairs:
+        if not isinstance(found, optax.MaskedNode | None):
+            refuse_path(name, path)
         dtypes = [getattr(x, "dtype", None) for x in (found, own)]
         is_number = dtypes[0] is None or jnp.issubdtype(dtypes[0], np.number)
         # The gradient that is no number is that of a parameter that is none, as optax makes it.

@@ -1,12 +1,13 @@
 """Trees: walks, casts, and choices between two of them.
 
-Three kinds of leaves need care wherever a tree is mapped, and have a predicate or a dtype here:
+Some kinds of leaves need care wherever a tree is mapped, and have a predicate or a dtype here:
 
     float0     what JAX returns as the gradient of an integer parameter: a NumPy array of an empty
                dtype, with which nothing can be computed (`is_float0`)
     integers   step counts, random keys: no cast to half, no NaN (`is_floating`)
     float8     and float64: floating, but a policy does not cast them (`CASTABLE`)
     others     functions, strings and numbers inside a module: not trained (`split_trainable`)
+    scales     of flax's layers in 8 bits: their gradient is their new value (`is_overwritten`)
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from jax.typing import DTypeLike
 
 # Policies cast between these. Leaves in float64 or float8 stay as they are.
 CASTABLE = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32"))
+# The collection in which flax keeps variables whose gradient is their new value.
+OVERWRITE = "_overwrite_with_gradient"
 Node = TypeVar("Node")
 
 
 def cast_castable(tree: Any, dtype: DTypeLike) -> Any:
     """Casts the leaves that can be cast to `dtype`, unchecked; see `ampx.cast_floating`."""
-    return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree)
+
+    def cast(path: Any, leaf: Any) -> Any:
+        return leaf if is_overwritten(path) else cast_leaf(leaf, dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, tree)
 
 
 def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
@@ -126,6 +133,11 @@ def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:
 def path_name(path: Any) -> str:
     """A key path as names joined by "/"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_overwritten(path: Any) -> bool:
+    """Whether the leaf at a key path is to be replaced by its gradient: see `ampx.overwritten`."""
+    return any(getattr(key, "key", getattr(key, "name", None)) == OVERWRITE for key in path)
 
 
 def map_by_path(tree: Any, fun: Callable[[str, Any], Any]) -> Any:

@@ -61,6 +61,14 @@ from ampx.accumulation.sparse_rows import (
 from ampx.checking import as_bool, as_dtype, as_positive_int, check_callable, check_choice
 from ampx.flat_buffers.flat_params import as_tree, has_flat
 from ampx.mesh_axes import as_axes, fold_in_device, mark_varying, reduced_axes, unreduced_zeros
+from ampx.overwritten import (
+    add_gradients,
+    keep_finite_overwritten,
+    lowest_overwritten,
+    refuse_overwritten,
+    split_overwritten,
+    take_largest,
+)
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.policies import Policy
@@ -185,6 +193,7 @@ def value_and_grad(
             fun = functools.partial(_call_with_tree, fun)
         check_trainable("params", params)
         check_arrays("model_state", model_state)
+        refuse_overwritten("model_state", model_state, "Give it as a part of the parameters")
         params, rest = split_trainable(params)  # nnx has its own filters: all it gives is trained
         if rest is not None:
             fun = functools.partial(_call_merged, fun, rest)
@@ -221,6 +230,7 @@ def value_and_grad(
                 (_, (loss, weight, aux, new_state)), grads = jax.value_and_grad(
                     scaled_loss, has_aux=True
                 )(read, microbatch, mask, index, state)
+                grads = keep_finite_overwritten(grads, read)
                 grads = collect(jax.tree.map(lambda g: _widen(g, accumulator_dtype), grads))
             else:
                 _, (loss, weight, aux, new_state) = scaled_loss(
@@ -249,6 +259,7 @@ def value_and_grad(
                     params,
                     lambda name, leaf: None if name in tables else _zeros(leaf, accumulator_dtype),
                 )
+                zeros = lowest_overwritten(zeros)
             grads, model_state, per_microbatch = _scan(
                 one, zeros, split, num_microbatches, model_state
             )
@@ -257,9 +268,11 @@ def value_and_grad(
             # be added, so from here on the table's gradient is dense.
             grads = densify(grads)
         losses, weights, auxes = per_microbatch
+        grads, overwritten = split_overwritten(grads)
         loss, grads, weight, aux = normalize_sums(
             grads, losses, weights, auxes, normalize, aux_reduction, axes, num_rows, rows_each
         )
+        grads = merge_trainable(grads, take_largest(overwritten, axes))
         return GradResult(loss, grads, weight, aux, model_state)
 
     if isinstance(policy, PrecisionSchedule):
@@ -290,7 +303,7 @@ def _scan(
         (microbatch, mask), index = xs
         grads, state, outputs = one(microbatch, mask, index, state)
         dense, sparse = split_sparse(grads)
-        sums = jax.tree.map(jnp.add, sums, dense)
+        sums = add_gradients(sums, dense)
         return (sums, state), (sparse, outputs)
 
     (sums, model_state), (sparse, outputs) = jax.lax.scan(

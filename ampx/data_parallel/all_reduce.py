@@ -11,6 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.data_parallel.reduction import Op, ReductionState, make_reduction
+from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import check_arrays
 
 
@@ -114,6 +115,7 @@ def all_reduce(
         **extra_args: Any,
     ) -> tuple[Any, ReductionState]:
         check_arrays("updates", updates)
+        refuse_overwritten("updates", updates)
         return reduction.with_op(reduce_op).reduce(updates, overflow)
 
     return optax.GradientTransformationExtraArgs(init, update)

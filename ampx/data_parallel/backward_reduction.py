@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.mesh_axes import as_axes, count_devices, mark_varying, varying_axes
+from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import check_arrays, check_like
 from ampx.trees import is_float0, is_floating, path_name, wider_dtype
 
@@ -71,6 +72,7 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
     axes = as_axes(axis_name)
     count_devices(axes)  # raises where they are not mapped
     check_arrays("params", params)
+    refuse_overwritten("params", params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if varying_axes(leaf) & set(axes):
             raise ValueError(

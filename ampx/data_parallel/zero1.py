@@ -50,6 +50,7 @@ from ampx.data_parallel.shard_layouts import WHOLE, Layout, choose_shard_dim, la
 from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
 from ampx.mesh_axes import as_axes, check_axes_of_mesh, count_devices
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
+from ampx.overwritten import split_optimized
 from ampx.tree_checks import check_arrays
 from ampx.trees import find_nodes, path_name
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
@@ -373,6 +374,7 @@ def zero1_specs(
     check_axes_of_mesh("axis_name", axes, mesh)
     check_axes_of_mesh("model_axes", setting.names, mesh)
     check_arrays("params", params, may_be_shapes=True)
+    params = split_optimized(params)[0]
     state = jax.eval_shape(tx.init, params)
     if not find_nodes(state, Zero1State):
         raise ValueError("there is no ampx.zero1 in this transformation: its state is not divided")

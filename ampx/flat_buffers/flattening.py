@@ -23,6 +23,7 @@ import optax
 from ampx.checking import as_positive_int, check_callable
 from ampx.flat_buffers.buckets import bucket_layout
 from ampx.flat_buffers.flat_params import FlatLayout, FlatParams, has_flat, is_flat
+from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import broadcast_choice, check_arrays
 from ampx.trees import path_name, resolve_choice
 
@@ -94,6 +95,7 @@ def flatten(
     if group_of is not None:
         check_callable("group_of", group_of, "group_of(path, leaf)")
     check_arrays("params", params)
+    refuse_overwritten("params", params)
     params = jax.tree.map(jnp.asarray, params)
     # By path, since `bucket_layout` asks for the group of a path.
     choices: dict[str, Any] = {}

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from ampx import flax_modules
 from ampx.mesh_axes import axes_of_spec, is_spec
+from ampx.overwritten import refuse_overwritten
 from ampx.pipelining.runtime.buffers import is_key
 from ampx.tree_checks import check_arrays, check_key, check_memory
 from ampx.trees import fill_floating, path_name
@@ -94,6 +95,12 @@ def check_params(params: Any, key: Any, *, draws: bool) -> None:
         raise ValueError(
             f"{state} is no parameter, and {NO_STATE}. What is to be trained is an nnx.Param"
         )
+    refuse_overwritten(
+        "params",
+        dict(params),
+        "Pipelines do not take such layers yet: give the pipeline layers in bfloat16, or train "
+        "with ampx.train_step alone",
+    )
     if draws:
         _check_keys(params, key)
 

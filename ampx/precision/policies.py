@@ -26,13 +26,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
 from ampx.checking import SHORT_NAMES, as_bool, as_dtype, check_word, suggest
 from ampx.tree_checks import check_memory
-from ampx.trees import cast_castable, cast_leaf, map_by_path
+from ampx.trees import cast_castable, cast_leaf, is_overwritten, path_name
 
 PathRule = Callable[[str], bool]
 # A name counts if it has one of these as a whole word (`ln_f`, `bn1`, `block_gn`), where "_", a
@@ -75,11 +76,14 @@ def cast_by_path(tree: Any, dtype: DTypeLike, stays_float32: PathRule | None) ->
     if stays_float32 is None:
         return cast_castable(tree, dtype)
 
-    def cast(name: str, leaf: Any) -> Any:
+    def cast(path: Any, leaf: Any) -> Any:
+        if is_overwritten(path):
+            return leaf
+        name = path_name(path)
         stays = as_bool(f"what keep_norm_float32 returns for {name!r}", stays_float32(name))
         return cast_leaf(leaf, jnp.float32 if stays else dtype)
 
-    return map_by_path(tree, cast)
+    return jax.tree_util.tree_map_with_path(cast, tree)
 
 
 def is_norm_path(path: str) -> bool:

@@ -25,8 +25,8 @@ import optax
 
 from ampx.checking import check_transformation
 from ampx.flat_buffers.flat_params import FlatParams, is_flat
+from ampx.overwritten import split_optimized
 from ampx.tree_checks import check_arrays, check_memory, check_opt_state
-from ampx.trees import split_trainable
 
 Path = tuple[Any, ...]
 
@@ -75,7 +75,7 @@ def extend_state(
     check_transformation("tx", tx)
     check_opt_state("opt_state", opt_state)
     check_memory("opt_state", opt_state)
-    trained, _ = split_trainable(params)
+    trained, _ = split_optimized(params)
     check_arrays("params", trained if jax.tree.leaves(trained) else params, may_be_shapes=True)
     return _merge(opt_state, tx.init(trained), ())
 

@@ -33,8 +33,9 @@ from ampx.data_parallel.reduction import Reduction
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.loss_scaling.nonfinite import unscale
 from ampx.mesh_axes import tracks_varying
+from ampx.overwritten import merge_optimized, split_optimized
 from ampx.pipelining.shard_map_program import PipelineGradients
-from ampx.trees import find_nodes, merge_trainable
+from ampx.trees import find_nodes
 
 # What the step computes itself, or what its parts tell each other.
 _OWN = ("grad", "weight", "verdict", "reduce_op", "overflow", "tail")
@@ -81,12 +82,14 @@ class Evaluation(NamedTuple):
         grads = densify(self._call(inputs, params, loss_scale=inputs.scale).grads)
         if self.model is not None:
             grads = flax_modules.as_pure(grads)
+        else:
+            grads = split_optimized(grads)[0]
         return unscale(grads, inputs.scale)
 
     def _call(self, inputs: Inputs, params: Any, **options: Any) -> GradResult:
         if self.model is not None:
             params = flax_modules.replace_params(self.model, params, self.wrt)
-        params = merge_trainable(params, self.rest)
+        params = merge_optimized(params, self.rest)
         return self.grads_of(params, inputs.batch, wrt=self.wrt, **inputs.about, **options)
 
 

@@ -47,6 +47,7 @@ from ampx.data_parallel.zero1 import Zero1State
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, judge, unscale
 from ampx.loss_scaling.state import OptimizersState, find_outermost_loss_scale, scale_or_one
+from ampx.overwritten import merge_optimized, split_optimized, split_overwritten
 from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.precision_schedules import PrecisionSchedule
@@ -55,7 +56,7 @@ from ampx.training.monitoring import find_figures
 from ampx.training.step_reports import StepReport, measure_groups
 from ampx.training.train_states import TrainState
 from ampx.tree_checks import check_arrays, check_key, check_scalar, check_trainable
-from ampx.trees import cast_like, copy_arrays, find_nodes, merge_trainable, split_trainable
+from ampx.trees import cast_like, copy_arrays, find_nodes
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import explain_refused
 from ampx.updates.tails import Applied, Tail
@@ -129,7 +130,7 @@ class TrainStep:
         stored = params if self.recipe is None else self.recipe.cast_params(params)
         stored, key, model_state = copy_arrays((stored, key, model_state))
         step = jnp.zeros((), jnp.int32)
-        opt_state = self.tx.init(split_trainable(stored)[0])
+        opt_state = self.tx.init(split_optimized(stored)[0])
         state = TrainState(step, stored, opt_state, key, model_state)
         train_states.check_has_one_loss(state.opt_state)
         state = train_states.separate_buffers(state)
@@ -175,11 +176,16 @@ class TrainStep:
         about = {"key": key, "model_state": now.model_state, **phase}
         result = self.grads_of(now.params, batch, loss_scale=scale, wrt=wrt, **about)
         # Rows of lookup tables become dense only here, after all micro-batches.
-        result = result._replace(grads=densify(result.grads))
+        grads, overwritten = densify(result.grads), None
+        if not is_nnx:
+            # New values and no gradients: all that follows is not for them.
+            overwritten = split_overwritten(grads)[1]
+            grads = split_optimized(grads)[0]
+        result = result._replace(grads=grads)
         grads, of_reduction, sent = self._reduce(result, now.opt_state)
         result = result._replace(grads=grads)
         # `grad` is scaled here, as `grads` are; a loss scale hands it on unscaled.
-        rest = None if is_nnx else split_trainable(now.params)[1]
+        rest = None if is_nnx else split_optimized(now.params)[1]
         own = {"weight": result.weight, "value": result.loss, "grad": grads, **of_reduction}
         functions = step_arguments.make_functions(
             step_arguments.Evaluation(self.grads_of, model, wrt, rest),
@@ -200,7 +206,7 @@ class TrainStep:
             with explain_refused(extra_args):
                 params, new_opt_state, norm = self._apply(grads, now, extra_args)
             following = train_states.advance(
-                now, params, new_opt_state, next_key, result.model_state
+                now, params, new_opt_state, next_key, result.model_state, overwritten
             )
             new_state = train_states.write_back(state, following)
         report = self._report(now, new_opt_state, result, scale, norm)
@@ -292,10 +298,10 @@ class TrainStep:
           The new ones, and the norm of the unscaled gradients if a fused update has measured it on
           its way; else None.
         """
-        trained, rest = split_trainable(now.params)
+        trained, rest = split_optimized(now.params)
         if can_apply(now.opt_state):  # all that is inside the loss scale works in one pass
             params, opt_state, report = apply(self.tx, grads, now.opt_state, trained, **extra_args)
-            return merge_trainable(params, rest), opt_state, report.global_norm
+            return merge_optimized(params, rest), opt_state, report.global_norm
         scaled = find_outermost_loss_scale(now.opt_state)
         if scaled is not None and not isinstance(scaled.inner_state, OptimizersState):
             # New parameters are asked for: they belong into the branch that a skip does not take.
@@ -303,11 +309,11 @@ class TrainStep:
                 grads, now.opt_state, trained, tail=Tail(new_params=True), **extra_args
             )
             applied = cast(Applied, result)
-            return merge_trainable(applied.params, rest), opt_state, applied.norm
+            return merge_optimized(applied.params, rest), opt_state, applied.norm
         updates, opt_state = self.tx.update(grads, now.opt_state, trained, **extra_args)
         # float32 gradients must not widen the half moments that half parameters came with.
         opt_state = cast_like(opt_state, now.opt_state)
-        return apply_updates(now.params, updates), opt_state, None
+        return merge_optimized(apply_updates(trained, updates), rest), opt_state, None
 
     def _report(
         self,

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ampx import flax_modules, trees
 from ampx.accumulation.multi_steps import MultiStepsState
 from ampx.loss_scaling.state import LossScaleState, find_scale, has_skipped
+from ampx.overwritten import replace_overwritten, split_optimized, split_overwritten
 from ampx.precision.follow_schedule import PrecisionScheduleState
 from ampx.tree_checks import check_key, check_memory, check_trainable
 from ampx.trees import find_nodes, is_largest
@@ -270,14 +271,25 @@ def apply_to_nnx(
 
 
 def advance(
-    state: TrainState, params: Any, opt_state: optax.OptState, key: Any, new_model_state: Any
+    state: TrainState,
+    params: Any,
+    opt_state: optax.OptState,
+    key: Any,
+    new_model_state: Any,
+    overwritten: Any,
 ) -> TrainState:
-    """Makes the next state: on a skip the step count and the model's state stand still."""
+    """Makes the next state: on a skip the step count and the model's state stand still.
+
+    So do overwritten leaves, for which `overwritten` has the new values: see `ampx.overwritten`.
+    """
     # A weakly typed increment keeps the type of flax's step, a Python int: one trace, not two.
     skipped, applied = compare_states(state.opt_state, opt_state)
     step = state.step + jnp.where(applied & ~is_largest(state.step), 1, 0)
     if state.model_state is not None:
         new_model_state = trees.hold(skipped, new_model_state, state.model_state)
+    if overwritten is not None:
+        old = split_overwritten(state.params)[1]
+        params = replace_overwritten(params, trees.hold(skipped, overwritten, old))
     return TrainState(step, params, opt_state, key, new_model_state)
 
 
@@ -304,7 +316,7 @@ def _check_same_structure(state: TrainState, tx: optax.GradientTransformation) -
     traced, as one that looks at values cannot, nothing is known and nothing is refused.
     """
     try:
-        due = jax.eval_shape(tx.init, trees.split_trainable(state.params)[0])
+        due = jax.eval_shape(tx.init, split_optimized(state.params)[0])
     except Exception:  # of a user's transformation, and of any kind
         return
     maker = (

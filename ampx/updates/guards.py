@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_state
+from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import check_arrays, check_gradients, check_memory
 from ampx.trees import has_mark, path_name
 
@@ -86,6 +87,7 @@ def guard(
 
     def init(params: Any) -> Any:
         check_arrays("params", params, may_be_shapes=True)
+        refuse_overwritten("params", params)
         return inner.init(params)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,164 @@
+"""Leaves that are no weights: their gradient is their new value.
+
+flax's layers in 8 bits (`flax.linen.fp8_ops`) keep scales, and the maxima of their last operands,
+in a collection of its own, `_overwrite_with_gradient`. A gradient is the only thing that leaves a
+backward pass, so the backward pass of such a layer hands out what these variables are to be next:
+
+    params  ──► loss ──► gradients          optimizer          next params
+    kernel               dL/dkernel    ──►  kernel + update ──►  kernel
+    input_scale          the next scale ──────────────────────►  input_scale
+
+An optimizer must not see them: it would add a scale to a scale. Nor may they be averaged, clipped,
+divided by a loss scale or counted in a norm. In ampx they are split off where gradients are made:
+
+    value_and_grad     the maximum over micro-batches and devices, as far as it is finite
+    train_step         gives the optimizer the other leaves alone, then replaces these; holds them
+                       on a skip
+    policies           never cast them
+    all else           refuses them, by name: `refuse_overwritten`
+
+flax marks them by a key in the path of the leaf, and so are they known here
+(`ampx.trees.is_overwritten`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ampx.mesh_axes import mark_varying
+from ampx.trees import (
+    OVERWRITE,
+    is_overwritten,
+    keep_finite,
+    merge_trainable,
+    path_name,
+    split_trainable,
+)
+
+
+def split_overwritten(tree: Any) -> tuple[Any, Any]:
+    """Splits a tree of parameters, or of their gradients, into others and overwritten leaves.
+
+    Returns:
+      A tree of the others with None in the place of overwritten leaves, and one of these with None
+      in the place of the others, which `merge_trainable` joins; the tree itself and None, if no
+      leaf is overwritten.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    marks = [is_overwritten(path) for path, _ in pairs]
+    if not any(marks):
+        return tree, None
+    leaves = [leaf for _, leaf in pairs]
+    return (
+        structure.unflatten([None if mark else x for x, mark in zip(leaves, marks, strict=True)]),
+        structure.unflatten([x if mark else None for x, mark in zip(leaves, marks, strict=True)]),
+    )
+
+
+def split_optimized(params: Any) -> tuple[Any, Any]:
+    """Splits parameters, or gradients like them, into what an optimizer sees and the rest.
+
+    Not seen are overwritten leaves, and what `split_trainable` leaves out. Of flax's variables
+    `{"params": ..., "_overwrite_with_gradient": ...}` an optimizer sees what is under `"params"`,
+    as in flax's own `TrainState`: so both make the same optimizer state.
+
+    Returns:
+      What `merge_optimized` joins. The rest is None if there is none.
+    """
+    others, overwritten = split_overwritten(params)
+    optimized, rest = split_trainable(others)
+    if overwritten is not None:
+        rest = merge_trainable(overwritten, rest)
+    if _is_flax_pair(rest):
+        optimized = optimized["params"]
+    return optimized, rest
+
+
+def merge_optimized(optimized: Any, rest: Any) -> Any:
+    """Joins what `split_optimized` has split; other parameters may stand in their places."""
+    if _is_flax_pair(rest):
+        inner = merge_trainable(optimized, rest["params"])
+        return type(rest)({"params": inner, OVERWRITE: rest[OVERWRITE]})
+    return merge_trainable(optimized, rest)
+
+
+def _is_flax_pair(variables: Any) -> bool:
+    return isinstance(variables, Mapping) and set(variables) == {"params", OVERWRITE}
+
+
+def replace_overwritten(params: Any, new: Any) -> Any:
+    """The parameters with the overwritten leaves of `new`, the second part of a split."""
+    return params if new is None else merge_trainable(split_overwritten(params)[0], new)
+
+
+def keep_finite_overwritten(grads: Any, params: Any) -> Any:
+    """Gradients in which overwritten leaves keep the old number where the new one is not finite.
+
+    A layer that saw one infinity would keep it as the largest of its maxima, and hold its scale
+    until the maximum leaves the history, 1024 steps later in flax.
+    """
+    others, new = split_overwritten(grads)
+    if new is None:
+        return grads
+    return merge_trainable(others, keep_finite(new, split_overwritten(params)[1]))
+
+
+def add_gradients(totals: Any, grads: Any) -> Any:
+    """Adds the gradients of a micro-batch to totals; of overwritten leaves it keeps the larger.
+
+    The largest of a batch is the largest of the largest of its parts.
+    """
+
+    def add(path: Any, total: jax.Array, grad: jax.Array) -> jax.Array:
+        return jnp.maximum(total, grad) if is_overwritten(path) else total + grad
+
+    return jax.tree_util.tree_map_with_path(add, totals, grads)
+
+
+def lowest_overwritten(totals: Any) -> Any:
+    """Totals to begin with: zeros, but in overwritten leaves what is below every number."""
+
+    def lower(path: Any, total: jax.Array) -> jax.Array:
+        return jnp.full_like(total, -jnp.inf) if is_overwritten(path) else total
+
+    return jax.tree_util.tree_map_with_path(lower, totals)
+
+
+def take_largest(overwritten: Any, axes: Sequence[str]) -> Any:
+    """The maximum of overwritten leaves over mapped axes, the same on all devices."""
+    if not axes:
+        return overwritten
+    return jax.tree.map(lambda x: jax.lax.pmax(mark_varying(x, axes), axes), overwritten)
+
+
+def refuse_overwritten(name: str, tree: Any, fix: str = "") -> None:
+    """Refuses a tree with a leaf that is to be replaced by its gradient.
+
+    Args:
+      name: of the argument, for the error.
+      tree: what was given for it.
+      fix: what to do.
+
+    Raises:
+      ValueError: if there is one.
+    """
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        refuse_path(name, path, fix)
+
+
+def refuse_path(name: str, path: Any, fix: str = "") -> None:
+    """Refuses the path of one leaf; see `refuse_overwritten`."""
+    if is_overwritten(path):
+        raise ValueError(
+            f"{name}: {path_name(path)!r} is no weight: its gradient is its new value, as in "
+            "flax's layers in 8 bits, and an optimizer would train it wrongly. "
+            + (
+                fix
+                or "Use ampx.train_step, or flax's TrainState; or give this the others alone, such "
+                f"as params['params'], and replace what is under {OVERWRITE!r} by its gradients"
+            )
+        )

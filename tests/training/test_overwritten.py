@@ -1,0 +1,328 @@
+"""Leaves whose gradient is their new value: flax's layers in 8 bits, and one written by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.core import freeze
+from flax.linen import fp8_ops
+from flax.training.train_state import TrainState
+from helpers import assert_bit_equal, make_mesh
+from jax.sharding import PartitionSpec as P
+from pipeline_models import first, last, stage
+
+import ampx
+
+OVERWRITE = fp8_ops.OVERWRITE_WITH_GRADIENT
+ADAMW = optax.adamw(0.03)
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# A layer by hand, which costs little to compile: the maximum of |x| is the gradient of `largest`.
+
+
+@jax.custom_vjp
+def record(x, largest):
+    return x
+
+
+record.defvjp(
+    lambda x, largest: (x, jnp.max(jnp.abs(x)).astype(largest.dtype)[None]),
+    lambda largest, cotangent: (cotangent, largest),
+)
+
+
+def record_loss(variables, x):
+    w = variables["params"]["layer"]["w"]
+    y = record(x.astype(w.dtype), variables[OVERWRITE]["layer"]["largest"])
+    return jnp.mean((y @ w).astype(jnp.float32) ** 2)
+
+
+def make_variables():
+    return {
+        "params": {"layer": {"w": draw(4)}},
+        OVERWRITE: {"layer": {"largest": np.array([-7.0], np.float32)}},
+    }
+
+
+X = draw(8, 4, seed=1)
+LARGEST = np.abs(X).max()
+
+
+def largest_of(variables):
+    return float(variables[OVERWRITE]["layer"]["largest"][0])
+
+
+# The same of flax.
+
+
+class Net(nn.Module):
+    """One layer in 8 bits, with a short history, and one that is not."""
+
+    op: type = fp8_ops.Fp8DirectDotGeneralOp
+
+    @nn.compact
+    def __call__(self, x):
+        op = functools.partial(self.op, amax_history_length=4)
+        x = nn.Dense(16, dot_general_cls=op)(x)
+        return nn.Dense(1)(nn.relu(x))
+
+
+class Dequantized(fp8_ops.Fp8DotGeneralOp):
+    """flax warns of its class as deprecated; only it can compute in float16."""
+
+
+NET = Net()
+IMAGES = draw(32, 16)
+BATCH = (IMAGES, np.sum(IMAGES * draw(16, seed=2), axis=1, keepdims=True))
+VARIABLES = jax.eval_shape(NET.init, jax.random.key(0), IMAGES)
+VARIABLES = {
+    "params": jax.tree.map(lambda s: 0.3 * draw(*s.shape), VARIABLES["params"]),
+    OVERWRITE: jax.tree_util.tree_map_with_path(
+        lambda path, s: np.full(s.shape, "scale" in str(path[-1]), np.float32),
+        VARIABLES[OVERWRITE],
+    ),
+}
+
+
+def net_loss(variables, batch, net=NET):
+    images, targets = batch
+    return jnp.mean((net.apply(variables, images).astype(jnp.float32) - targets) ** 2)
+
+
+def flax_steps(n, loss=net_loss, tx=ADAMW, batch=BATCH):
+    """flax's own loop."""
+    state = TrainState.create(apply_fn=None, params=VARIABLES, tx=tx)
+
+    @jax.jit
+    def step(state):
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        return state.apply_gradients(grads=grads), value
+
+    for _ in range(n):
+        state, value = step(state)
+    return state, value
+
+
+def ampx_steps(n, loss=net_loss, tx=ADAMW, batch=BATCH, **options):
+    step = ampx.train_step(loss, tx, **options)
+    state, jitted = step.init(VARIABLES), jax.jit(step)
+    for _ in range(n):
+        state, report = jitted(state, batch)
+    return state, report
+
+
+def measures(params):
+    """The variables of the layer in 8 bits, by name."""
+    (layer,) = params[OVERWRITE].values()
+    (op,) = layer.values()
+    return op
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["ampx", "flax"])
+def test_flax_layers_are_trained_as_by_flax_to_the_last_bit(given):
+    """With ampx's state and with flax's own; optimizer states are the same, too."""
+    expected, loss = flax_steps(60)
+    if given == "ampx":
+        state, report = ampx_steps(60)
+    else:
+        step = ampx.train_step(net_loss, ADAMW)
+        state, jitted = (
+            TrainState.create(apply_fn=None, params=VARIABLES, tx=step.tx),
+            jax.jit(step),
+        )
+        for _ in range(60):
+            state, report = jitted(state, BATCH)
+    assert_bit_equal((state.params, state.opt_state), (expected.params, expected.opt_state))
+    assert float(report.loss) == float(loss) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_precision_leaves_scales_as_flax_makes_them(level, half):
+    # float16 needs a loss scale; one that looks at nothing puts no branch around the update.
+    scale = 1024.0
+    unchecked = functools.partial(ampx.static_loss_scale, scale=scale, check=False)
+    recipe = ampx.opt_level(level, half_dtype=half, loss_scale=None)
+    loss = functools.partial(net_loss, net=Net(Dequantized))
+
+    def by_hand(variables, batch):
+        if level == "O1":
+            cast_loss = ampx.autocast(loss, half_dtype=half, output="original")
+            return scale * cast_loss(variables, batch)
+        cast = ampx.cast_floating(variables["params"], half)
+        return scale * loss({**variables, "params": cast}, (batch[0].astype(half), batch[1]))
+
+    @jax.jit
+    def flax_step(state):
+        grads = jax.grad(by_hand)(state.params, BATCH)
+        unscaled = jax.tree.map(lambda g: g / scale, grads["params"])
+        return state.apply_gradients(grads={**grads, "params": unscaled})
+
+    # The two layers have the same variables at the same paths but for the name of the op.
+    renamed = jax.tree.map(lambda x: x, VARIABLES)
+    renamed[OVERWRITE] = {"Dense_0": {"Dequantized_0": measures(VARIABLES)}}
+    step = ampx.train_step(loss, ADAMW, policy=recipe, loss_scale=unchecked)
+    state, jitted = step.init(renamed), jax.jit(step)
+    expected = TrainState.create(apply_fn=None, params=renamed, tx=ADAMW)
+    for _ in range(3):
+        (state, _), expected = jitted(state, BATCH), flax_step(expected)
+    assert_bit_equal(state.params[OVERWRITE], expected.params[OVERWRITE])
+    assert float(measures(state.params)["input_scale"][0]) < 0.1
+
+
+@pytest.mark.slow
+def test_scale_clip_and_micro_batches_leave_what_a_layer_measured():
+    """Of cotangents the layer measures what it sees: times the loss scale and the micro-batches."""
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), ADAMW)
+    expected = measures(flax_steps(5, tx=clipped)[0].params)
+    state, report = ampx_steps(5, loss_scale=2.0**12, max_grad_norm=0.5, num_microbatches=4)
+    found = measures(state.params)
+    for name, value in expected.items():
+        factor = 2.0**14 if "output_grad" in name else 1.0
+        if "scale" in name:  # the first is 1 in all units; later ones come from the maxima
+            assert value.item() != 1
+        np.testing.assert_allclose(found[name], factor * value, rtol=0.02, err_msg=name)
+    assert_bit_equal(found["input_amax_history"], expected["input_amax_history"])
+    assert not report.overflow
+
+
+# From here on with the layer by hand.
+
+OPTIONS = {
+    "frozen": dict(make=freeze),
+    "O2": dict(policy="O2"),
+    "O3": dict(policy="O3", tx=ampx.fused.adamw(0.1)),
+    "micro-batches": dict(num_microbatches=4),
+    "weights": dict(num_microbatches=2, normalize="weights"),
+    "clip": dict(max_grad_norm=0.1),
+    "multi_steps": dict(tx=ampx.multi_steps(ADAMW, 2)),
+    "fused": dict(tx=ampx.fused.adamw(0.1), loss_scale=8.0),
+    "masters": dict(tx=ampx.master_weights(ADAMW), policy="O3"),
+    "axis": dict(axis_name="data", num_microbatches=2),
+    "zero1": dict(tx=ampx.zero1(ADAMW, "data"), axis_name="data", loss_scale="dynamic"),
+}
+
+
+@pytest.mark.slow_but("O2", "micro-batches")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_new_value_is_the_largest_and_the_optimizer_sees_the_rest(options):
+    options = {"tx": ADAMW, "make": dict, **options}
+    variables = options.pop("make")(make_variables())
+    is_weighted = options.get("normalize") == "weights"
+    loss = (lambda v, x: (8 * record_loss(v, x), 8.0)) if is_weighted else record_loss
+    step = ampx.train_step(loss, **options)
+    state = step.init(variables)
+    if "axis_name" in options:
+        mesh = make_mesh((2,), ("data",))
+        state_specs = jax.tree.map(lambda _: P(), state)
+        if "zero1" in str(jax.tree.structure(state.opt_state)).lower():
+            specs = ampx.zero1_specs(step.tx, variables, mesh)
+            state_specs = state_specs._replace(opt_state=specs)
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=(state_specs, P("data")), out_specs=(state_specs, P())
+        )
+    new, report = jax.jit(step)(state, X)
+    assert type(new.params) is type(variables)
+    assert largest_of(new.params) == pytest.approx(LARGEST, rel=2**-8 if "policy" in options else 0)
+    assert new.params[OVERWRITE]["layer"]["largest"].dtype == jnp.float32
+    # The optimizer's state has nothing for these leaves, and the norm does not count them.
+    assert OVERWRITE not in str(jax.tree.structure(new.opt_state))
+    grad = jax.grad(record_loss)(make_variables(), X)["params"]["layer"]["w"]
+    assert report.global_norm == pytest.approx(np.linalg.norm(grad), rel=0.02)
+
+
+def test_a_skip_holds_them_and_a_number_that_is_not_finite_is_not_taken():
+    step = ampx.train_step(record_loss, ADAMW, loss_scale="dynamic")
+    jitted, state = jax.jit(step), step.init(make_variables())
+    skipped, report = jitted(state, np.where(X == X[0, 0], np.inf, X))
+    assert report.overflow and largest_of(skipped.params) == -7
+    assert_bit_equal(skipped.params, state.params)
+
+
+def test_a_number_that_is_not_finite_is_not_taken():
+    """The layer clips as those of flax do, so gradients are finite though it has seen infinity."""
+
+    def loss(variables, x):
+        y = jnp.clip(record(x, variables[OVERWRITE]["layer"]["largest"]), -1, 1)
+        return jnp.mean((y @ variables["params"]["layer"]["w"]) ** 2)
+
+    x = X.copy()
+    x[0] = np.inf  # in the first of two micro-batches
+    step = ampx.train_step(loss, ADAMW, num_microbatches=2, loss_scale="dynamic")
+    new, report = jax.jit(step)(step.init(make_variables()), x)
+    assert not report.overflow and largest_of(new.params) == np.abs(X[1::2]).max()
+
+
+def test_each_of_several_optimizers_sees_the_rest_of_its_own_model():
+    names = ("one", "two")
+
+    def loss(models, x):
+        return sum(record_loss(models[name], x) for name in names)
+
+    step = ampx.train_step(loss, {name: optax.sgd(0.1) for name in names}, loss_scale="dynamic")
+    state = step.init({name: make_variables() for name in names})
+    new, _ = jax.jit(step)(state, X)
+    alone = ampx.train_step(record_loss, optax.sgd(0.1))
+    expected, _ = jax.jit(alone)(alone.init(make_variables()), X)
+    for name in names:
+        assert_bit_equal(new.params[name], expected.params)
+
+
+def test_value_and_grad_hands_the_new_value_out_and_policies_do_not_cast_it():
+    variables = make_variables()
+    grads = ampx.value_and_grad(record_loss)(variables, X, loss_scale=8.0).grads
+    assert largest_of(grads) == LARGEST
+    recipe = ampx.opt_level("O2", keep_norm_float32=lambda path: path.endswith("w"))
+    for cast in (
+        recipe.half_params,
+        ampx.opt_level("O3").cast_params,
+        ampx.get_policy("bf16").cast_to_param,
+        functools.partial(ampx.cast_floating, dtype="bf16"),
+    ):
+        assert cast(variables)[OVERWRITE]["layer"]["largest"].dtype == np.float32
+
+
+def update_with(tx):
+    def update(variables):
+        return tx.update(variables, tx.init(variables["params"]), variables)
+
+    return update
+
+
+REFUSALS = {
+    "init": lambda v: ampx.dynamic_loss_scale(optax.sgd(0.1)).init(v),
+    "loss scale": update_with(ampx.dynamic_loss_scale(optax.sgd(0.1))),
+    "multi_steps": update_with(ampx.multi_steps(optax.sgd(0.1), 2)),
+    "master_weights": update_with(ampx.master_weights(optax.sgd(0.1))),
+    "fused": update_with(ampx.fused.adamw(0.1)),
+    "all_reduce": update_with(ampx.all_reduce("data")),
+    "apply_updates": lambda v: ampx.apply_updates(v, v),
+    "flatten": ampx.fused.flatten,
+    "model_state": lambda v: ampx.value_and_grad(record_loss)(
+        v["params"], X, model_state={OVERWRITE: v[OVERWRITE]}
+    ),
+    "pipeline": lambda v: ampx.pipelining.value_and_grad(
+        first=first,
+        stage=stage,
+        last=last,
+        schedule=ampx.pipelining.gpipe(2, 2),
+        axis_name="stage",
+        mesh=make_mesh((2,), ("stage",)),
+    )({"stages": jax.tree.map(lambda x: jnp.stack([x, x]), v)}, X),
+}
+
+
+@pytest.mark.parametrize("refuse", REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_handle_them_refuses_them_by_name(refuse):
+    with pytest.raises(ValueError, match=f"{OVERWRITE}/layer/largest' is no weight"):
+        refuse(make_variables())
