@@ -24,6 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ampx.trees import OVERWRITE
+
 _NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "InstanceNorm")
 _HALF = (jnp.float16, jnp.bfloat16)
 Cast = Callable[[Any], Any]  # from a pytree to the same with other dtypes
@@ -249,6 +251,42 @@ def split_nnx(model: Any, wrt: Any = None) -> tuple[Any, Any, Any]:
 def merge_nnx(graphdef: Any, params: Any, rest: Any) -> Any:
     """The nnx model that `split_nnx` took apart, in variables that the present trace may change."""
     return find_imported("flax.nnx").merge(graphdef, params, rest, copy=True)
+
+
+def split_overwritten_nnx(params: Any, rest: Any) -> tuple[Any, Any]:
+    """Takes variables that are to be replaced by their gradient out of the rest of an nnx model.
+
+    A linen model with such variables (see `ampx.overwritten`) that `nnx.bridge.ToNNX` wraps has
+    them in a class named as their collection.
+
+    Args:
+      params: what is differentiated and trained.
+      rest: what is neither.
+
+    Returns:
+      Those variables, None if there are none, and what is left of `rest`.
+
+    Raises:
+      ValueError: if one is among `params`, where an optimizer would train it.
+    """
+    nnx = find_imported("flax.nnx")
+    try:
+        kind = nnx.variable_type_from_name(OVERWRITE)
+    except ValueError:  # nobody has made one
+        return None, rest
+    if taken := nnx.to_flat_state(nnx.filter_state(params, kind)):
+        path = "/".join(map(str, taken[0][0]))
+        raise ValueError(
+            f"wrt picks {path!r}, which is no weight: its gradient is its new value, as in flax's "
+            "layers in 8 bits. Leave it out, as in wrt=nnx.Param: it is replaced in any case"
+        )
+    overwritten, rest = nnx.split_state(rest, kind, ...)
+    return (overwritten if jax.tree.leaves(overwritten) else None), rest
+
+
+def merge_states(*states: Any) -> Any:
+    """One nnx state of several."""
+    return find_imported("flax.nnx").merge_state(*states)
 
 
 def as_pure(state: Any) -> Any:

@@ -75,7 +75,14 @@ from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.precision.recipe_names import as_recipe
 from ampx.tree_checks import check_arrays, check_key, check_trainable
-from ampx.trees import cast_like, map_by_path, merge_trainable, split_trainable, wider_dtype
+from ampx.trees import (
+    OVERWRITE,
+    cast_like,
+    map_by_path,
+    merge_trainable,
+    split_trainable,
+    wider_dtype,
+)
 
 Remainder = Literal["error", "mask"]
 
@@ -180,13 +187,14 @@ def value_and_grad(
         # it to the computing dtype, and calls `loss_fn`.
         fun = functools.partial(recipe.call, loss_fn) if recipe else loss_fn
         check_key("key", key)
+        measured = None  # variables of an nnx model whose gradients are their new values
         differentiate = as_bool("differentiate", differentiate)
         if flax_modules.is_nnx_module(params):
             if model_state is not None:
                 raise ValueError("an nnx module brings its own state: leave model_state out")
             if tables:
                 raise ValueError("sparse_rows needs a tree of parameters, not an nnx module")
-            fun, params, model_state = _as_function(fun, params, has_aux, wrt)
+            fun, params, measured, model_state = _as_function(fun, params, has_aux, wrt)
         if has_flat(params):
             if tables:
                 raise ValueError("sparse_rows needs a tree of parameters, not flat ones")
@@ -273,6 +281,10 @@ def value_and_grad(
             grads, losses, weights, auxes, normalize, aux_reduction, axes, num_rows, rows_each
         )
         grads = merge_trainable(grads, take_largest(overwritten, axes))
+        if measured is not None:
+            # To whoever trains an nnx model these are a part of its state, which a step changes.
+            grads, new = (grads["params"], grads[OVERWRITE]) if differentiate else (None, measured)
+            model_state = flax_modules.merge_states(model_state, new)
         return GradResult(loss, grads, weight, aux, model_state)
 
     if isinstance(policy, PrecisionSchedule):
@@ -333,19 +345,32 @@ def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
 
 def _as_function(
     fun: Callable[..., Any], model: Any, has_aux: bool, wrt: Any
-) -> tuple[Callable[..., Any], Any, Any]:
-    """Turns an nnx loss into a pure function of (parameters, ..., model_state)."""
+) -> tuple[Callable[..., Any], Any, Any, Any]:
+    """Turns an nnx loss into a pure function of (parameters, ..., model_state).
+
+    Returns:
+      The function, the parameters, variables that are to be replaced by their gradients (None
+      without any; they are then among the parameters, marked as linen marks them), and the state.
+    """
     graphdef, params, rest = flax_modules.split_nnx(model, wrt)
+    measured, rest = flax_modules.split_overwritten_nnx(params, rest)
+    if measured is not None:
+        params = {"params": params, OVERWRITE: measured}
 
     def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
         # A fresh copy for each call. What `fun` changes in it (batch statistics, random counters)
         # comes out as a value, and no tracer leaks into the caller's module.
+        if measured is not None:
+            params, own = params["params"], params[OVERWRITE]
+            model_state = flax_modules.merge_states(model_state, own)
         copy = flax_modules.merge_nnx(graphdef, params, model_state)
         value, aux, _ = unpack_output(fun(copy, *args, **kwargs), has_aux, has_state=False)
         rest = flax_modules.select_nnx_rest(copy, wrt)
+        if measured is not None:
+            _, rest = flax_modules.split_overwritten_nnx(params, rest)
         return (value, aux, rest) if has_aux else (value, rest)
 
-    return pure, params, rest
+    return pure, params, measured, rest
 
 
 def _call_with_tree(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from flax.core import freeze
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
@@ -196,6 +197,33 @@ def test_scale_clip_and_micro_batches_leave_what_a_layer_measured():
     assert not report.overflow
 
 
+@pytest.mark.slow
+def test_an_nnx_model_that_wraps_the_layers_is_trained_as_by_flax():
+    """Outside of `wrt`: their new values are a part of the model's state."""
+    model = nnx.bridge.lazy_init(nnx.bridge.ToNNX(NET, rngs=nnx.Rngs(0)), IMAGES)
+    kind = nnx.variable_type_from_name(OVERWRITE)
+    nnx.update(model, nnx.State({**VARIABLES["params"]}))
+    nnx.update(model, nnx.State({**VARIABLES[OVERWRITE]}))
+
+    def loss(model, batch):
+        return jnp.mean((model(batch[0]) - batch[1]) ** 2)
+
+    step = ampx.train_step(loss, ADAMW)
+    pair, jitted = (model, nnx.Optimizer(model, step.tx, wrt=nnx.Param)), nnx.jit(step)
+    for _ in range(60):
+        pair, report = jitted(pair, BATCH)
+    expected, _ = flax_steps(60)
+    assert_bit_equal(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected.params["params"])
+    assert_bit_equal(nnx.to_pure_dict(nnx.state(model, kind)), expected.params[OVERWRITE])
+    before = nnx.to_pure_dict(nnx.state(model, kind))
+    halves = ampx.value_and_grad(loss, num_microbatches=2)(model, BATCH)
+    assert_bit_equal(nnx.to_pure_dict(nnx.state(model, kind)), before)  # nothing in place
+    measured = measures({OVERWRITE: nnx.to_pure_dict(nnx.filter_state(halves.model_state, kind))})
+    assert measured["input_amax_history"][0] == np.abs(IMAGES).max()
+    with pytest.raises(ValueError, match="wrt picks 'Dense_0/.*, which is no weight"):
+        ampx.value_and_grad(loss)(model, BATCH, wrt=nnx.Any(nnx.Param, kind))
+
+
 # From here on with the layer by hand.
 
 OPTIONS = {
@@ -241,10 +269,10 @@ def test_new_value_is_the_largest_and_the_optimizer_sees_the_rest(options):
     assert report.global_norm == pytest.approx(np.linalg.norm(grad), rel=0.02)
 
 
-def test_a_skip_holds_them_and_a_number_that_is_not_finite_is_not_taken():
+def test_a_skip_holds_them():
     step = ampx.train_step(record_loss, ADAMW, loss_scale="dynamic")
     jitted, state = jax.jit(step), step.init(make_variables())
-    skipped, report = jitted(state, np.where(X == X[0, 0], np.inf, X))
+    skipped, report = jitted(state, np.float32(1e30) * X)  # finite, and its squares are not
     assert report.overflow and largest_of(skipped.params) == -7
     assert_bit_equal(skipped.params, state.params)
 
@@ -276,6 +304,35 @@ def test_each_of_several_optimizers_sees_the_rest_of_its_own_model():
     expected, _ = jax.jit(alone)(alone.init(make_variables()), X)
     for name in names:
         assert_bit_equal(new.params[name], expected.params)
+
+
+@pytest.mark.slow
+def test_the_loop_by_hand_of_the_guide_does_what_the_train_step_does():
+    tx = ampx.dynamic_loss_scale(ADAMW)
+    grads_of = ampx.value_and_grad(record_loss, num_microbatches=2)
+
+    @jax.jit
+    def by_hand(variables, opt_state, x):
+        result = grads_of(variables, x, loss_scale=ampx.current_loss_scale(opt_state))
+        old, new = variables[OVERWRITE], result.grads[OVERWRITE]
+        params = variables["params"]
+        updates, opt_state = tx.update(result.grads["params"], opt_state, params)
+        variables = {
+            "params": ampx.apply_updates(params, updates),
+            OVERWRITE: ampx.select_if_finite(opt_state, new, old),
+        }
+        return variables, opt_state
+
+    step = ampx.train_step(record_loss, tx, num_microbatches=2)
+    state, jitted = step.init(make_variables()), jax.jit(step)
+    variables, opt_state = make_variables(), tx.init(make_variables()["params"])
+    for x in (X, np.float32(1e30) * X, X / 2):
+        state, _ = jitted(state, x)
+        variables, opt_state = by_hand(variables, opt_state, x)
+    assert_bit_equal(variables[OVERWRITE], state.params[OVERWRITE])
+    np.testing.assert_allclose(
+        variables["params"]["layer"]["w"], state.params["params"]["layer"]["w"], rtol=1e-5
+    )
 
 
 def test_value_and_grad_hands_the_new_value_out_and_policies_do_not_cast_it():
