@@ -24,9 +24,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ampx.trees import OVERWRITE
-
 _NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "InstanceNorm")
+# The collection of variables whose gradient is their new value: see `ampx.overwritten`.
+OVERWRITE = "_overwrite_with_gradient"
 _HALF = (jnp.float16, jnp.bfloat16)
 Cast = Callable[[Any], Any]  # from a pytree to the same with other dtypes
 

@@ -29,9 +29,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ampx.flax_modules import OVERWRITE
 from ampx.mesh_axes import mark_varying
 from ampx.trees import (
-    OVERWRITE,
     is_overwritten,
     keep_finite,
     merge_trainable,

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ampx.flax_modules import OVERWRITE
+
 # Policies cast between these. Leaves in float64 or float8 stay as they are.
 CASTABLE = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32"))
-# The collection in which flax keeps variables whose gradient is their new value.
-OVERWRITE = "_overwrite_with_gradient"
 Node = TypeVar("Node")
 
 

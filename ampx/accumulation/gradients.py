@@ -76,7 +76,6 @@ from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.precision.recipe_names import as_recipe
 from ampx.tree_checks import check_arrays, check_key, check_trainable
 from ampx.trees import (
-    OVERWRITE,
     cast_like,
     map_by_path,
     merge_trainable,
@@ -283,8 +282,9 @@ def value_and_grad(
         grads = merge_trainable(grads, take_largest(overwritten, axes))
         if measured is not None:
             # To whoever trains an nnx model these are a part of its state, which a step changes.
-            grads, new = (grads["params"], grads[OVERWRITE]) if differentiate else (None, measured)
-            model_state = flax_modules.merge_states(model_state, new)
+            if differentiate:
+                grads, measured = grads["params"], grads[flax_modules.OVERWRITE]
+            model_state = flax_modules.merge_states(model_state, measured)
         return GradResult(loss, grads, weight, aux, model_state)
 
     if isinstance(policy, PrecisionSchedule):
@@ -355,13 +355,13 @@ def _as_function(
     graphdef, params, rest = flax_modules.split_nnx(model, wrt)
     measured, rest = flax_modules.split_overwritten_nnx(params, rest)
     if measured is not None:
-        params = {"params": params, OVERWRITE: measured}
+        params = {"params": params, flax_modules.OVERWRITE: measured}
 
     def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
         # A fresh copy for each call. What `fun` changes in it (batch statistics, random counters)
         # comes out as a value, and no tracer leaks into the caller's module.
         if measured is not None:
-            params, own = params["params"], params[OVERWRITE]
+            params, own = params["params"], params[flax_modules.OVERWRITE]
             model_state = flax_modules.merge_states(model_state, own)
         copy = flax_modules.merge_nnx(graphdef, params, model_state)
         value, aux, _ = unpack_output(fun(copy, *args, **kwargs), has_aux, has_state=False)
