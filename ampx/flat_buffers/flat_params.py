@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from ampx.flat_buffers.buckets import Bucket, BucketLayout
+from ampx.flat_buffers.whole_arrays import check_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +130,9 @@ class FlatParams:
           tree: of the structure, shapes and dtypes that `flatten` was given.
 
         Raises:
-          ValueError: if it does not fit.
+          ValueError: if it does not fit, or is divided over devices; see `flatten`.
         """
+        check_whole("FlatParams.like", tree)
         return FlatParams(tuple(self.layout.layout.flatten(tree)), self.layout)
 
     def shapes(self) -> Any:

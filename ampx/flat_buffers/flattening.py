@@ -23,6 +23,8 @@ import optax
 from ampx.checking import as_positive_int, check_callable
 from ampx.flat_buffers.buckets import bucket_layout
 from ampx.flat_buffers.flat_params import FlatLayout, FlatParams, has_flat, is_flat
+from ampx.flat_buffers.whole_arrays import check_whole
+from ampx.mesh_axes import varying_axes
 from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import broadcast_choice, check_arrays
 from ampx.trees import path_name, resolve_choice
@@ -50,7 +52,9 @@ def flatten(
     elements of padding on average, and the forward pass reads it out of its buffer.
 
     Args:
-      params: a pytree of arrays, all on the same devices in the same way.
+      params: a pytree of arrays, each whole on all devices. Those that FSDP divides are refused:
+        leave them beside the result, `{"small": flatten(small), "large": large}`. Inside
+        `shard_map` shards may be joined; those that vary over other mesh axes get other buffers.
       mask: which parameters decay, as the optimizer takes it, or labels as `optax.partition` takes
         them: parameters that differ in it get different buffers.
       group_of: a function of (path joined by "/", leaf): what else parameters of a buffer share.
@@ -66,7 +70,8 @@ def flatten(
 
     Raises:
       TypeError: if a size is not an int.
-      ValueError: if a size is not positive, or `params` are flat already.
+      ValueError: if a size is not positive, `params` are flat already, or one of them is divided
+        over devices. Under `jit` with Auto mesh axes that is a warning, while XLA compiles.
 
     References:
       `combine_grad` of Ascend's apex; Megatron-LM's ParamAndGradBuffer.
@@ -97,6 +102,7 @@ def flatten(
     check_arrays("params", params)
     refuse_overwritten("params", params)
     params = jax.tree.map(jnp.asarray, params)
+    check_whole("fused.flatten", params)
     # By path, since `bucket_layout` asks for the group of a path.
     choices: dict[str, Any] = {}
     if mask is not None:
@@ -108,6 +114,8 @@ def flatten(
     def group(path: str, leaf: Any) -> tuple[Hashable, ...]:
         # What the caller says first, then the mask; the group becomes the name of the buffer.
         own = () if group_of is None else (group_of(path, leaf),)
+        # Inside `shard_map`: a norm sums over the axes over which all of a buffer varies.
+        own += tuple(sorted(varying_axes(leaf)))
         if mask is None:
             return own
         label = choices[path]

@@ -106,13 +106,14 @@ def apply(
       half_dtype: also return the new parameters in this dtype, for the next forward pass.
       backend: what runs the update. `"auto"` is XLA. `"pallas"` is kernels, in place, for the GPU
         (Hopper or newer) or TPU at hand. `"mosaic_gpu"` and `"mosaic_tpu"` lower for those from
-        anywhere; `"interpret"` is for tests. Kernels must know where arrays lie: on the only
-        device, in a mesh of Explicit axes, or in `shard_map` (on GPUs with `check_vma=False`, where
-        LAMB's norms are those of the shards). Parameters that kernels cannot update are left to
-        XLA: those of NovoGrad; of float64; on TPUs of float16; with float16 moments; of LAMB in
-        flat buffers or with moments that are not float32; with 8-bit moments in rows that are not a
-        multiple of 256, or on TPUs longer than 8192; and those that are rounded by random bits and
-        divided over devices along an axis that is neither the first nor the last.
+        anywhere; `"interpret"` is for tests. Kernels work on the shards that each device has, under
+        plain `jit` on meshes of Auto or of Explicit axes, and in `shard_map` over all axes (on GPUs
+        with `check_vma=False`, where LAMB's norms are those of the shards). Parameters that kernels
+        cannot update are left to XLA: those of NovoGrad; of float64; on TPUs of float16; with
+        float16 moments; of LAMB in flat buffers or with moments that are not float32; with 8-bit
+        moments in rows that are not a multiple of 256, or on TPUs longer than 8192; and those that
+        are rounded by random bits and divided over devices along an axis that is neither the first
+        nor the last, or on a mesh of Auto axes have such an axis.
       verdict: a verdict on the gradients that devices agreed on already.
       **extra_args: handed to `tx`.
 

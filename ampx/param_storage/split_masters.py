@@ -103,8 +103,9 @@ def split_masters(
     def init(params: optax.Params) -> SplitMastersState:
         check_arrays("params", params, may_be_shapes=True)
         # Nothing is stored for a parameter that is not split, but a leaf keeps the trees alike.
+        # `zeros_like` and not `zeros`: error bits lie where their parameter does.
         errors = jax.tree.map(
-            lambda p: jnp.zeros(jnp.shape(p) if _is_split(p) else (), dtype), params
+            lambda p: jnp.zeros_like(p, dtype) if _is_split(p) else jnp.zeros((), dtype), params
         )
         wide = jax.tree.map(widen, convert_numbers(params))
         return SplitMastersState(errors, inner.init(wide))

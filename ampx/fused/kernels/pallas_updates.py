@@ -24,7 +24,7 @@ from jax import lax
 from ampx.fused.coefficients import PackedCoefficients
 from ampx.fused.kernels.blocks import LONGEST_TPU_ROW
 from ampx.fused.kernels.kernel_steps import KernelStep, as_scalars, widen_item
-from ampx.fused.kernels.placement import Shard, run_in_place, why_place_unknown
+from ampx.fused.kernels.placement import Shard, decided_by_xla, run_in_place, why_place_unknown
 from ampx.fused.leaf_updates import Leaf, divide_norms
 from ampx.fused.moments.formats import moment_words
 from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
@@ -110,6 +110,9 @@ def _shape_suits(leaf: Leaf, backend: Backend) -> bool:
         return True
     # A shard is described by one first row and one first column. If an array (a, b, c)
     # is divided along b, the rows of a shard are not consecutive in the whole.
+    # Where XLA decides how, after tracing, no axis may lie between the first and the last.
+    if decided_by_xla(leaf.grad) and any(size > 1 for size in shape[1:-1]):
+        return False
     spec = jax.typeof(leaf.grad).sharding.spec
     return all(part is None for part in spec[1:-1])
 
@@ -188,7 +191,7 @@ def make_kernel_squares(
         return [((), (), total[0]) for total in _sum_over_shards(sums, shards)]
 
     def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        if why_place_unknown(arrays) is not None:
+        if why_place_unknown(arrays) is not None or decided_by_xla(arrays):
             return sum_squares(arrays)
         # Arrays of other dtypes (float64) go to XLA; the answers keep the order of the arrays.
         suits = [array.dtype.name in _DTYPES for array in arrays]

@@ -1,19 +1,22 @@
-"""Where the arrays of a kernel lie: on one device, as shards in `shard_map`, or not known.
+"""Where the arrays of a kernel lie: on one device, as shards in `shard_map`, or where XLA says.
 
 XLA's partitioner divides its own operations over a mesh, but it knows nothing of what a kernel
 does. On CPUs and GPUs it would silently gather whole arrays on every device for it. So a kernel is
-called only where one of these holds, and refused otherwise:
+called only where one of these holds:
 
     one device                      the arrays are whole
     inside the caller's shard_map   the arrays are this device's shards already
     a mesh of Explicit axes         types tell how arrays are divided: a `shard_map` by the same
                                     specs, put around the kernel here, moves nothing
+    Auto axes, or no mesh at all    XLA decides after tracing, and asks the kernel then, see
+                                    `auto_axes`
 
-In a mesh of Auto axes XLA decides on shardings after tracing, so nothing is known in time.
+It is refused where two of these are mixed: axes of one mesh, some mapped and others not.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ampx.fused.kernels.auto_axes import run_on_auto_shards
 from ampx.mesh_axes import varying_axes
 
 
@@ -54,17 +58,20 @@ def run_in_place(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any
       What `update` returns.
 
     Raises:
-      ValueError: if that cannot be known here, or the arrays of a leaf lie differently.
+      ValueError: if that cannot be known here, or the arrays of a leaf are divided differently.
     """
     if not leaves:
         return []
     if reason := why_place_unknown(leaves):
         raise ValueError(
             "a kernel updates arrays where they lie, and where parameters, gradients and state lie "
-            f"is not known here: {reason}. Enter a mesh of Explicit axes, as in jax.set_mesh("
-            "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Explicit,) * "
-            "len(names))), for one device too; or call fused.apply inside jax.shard_map; or give "
-            "backend='xla'"
+            f"is not known here: {reason}. Map all axes of the mesh in jax.shard_map, or none; or "
+            "give backend='xla'"
+        )
+    if decided_by_xla(leaves):
+        on_shards = functools.partial(_update_places, update)
+        return jax.jit(functools.partial(run_on_auto_shards, on_shards), inline=True)(
+            shared, list(leaves)
         )
     # Whole arrays, or the caller's `shard_map`: the kernel may run right here. Kernels need a `jit`
     # around them; within a caller's, `inline` leaves no trace of this one.
@@ -91,19 +98,36 @@ def run_in_place(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any
 
 
 def why_place_unknown(arrays: Any) -> str | None:
-    """Why it is not known here where the arrays of a tree lie; None if it is."""
-    meshes, leaves = _meshes(arrays), jax.tree.leaves(arrays)
-    mapped = {axis for m in meshes for axis in m.manual_axes}
-    explicit = {axis for m in meshes for axis in m.explicit_axes}
-    # An axis of one device divides nothing, whoever decides.
-    automatic = {axis for m in meshes for axis in m.auto_axes if m.shape[axis] > 1}
-    if automatic:
-        return f"the mesh axes {sorted(automatic)} are in Auto mode, where XLA decides"
-    if explicit and mapped:
-        return f"shard_map has mapped {sorted(mapped)} here, and not {sorted(explicit)}"
-    if not meshes and jax.device_count() > 1 and not all(map(_on_one_device, leaves)):
-        return f"there are {jax.device_count()} devices, and no mesh tells which hold them"
+    """Why kernels cannot work where the arrays of a tree lie; None if they can."""
+    meshes = _meshes(arrays)
+    mapped = sorted({axis for m in meshes for axis in m.manual_axes})
+    explicit = sorted({axis for m in meshes for axis in m.explicit_axes})
+    automatic = _automatic_axes(meshes)
+    if mapped and (explicit or automatic):
+        return f"shard_map has mapped {mapped} here, and not {explicit + automatic}"
+    if explicit and automatic:
+        return f"of the mesh axes {automatic} are in Auto mode and {explicit} are Explicit"
     return None
+
+
+def decided_by_xla(arrays: Any) -> bool:
+    """Whether XLA decides where the arrays of a tree lie, after tracing."""
+    meshes = _meshes(arrays)
+    if _automatic_axes(meshes):
+        return True
+    leaves = jax.tree.leaves(arrays)
+    return not meshes and jax.device_count() > 1 and not all(map(_on_one_device, leaves))
+
+
+def _automatic_axes(meshes: set[Any]) -> list[str]:
+    # An axis of one device divides nothing, whoever decides.
+    return sorted({axis for m in meshes for axis in m.auto_axes if m.shape[axis] > 1})
+
+
+def _update_places(
+    update: Update, shared: Any, leaves: Sequence[Any], places: Sequence[tuple[Any, Any]]
+) -> list[Any]:
+    return update(shared, leaves, [_shard(*place) for place in places])
 
 
 def _meshes(arrays: Any) -> set[Any]:

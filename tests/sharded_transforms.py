@@ -1,0 +1,50 @@
+"""Every transformation of ampx, to be built around parameters that are divided over devices."""
+
+import functools
+
+import jax.numpy as jnp
+import optax
+
+import ampx
+from ampx import fused
+
+SCHEDULE = ampx.precision_schedule("fast1|step|0.5", total_steps=4)
+# By public name; a name with a comma is the same one with other settings.
+TRANSFORMS = {
+    "all_reduce": lambda tx: optax.chain(ampx.all_reduce("data"), tx),
+    "clip_by_bucket_norm": lambda tx: optax.chain(ampx.clip_by_bucket_norm(1.0), tx),
+    "densify_rows": lambda tx: optax.chain(ampx.densify_rows(), tx),
+    "dynamic_loss_scale": functools.partial(ampx.dynamic_loss_scale, init_scale=8.0),
+    "dynamic_loss_scale, hold": functools.partial(
+        ampx.dynamic_loss_scale, init_scale=8.0, nonfinite_updates="hold"
+    ),
+    "dynamic_loss_scale, skip": functools.partial(
+        ampx.dynamic_loss_scale, init_scale=8.0, nonfinite_updates="skip"
+    ),
+    "follow_schedule": lambda tx: ampx.follow_schedule(ampx.dynamic_loss_scale(tx), SCHEDULE),
+    "loss_scale": lambda tx: ampx.loss_scale("dynamic", tx),
+    "master_weights": ampx.master_weights,
+    "multi_steps": lambda tx: ampx.multi_steps(tx, 2),
+    "no_loss_scale": ampx.no_loss_scale,
+    "static_loss_scale": lambda tx: ampx.static_loss_scale(tx, 8.0),
+    "zero1": lambda tx: ampx.zero1(tx, "data"),
+    "fused.split_masters": fused.split_masters,
+    "fused.split_masters, 8 bits": functools.partial(fused.split_masters, error_bits=8),
+    "fused.stochastic_rounding": fused.stochastic_rounding,
+}
+OPTIMIZERS = {
+    **{
+        f"fused.{name}": functools.partial(getattr(fused, name), 0.1)
+        for name in "adadelta adagrad adam adamw lamb lion novograd".split()
+    },
+    "fused.sgd": functools.partial(fused.sgd, 0.1, momentum=0.9),
+    "fused.adamw, bfloat16": functools.partial(
+        fused.adamw, 0.1, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16
+    ),
+    "fused.adamw, int8": functools.partial(fused.adamw, 0.1, mu_dtype="int8", nu_dtype="int8"),
+}
+
+
+def make(name):
+    """The transformation of a name, around `optax.adamw` if it needs another one."""
+    return OPTIMIZERS[name]() if name in OPTIMIZERS else TRANSFORMS[name](optax.adamw(0.1))
