@@ -31,7 +31,7 @@ SHAPES = {"w": (8, 8), "v": (8,), "m": (4, 1024), "s": ()}
 
 def is_transform(value):
     annotation = getattr(value, "__annotations__", {}).get("return", "")
-    return inspect.isfunction(value) and "GradientTransformation" in str(annotation)
+    return inspect.isfunction(value) and str(annotation).startswith("optax.GradientTransformation")
 
 
 def test_the_list_is_complete():
