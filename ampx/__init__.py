@@ -28,6 +28,7 @@ from ampx.diagnostics.numerics_reports import NumericsReport, NumericsRow
 from ampx.diagnostics.overflow_reports import OverflowRecord, OverflowReport
 from ampx.diagnostics.overflow_tracing import trace_overflow
 from ampx.diagnostics.overlap import OverlapReport, check_overlap
+from ampx.diagnostics.recommendations import Recommendation
 from ampx.flat_buffers.buckets import Bucket, BucketLayout, bucket_layout
 from ampx.loss_scaling.nonfinite import count_nonfinite
 from ampx.loss_scaling.state import (
@@ -85,6 +86,7 @@ __all__ = [
     "PrecisionSchedule",
     "PrecisionScheduleState",
     "Recipe",
+    "Recommendation",
     "ReductionState",
     "Rules",
     "SparseRows",

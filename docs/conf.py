@@ -1,7 +1,11 @@
 """Sphinx configuration. Notebooks are shown as committed; the tests run them, not this build."""
 
+import os
 import re
 
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 
 import ampx
@@ -14,6 +18,18 @@ release = version = ampx.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
 exclude_patterns = ["_build", "**/.jupyter_cache", "**/.ipynb_checkpoints", "jupyter_execute"]
+
+# Names of other libraries become links where `AMPX_DOCS_ONLINE=1` says that their indices can be
+# fetched. Without, nothing is fetched: a build without a network has no warnings, which are errors.
+if os.environ.get("AMPX_DOCS_ONLINE") == "1":
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+        "jax": ("https://docs.jax.dev/en/latest", None),
+        "optax": ("https://optax.readthedocs.io/en/latest", None),
+        "flax": ("https://flax.readthedocs.io/en/latest", None),
+    }
 
 nb_execution_mode = "off"
 myst_enable_extensions = ["colon_fence", "dollarmath"]
@@ -52,6 +68,45 @@ def _tidy_signature(app, what, name, obj, options, signature, returns):
     return signature and tidy(signature), returns and tidy(returns)
 
 
+FACES = ("fused", "pipelining", "plotting")
+# What `ampx.` begins in a profiler: name scopes of compiled programs.
+SCOPES = {"ampx.micro_batch", "ampx.scale", "ampx.verdict", "ampx.bucket_0", "ampx.update"}
+
+
+class LinkNames(SphinxTransform):
+    """Makes each name in code type a link: `ampx.zero1`, `fused.adamw(...)`, `jax.lax.scan`.
+
+    A name of ampx that has no entry in the API pages is a warning, which fails the build.
+    """
+
+    default_priority = 450  # before Sphinx collects what is to be resolved
+
+    def apply(self):
+        """Puts a reference around the code; Sphinx resolves it when all pages are read."""
+        for literal in list(self.document.findall(nodes.literal)):
+            if not isinstance(literal.parent, pending_xref | nodes.reference):
+                self._link(literal)
+
+    def _link(self, literal):
+        found = re.match(r"([a-z]\w*(?:\.[A-Za-z_]\w*)+)(?=[(,]|$)", literal.astext())
+        if not found or found[1] in SCOPES:
+            return
+        name = f"ampx.{found[1]}" if found[1].split(".")[0] in FACES else found[1]
+        ours = name.startswith("ampx.")
+        reference = pending_xref(
+            "",
+            refdomain="py",
+            reftype="obj",
+            reftarget=name,
+            refexplicit=True,
+            refdoc=self.env.docname,
+            refwarn=ours,
+        )
+        reference.source, reference.line = literal.source, literal.line
+        literal.replace_self(reference)
+        reference += literal
+
+
 def _check_coverage(app, env):
     """Warns, and so fails the build, where a public name has no entry under its public path."""
     documented = set(env.domains.python_domain.objects)
@@ -64,6 +119,7 @@ def _check_coverage(app, env):
 
 def setup(app):
     """Connects the hooks above."""
+    app.add_transform(LinkNames)
     app.connect("autodoc-skip-member", _skip)
     app.connect("autodoc-process-signature", _tidy_signature)
     app.connect("env-check-consistency", _check_coverage)

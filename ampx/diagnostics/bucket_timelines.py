@@ -37,7 +37,7 @@ class BucketTimeline(NamedTuple):
       update: the same, when its parameters are updated.
 
     Examples:
-      >>> from ampx.diagnostics.bucket_timelines import BucketTimeline
+      >>> from ampx import BucketTimeline
       >>> times = BucketTimeline([8], backward=[(0, 2)], reduction=[(2, 5)], update=[(5, 6)])
       >>> times.total_time, times.idle_time
       (6.0, 3.0)
@@ -110,7 +110,7 @@ def bucket_timeline(
       Li et al., PyTorch Distributed, https://arxiv.org/abs/2006.15704.
 
     Examples:
-      >>> from ampx.diagnostics.bucket_timelines import bucket_timeline
+      >>> from ampx import bucket_timeline
       >>> for overlap in (False, "tail", True):
       ...     times = bucket_timeline(
       ...         [100, 100, 100, 100],

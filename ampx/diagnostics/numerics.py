@@ -216,7 +216,7 @@ def numerics_report(
 
     Examples:
       >>> import jax, jax.numpy as jnp
-      >>> from ampx.diagnostics.numerics import numerics_report
+      >>> from ampx import numerics_report
       >>> def loss(w, x):
       ...     with jax.named_scope("head"):
       ...         return jnp.mean(jnp.exp(x @ w))

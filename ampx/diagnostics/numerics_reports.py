@@ -51,7 +51,7 @@ class NumericsRow(NamedTuple):
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from ampx.diagnostics.numerics import numerics_report
+      >>> from ampx import numerics_report
       >>> report = numerics_report(lambda w: jnp.sum(w * w))(jnp.array([2.0**-13, 2.0**9, 0.0]))
       >>> row = report.table("float16")[0]
       >>> row.direction, row.values, row.zeros, row.underflow, row.overflow
@@ -88,7 +88,7 @@ class NumericsReport:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from ampx.diagnostics.numerics import numerics_report
+      >>> from ampx import numerics_report
       >>> def loss(w, x):
       ...     return jnp.mean((x @ w) ** 2)
       >>> report = numerics_report(loss)(jnp.full((4, 4), 1e-3), jnp.full((8, 4), 1e-3))

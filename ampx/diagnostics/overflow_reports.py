@@ -56,7 +56,7 @@ class OverflowRecord:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from ampx.diagnostics.overflow_tracing import trace_overflow
+      >>> from ampx import trace_overflow
       >>> first = trace_overflow(lambda x: jnp.sum(x * x))(jnp.full(2, 300, jnp.float16)).first
       >>> first.primitive, first.kind, first.input_types, first.largest_inputs
       ('mul', 'inf', ('float16[2]', 'float16[2]'), (300.0, 300.0))
@@ -149,7 +149,7 @@ class OverflowReport:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from ampx.diagnostics.overflow_tracing import trace_overflow
+      >>> from ampx import trace_overflow
       >>> print(trace_overflow(lambda x: {"y": 2 * x})(jnp.ones(2)))
       All results are finite.
       >>> trace_overflow(lambda x: {"y": 1 / x})(jnp.zeros(2)).reached

@@ -87,7 +87,7 @@ def trace_overflow(
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp
-      >>> from ampx.diagnostics.overflow_tracing import trace_overflow
+      >>> from ampx import trace_overflow
       >>> def loss(w, x):
       ...     with jax.named_scope("head"):
       ...         logits = x @ w

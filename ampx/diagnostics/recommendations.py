@@ -243,7 +243,7 @@ class Recommendation(NamedTuple):
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from ampx.diagnostics.numerics import numerics_report
+      >>> from ampx import numerics_report
       >>> advice = numerics_report(lambda w: jnp.sum(w * 1e5) * 1e-6)(jnp.ones(3)).recommended
       >>> advice.level, advice.half_dtype, advice.loss_scale
       ('O1', 'float16', 128.0)

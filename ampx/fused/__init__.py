@@ -13,6 +13,7 @@ Examples:
 from ampx.flat_buffers.flat_params import FlatParams
 from ampx.flat_buffers.flattening import flatten, per_buffer
 from ampx.fused.application import ApplyReport, apply
+from ampx.fused.moments.int8_blocks import Int8Blocks
 from ampx.fused.optimizers.adadelta import adadelta
 from ampx.fused.optimizers.adagrad import adagrad
 from ampx.fused.optimizers.adam import adam, adamw
@@ -26,6 +27,7 @@ from ampx.param_storage.stochastic_rounding import StochasticRoundingState, stoc
 __all__ = [
     "ApplyReport",
     "FlatParams",
+    "Int8Blocks",
     "SplitMastersState",
     "StochasticRoundingState",
     "adadelta",

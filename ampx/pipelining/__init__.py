@@ -21,7 +21,9 @@ from ampx.pipelining.schedules.generators import (
     make_schedule,
     one_f_one_b,
 )
+from ampx.pipelining.schedules.liveness import Liveness
 from ampx.pipelining.schedules.schedule import Schedule
+from ampx.pipelining.schedules.simulation import Simulation
 from ampx.pipelining.schedules.zero_bubbles import (
     dualpipe_v,
     interleaved_zero_bubble,
@@ -32,9 +34,11 @@ from ampx.pipelining.shard_map_program import PipelineGradients
 
 __all__ = [
     "Action",
+    "Liveness",
     "PipelineGradients",
     "Plan",
     "Schedule",
+    "Simulation",
     "balance",
     "dualpipe_v",
     "eager_one_f_one_b",

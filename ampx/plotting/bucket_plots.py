@@ -42,7 +42,7 @@ def plot_buckets(
     it waits for a reduction.
 
     Args:
-      timeline: from `ampx.diagnostics.bucket_timelines.bucket_timeline`; or bytes of shape
+      timeline: from `ampx.bucket_timeline`; or bytes of shape
         (buckets,) and the starts and ends of backward passes, reductions and updates, each of shape
         (buckets, 2), as a profile gives them.
       unit: of time; `"s"` is written as ms or µs where that reads better, `""` is no unit.
@@ -57,7 +57,7 @@ def plot_buckets(
 
     Examples:
       >>> import ampx.plotting
-      >>> from ampx.diagnostics.bucket_timelines import bucket_timeline
+      >>> from ampx import bucket_timeline
       >>> times = bucket_timeline(
       ...     [8e6] * 4, bandwidth=2e9, backward_seconds=8e-3, update_seconds=4e-3
       ... )

@@ -148,7 +148,7 @@ class TrainStep:
           key: a random key for this step, instead of the state's own.
           **extra_args: handed to the optimizer, beside `value`, `grad`, `value_fn`, `obj_fn`,
             `grad_fn` and `weight`, which it always gets; of these, `value` and the functions may
-            be given to replace the step's own. See `ampx.training.step_arguments`.
+            be given to replace the step's own.
 
         Returns:
           The next state, of the same kind, and a `StepReport`.

@@ -56,9 +56,9 @@ class Int8Blocks(NamedTuple):
         each block; of shape `(1,)` for a scalar.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> from ampx.fused.moments.int8_blocks import encode
-      >>> blocks = encode(jnp.ones((8, 1000)), signed=True)
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> state = ampx.fused.adam(1e-3, mu_dtype="int8").init({"w": jnp.ones((8, 1000))})
+      >>> blocks = optax.tree.get(state, "mu")["w"]
       >>> blocks.codes.shape, blocks.scales.shape
       ((8, 1000), (8, 4))
     """

@@ -143,8 +143,8 @@ def adam(
       mu_dtype: dtype in which the mean of gradients is kept; None is that of the parameter, and
         `"int8"` is 1.02 bytes a number, in blocks of 256 along the last axis that share a scale,
         off by at most 1/16 of each number that is not far below its block's largest (see
-        `ampx.fused.moments.int8_blocks`). Parameters of fewer than 4096 numbers, or in rows of
-        fewer than 64, keep float32.
+        `ampx.fused.Int8Blocks`). Parameters of fewer than 4096 numbers, or in rows of fewer than
+        64, keep float32.
       nesterov: Nesterov's momentum.
       nu_dtype: the same for the mean of squares; `"int8"` rounds it stochastically. Beyond optax.
 

@@ -32,7 +32,7 @@ class Action(NamedTuple):
       microbatch: which micro-batch.
 
     Examples:
-      >>> from ampx.pipelining.schedules.actions import Action
+      >>> from ampx.pipelining import Action
       >>> print(Action(2, "F", 0))
       2F0
     """

@@ -76,7 +76,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
       Huang et al., GPipe, https://arxiv.org/abs/1811.06965.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import gpipe
+      >>> from ampx.pipelining import gpipe
       >>> print(gpipe(num_stages=2, num_microbatches=3))
       gpipe: 2 stages on 2 devices, 3 micro-batches, 8 ticks, 25.0% idle
       tick      0  1  2  3  4  5  6  7
@@ -110,7 +110,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
       Narayanan et al., Megatron-LM, https://arxiv.org/abs/2104.04473, after PipeDream-Flush.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import one_f_one_b
+      >>> from ampx.pipelining import one_f_one_b
       >>> print(one_f_one_b(num_stages=3, num_microbatches=3))
       1f1b: 3 stages on 3 devices, 3 micro-batches, 10 ticks, 40.0% idle
       tick      0  1  2  3  4  5  6  7  8  9
@@ -143,7 +143,7 @@ def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
       Zhuang et al., eager 1F1B, https://arxiv.org/abs/2211.05322; JaxPP.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import eager_one_f_one_b
+      >>> from ampx.pipelining import eager_one_f_one_b
       >>> eager_one_f_one_b(num_stages=4, num_microbatches=8).liveness(mode="async").peak
       (7, 5, 3, 1)
     """
@@ -183,7 +183,7 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
       Narayanan et al., Megatron-LM, https://arxiv.org/abs/2104.04473.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import interleaved
+      >>> from ampx.pipelining import interleaved
       >>> print(interleaved(num_stages=2, num_microbatches=2))
       interleaved: 4 stages on 2 devices, 2 micro-batches, 10 ticks, 20.0% idle
       tick                    0   1   2   3   4   5   6   7   8   9
@@ -228,7 +228,7 @@ def looped_breadth_first(num_stages: int, num_microbatches: int, chunks: int = 2
       Lamy-Poirier, Breadth-First Pipeline Parallelism, https://arxiv.org/abs/2211.05953.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import looped_breadth_first
+      >>> from ampx.pipelining import looped_breadth_first
       >>> print(looped_breadth_first(num_stages=2, num_microbatches=2))
       looped-bfs: 4 stages on 2 devices, 2 micro-batches, 10 ticks, 20.0% idle
       tick                    0   1   2   3   4   5   6   7   8   9
@@ -264,7 +264,7 @@ def forward_only(num_stages: int, num_microbatches: int, chunks: int = 1) -> Sch
       ValueError: if an argument is not positive.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import forward_only
+      >>> from ampx.pipelining import forward_only
       >>> print(forward_only(num_stages=3, num_microbatches=4))
       forward-only: 3 stages on 3 devices, 4 micro-batches, 6 ticks, 33.3% idle
       tick      0  1  2  3  4  5
@@ -323,7 +323,7 @@ def make_schedule(
         schedule that has none.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import make_schedule
+      >>> from ampx.pipelining import make_schedule
       >>> make_schedule("interleaved", 4, 8, chunks=4).num_stages
       16
     """

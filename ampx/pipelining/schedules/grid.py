@@ -14,15 +14,7 @@ from ampx.pipelining.schedules.actions import Action
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The rows of a schedule, without what can be done with them.
-
-    Attributes:
-      name: what it is called.
-      rows: for each device its actions; column t is tick t, and None an idle tick.
-      device_of: for each stage of the model, counted along the model, the device that runs it.
-      num_microbatches: into how many parts the batch of a step is divided.
-      has_backward: whether there are gradients; False for inference.
-    """
+    """The rows of a schedule, without what can be done with them; its fields are `Schedule`'s."""
 
     name: str
     rows: tuple[tuple[Action | None, ...], ...]

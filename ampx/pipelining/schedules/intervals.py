@@ -63,7 +63,7 @@ class Timeline:
       num_microbatches: into how many parts the batch of a step is divided.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import one_f_one_b
+      >>> from ampx.pipelining import one_f_one_b
       >>> from ampx.pipelining.schedules.intervals import Timeline
       >>> from ampx.pipelining.schedules.ticks import placement_on_grid
       >>> schedule = one_f_one_b(num_stages=2, num_microbatches=3)

@@ -33,7 +33,7 @@ class Liveness:
       peak_of_stage: for each stage the most micro-batches that it keeps at once.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import one_f_one_b
+      >>> from ampx.pipelining import one_f_one_b
       >>> liveness = one_f_one_b(num_stages=2, num_microbatches=3).liveness()
       >>> liveness.peak
       (3, 1)

@@ -52,7 +52,7 @@ def schedule_from_orders(
       ValueError: if in these orders the devices wait for each other for ever.
 
     Examples:
-      >>> from ampx.pipelining.schedules.actions import Action
+      >>> from ampx.pipelining import Action
       >>> from ampx.pipelining.schedules.orders import schedule_from_orders
       >>> order = lambda device: [Action(device, "F", 0), Action(device, "B", 0)]
       >>> print(schedule_from_orders("own", order, (0, 1), num_microbatches=1))

@@ -40,10 +40,15 @@ class Schedule(Grid):
     The rows are a grid: each action takes one tick, and what it needs is done in an earlier one.
     `simulate` says how long it takes when actions are not equally long.
 
-    Its fields, `name`, `rows`, `device_of`, `num_microbatches` and `has_backward`, are `Grid`'s.
+    Attributes:
+      name: what it is called.
+      rows: for each device its actions; column t is tick t, and None an idle tick.
+      device_of: for each stage of the model, counted along the model, the device that runs it.
+      num_microbatches: into how many parts the batch of a step is divided.
+      has_backward: whether there are gradients; False for inference.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import one_f_one_b
+      >>> from ampx.pipelining import one_f_one_b
       >>> print(one_f_one_b(num_stages=2, num_microbatches=3))
       1f1b: 2 stages on 2 devices, 3 micro-batches, 8 ticks, 25.0% idle
       tick      0  1  2  3  4  5  6  7
@@ -64,7 +69,7 @@ class Schedule(Grid):
           ValueError: if the devices wait for each other for ever.
 
         Examples:
-          >>> from ampx.pipelining.schedules.schedule import Schedule
+          >>> from ampx.pipelining import Schedule
           >>> lists = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
           >>> print(lists.aligned().to_csv())
           0F0,0F1,,0B0,,0B1
@@ -105,7 +110,7 @@ class Schedule(Grid):
         """The schedule with a `B` for every `I` that its own `W` follows at once, aligned.
 
         Examples:
-          >>> from ampx.pipelining.schedules.zero_bubbles import zero_bubble
+          >>> from ampx.pipelining import zero_bubble
           >>> print(zero_bubble(num_stages=1, num_microbatches=2).merged().to_csv().strip())
           0F0,0B0,0F1,0B1
         """
@@ -115,7 +120,7 @@ class Schedule(Grid):
         """The schedule with an `I` and a `W` for every `B`, aligned: undoes `merged`.
 
         Examples:
-          >>> from ampx.pipelining.schedules.generators import gpipe
+          >>> from ampx.pipelining import gpipe
           >>> print(gpipe(num_stages=1, num_microbatches=1).split().to_csv().strip())
           0F0,0I0,0W0
         """
@@ -142,7 +147,7 @@ class Schedule(Grid):
           `_validate_schedule` in torch.distributed.pipelining.
 
         Examples:
-          >>> from ampx.pipelining.schedules.schedule import Schedule
+          >>> from ampx.pipelining import Schedule
           >>> Schedule.from_csv("0F0,0B0\n1F0,1B0").validate()
           Traceback (most recent call last):
           ValueError: schedule 'csv': 1F0 (forward of stage 1, micro-batch 0) at tick 0 on device 1
@@ -189,7 +194,7 @@ class Schedule(Grid):
             unknown, or if the devices wait for each other for ever.
 
         Examples:
-          >>> from ampx.pipelining.schedules.generators import one_f_one_b
+          >>> from ampx.pipelining import one_f_one_b
           >>> result = one_f_one_b(num_stages=4, num_microbatches=8).simulate(forward=1, backward=2)
           >>> result.makespan, round(result.bubble_fraction, 3)
           (33.0, 0.273)
@@ -231,7 +236,7 @@ class Schedule(Grid):
           `analyze_pipeline_activation_liveness` in torch.distributed.pipelining.
 
         Examples:
-          >>> from ampx.pipelining.schedules.generators import gpipe, one_f_one_b
+          >>> from ampx.pipelining import gpipe, one_f_one_b
           >>> gpipe(num_stages=4, num_microbatches=8).liveness().peak
           (8, 8, 8, 8)
           >>> one_f_one_b(num_stages=4, num_microbatches=8).liveness().peak
@@ -255,7 +260,7 @@ class Schedule(Grid):
           A headline, a line of ticks and a line for each device.
 
         Examples:
-          >>> from ampx.pipelining.schedules.generators import interleaved
+          >>> from ampx.pipelining import interleaved
           >>> print(interleaved(num_stages=2, num_microbatches=2).render(stop=6))
           interleaved: 4 stages on 2 devices, 2 micro-batches, 10 ticks, 20.0% idle
           tick                    0   1   2   3   4   5
@@ -278,7 +283,7 @@ class Schedule(Grid):
           ImportError: if matplotlib is missing.
 
         Examples:
-          >>> from ampx.pipelining.schedules.generators import one_f_one_b
+          >>> from ampx.pipelining import one_f_one_b
           >>> one_f_one_b(4, 8).plot(backward=2).figure.savefig("1f1b.png")  # doctest: +SKIP
         """
         from ampx.pipelining.schedules.schedule_plots import plot_schedule
@@ -308,7 +313,7 @@ class Schedule(Grid):
             wrong. Nothing in a file can make a schedule or an error that is much larger than it.
 
         Examples:
-          >>> from ampx.pipelining.schedules.schedule import Schedule
+          >>> from ampx.pipelining import Schedule
           >>> schedule = Schedule.from_csv("0F0,,,0B0\n,1F0,1B0,").validate()
           >>> schedule.device_of, schedule.num_microbatches
           ((0, 1), 1)
@@ -336,7 +341,7 @@ class Schedule(Grid):
           OSError: if the file cannot be written.
 
         Examples:
-          >>> from ampx.pipelining.schedules.generators import gpipe
+          >>> from ampx.pipelining import gpipe
           >>> print(gpipe(num_stages=2, num_microbatches=1).to_csv().strip())
           0F0,,,0B0
           ,1F0,1B0,

@@ -48,7 +48,7 @@ def plot_schedule(schedule: Grid, *, axes: Axes | None = None, **simulation: Any
 
     Examples:
       >>> import ampx.plotting
-      >>> from ampx.pipelining.schedules.generators import one_f_one_b
+      >>> from ampx.pipelining import one_f_one_b
       >>> axes = ampx.plotting.plot_schedule(one_f_one_b(num_stages=4, num_microbatches=8))
       >>> axes.get_title(loc="left")
       '1f1b: 4 stages on 4 devices, 8 micro-batches'

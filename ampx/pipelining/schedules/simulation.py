@@ -42,7 +42,7 @@ class Simulation:
       times: for each action, when it begins and ends.
 
     Examples:
-      >>> from ampx.pipelining.schedules.generators import gpipe
+      >>> from ampx.pipelining import gpipe
       >>> result = gpipe(num_stages=2, num_microbatches=3).simulate(forward=1, backward=2)
       >>> result.makespan, result.busy, result.idle
       (12.0, (9.0, 9.0), (3.0, 3.0))

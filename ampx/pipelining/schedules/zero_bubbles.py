@@ -60,7 +60,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
       Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241.
 
     Examples:
-      >>> from ampx.pipelining.schedules.zero_bubbles import zero_bubble
+      >>> from ampx.pipelining import zero_bubble
       >>> print(zero_bubble(num_stages=3, num_microbatches=3))
       zero-bubble: 3 stages on 3 devices, 3 micro-batches, 11 ticks, 18.2% idle
       tick      0  1  2  3  4  5  6  7  8  9  10
@@ -98,7 +98,7 @@ def interleaved_zero_bubble(num_stages: int, num_microbatches: int, chunks: int 
       of Narayanan et al., https://arxiv.org/abs/2104.04473; torch's ScheduleInterleavedZeroBubble.
 
     Examples:
-      >>> from ampx.pipelining.schedules.zero_bubbles import interleaved_zero_bubble
+      >>> from ampx.pipelining import interleaved_zero_bubble
       >>> print(interleaved_zero_bubble(num_stages=2, num_microbatches=2))
       interleaved-zero-bubble: 4 stages on 2 devices, 2 micro-batches, 13 ticks, 7.7% idle
       tick                    0   1   2   3   4   5   6   7   8   9   10  11  12
@@ -162,7 +162,7 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
       Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241, section 6.
 
     Examples:
-      >>> from ampx.pipelining.schedules.zero_bubbles import zero_bubble_v
+      >>> from ampx.pipelining import zero_bubble_v
       >>> print(zero_bubble_v(num_stages=2, num_microbatches=2))
       zero-bubble-v: 4 stages on 2 devices, 2 micro-batches, 14 ticks, 14.3% idle
       tick                    0   1   2   3   4   5   6   7   8   9   10  11  12  13
@@ -221,7 +221,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
       https://arxiv.org/abs/2412.19437; cut in half by Qi et al.; torch's ScheduleDualPipeV.
 
     Examples:
-      >>> from ampx.pipelining.schedules.zero_bubbles import dualpipe_v
+      >>> from ampx.pipelining import dualpipe_v
       >>> print(dualpipe_v(num_stages=2, num_microbatches=3))
       dualpipe-v: 4 stages on 2 devices, 3 micro-batches, 15 ticks, 13.3% idle
       tick                    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14
