@@ -31,7 +31,7 @@ number of all elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +48,7 @@ from ampx.data_parallel.reduction import (
 from ampx.data_parallel.shard_exchange import ShardExchange
 from ampx.data_parallel.shard_layouts import WHOLE, Layout, choose_shard_dim, layout_of_spec
 from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
-from ampx.mesh_axes import as_axes, check_axes_of_mesh, count_devices
+from ampx.mesh_axes import as_axes, check_axes_of_mesh, count_devices, varying_axes
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
 from ampx.overwritten import split_optimized
 from ampx.tree_checks import check_arrays
@@ -263,13 +263,11 @@ def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list
         between the devices along others: the whole of which it is a part has no shape.
     """
     layouts = []
-    of_leaves = axes_of_leaves(params, setting.without(axes))
+    of_leaves = axes_of_leaves(params, setting)
     with_paths = jax.tree_util.tree_leaves_with_path(params)
-    for (path, leaf), found in zip(with_paths, of_leaves, strict=True):
+    for (path, leaf), further in zip(with_paths, of_leaves, strict=True):
         name = path_name(path)
-        _check_not_divided(name, setting, axes)
-        # Parameters that were marked to vary over `axes`, for their gradients, are still whole.
-        further = [axis for axis in found if axis not in axes]
+        _check_not_divided(name, {*setting.of_path(name), *varying_axes(leaf)}, axes)
         if further and not jnp.ndim(leaf):
             raise ValueError(
                 f"the parameter at {name or 'the root'} is a scalar that is divided over "
@@ -280,12 +278,13 @@ def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list
     return layouts
 
 
-def _check_not_divided(name: str, setting: ModelAxes, axes: Sequence[str]) -> None:
-    if twice := sorted(set(setting.of_path(name)) & set(axes)):
+def _check_not_divided(name: str, divided: Collection[str], axes: Sequence[str]) -> None:
+    if twice := sorted(set(divided) & set(axes)):
         raise ValueError(
-            f"model_axes divides the parameter at {name or 'the root'} over {twice}, the axes of "
-            "zero1 itself, which is for parameters that are the same along these: update this one "
-            "outside of zero1, for example with optax.partition"
+            f"the parameter at {name or 'the root'} is divided over {twice}, by model_axes or by "
+            "its type, and zero1 over these axes is for parameters that are the same along them. "
+            "Give zero1 parameters as they were before any lax.pcast, and update one that is "
+            "divided outside of zero1, for example with optax.partition"
         )
 
 
@@ -418,7 +417,7 @@ def _layout_on_mesh(
     Raises:
       ValueError: if that is not known, or cannot be.
     """
-    _check_not_divided(name, setting, axes)
+    _check_not_divided(name, setting.of_path(name), axes)
     spec, of_leaf = setting.spec_of_path(name), setting.of_path(name)
     if of_leaf and spec is None:
         raise ValueError(

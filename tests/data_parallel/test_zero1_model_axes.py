@@ -260,9 +260,22 @@ def test_a_sum_that_the_inner_optimizer_completes_is_refused():
         trace(inner, "model")
 
 
-def test_a_parameter_that_data_divides_already_is_refused():
-    with pytest.raises(ValueError, match=r"divides the parameter at w over \['data'\]"):
-        trace(optax.sgd(0.1), {"w": P("data")}, specs={"w": P("data")})
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_parameter_that_data_divides_already_is_refused(check_vma):
+    message = r"parameter at w is divided over \['data'\], by model_axes or by its type"
+    tx = ampx.zero1(optax.sgd(0.1), "data", model_axes=None if check_vma else P("data"))
+    params, mesh = {"w": jnp.ones((8, 4))}, make_mesh((2, 2), ("data", "model"))
+
+    def step(params):
+        return tx.update(params, tx.init(params), params)[0]
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mapped, params)
+    with pytest.raises(ValueError, match=message):
+        ampx.zero1_specs(tx, params, mesh, model_axes=P("data"))
 
 
 def test_a_scalar_that_differs_along_model_is_refused():
