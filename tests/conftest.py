@@ -42,6 +42,7 @@ LONG_FILES = (
     "test_programs_equinox",
     "test_optax_optimizers",
     "test_documentation",
+    "test_code_blocks",
     "test_processes",
     "test_fused_low_bit_kernels",
     "test_pipelining_gradients",
