@@ -51,6 +51,7 @@ class ModelOfDeepSpeedsScale:
 
 
 # Shares of overflows in a stretch that lets the scale grow and in one that takes it to its floor.
+@pytest.mark.slow_but("defaults")
 @pytest.mark.parametrize(
     ("config", "model", "shares"),
     [
