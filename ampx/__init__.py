@@ -23,6 +23,8 @@ from ampx.data_parallel.forward_order import forward_order
 from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State, zero1, zero1_specs
 from ampx.diagnostics.bucket_timelines import BucketTimeline, bucket_timeline
+from ampx.diagnostics.lint import LintReport, lint_step
+from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.numerics import numerics_report
 from ampx.diagnostics.numerics_reports import NumericsReport, NumericsRow
 from ampx.diagnostics.overflow_reports import OverflowRecord, OverflowReport
@@ -73,6 +75,8 @@ __all__ = [
     "DEFAULT_RULES",
     "Explanation",
     "GradResult",
+    "LintFinding",
+    "LintReport",
     "LossScaleState",
     "MasterWeightsState",
     "MultiStepsState",
@@ -122,6 +126,7 @@ __all__ = [
     "half_function",
     "is_norm_path",
     "is_skipped",
+    "lint_step",
     "loss_scale",
     "master_params",
     "master_weights",

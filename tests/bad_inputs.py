@@ -288,6 +288,9 @@ add(
     lambda v: ampx.check_overlap(loss_fn, P, X, compiled=v),
     FLAGS,
 )
+NO_CHECKS = {"a word": "callback", "a number": 3, "None": None, "a slip": ["calback"]}
+NO_CHECKS |= {"numbers": [1, 2], "a set": {"callback"}}
+add("lint_step.ignore", lambda v: ampx.lint_step(loss_fn, ignore=v), NO_CHECKS)
 
 # Meshes.
 NO_MODEL_AXES = {"a number": 3, "a function": len, "a tree of numbers": {"w": 3}}

@@ -95,6 +95,7 @@ CALLS = {
     "numerics_report": partial(ampx.numerics_report, fun=loss_fn),
     "opt_level": partial(ampx.opt_level, "O2"),
     "check_overlap": ampx.check_overlap,
+    "lint_step": partial(ampx.lint_step, step=loss_fn),
     "forward_order": partial(ampx.forward_order, params=P),
     "Phase": partial(ampx.Phase, "O2"),
     "Policy": ampx.Policy,

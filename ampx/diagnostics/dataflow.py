@@ -227,7 +227,7 @@ class Flow:
                 parts += [1 << place for place in _list_places(node.own & gradients)]
             if any(part & last for part in parts) and any(p and not p & last for p in parts):
                 below.add(i)
-                culprit = _name_culprit(node.eqns)
+                culprit = name_culprit(node.eqns)
                 found.setdefault((culprit.name, culprit.place.split(":")[0]), culprit)
         return tuple(found.values())
 
@@ -259,7 +259,7 @@ def _list_functions(frame: Frame) -> list[str]:
     return [name for name in names if not name.startswith("<")] or [frame.function_name]
 
 
-def _name_culprit(eqns: Sequence[Equation]) -> Culprit:
+def name_culprit(eqns: Sequence[Equation]) -> Culprit:
     """Names an equation, which comes first, by the functions around it and around its calls."""
     # A body is traced once for all of its calls: only the equations around it tell who called it.
     frames = [frame for eqn in eqns for frame in source_info.user_frames_of(eqn)]

@@ -52,6 +52,19 @@ def is_literal(atom: Atom) -> bool:
     return isinstance(atom, core.Literal)
 
 
+def number_of(atom: Atom) -> float | None:
+    """The number that an operand is, if it is a scalar constant written into the equation."""
+    if not is_literal(atom) or np.ndim(atom.val) or not is_numeric(atom):
+        return None
+    return float(atom.val)
+
+
+def is_numeric(atom: Atom) -> bool:
+    """Whether a value has a dtype of real numbers or of bools: no random key, no complex number."""
+    kinds = (np.floating, np.integer, np.bool_)
+    return any(jnp.issubdtype(atom.aval.dtype, kind) for kind in kinds)
+
+
 def is_dropped(variable: Atom) -> bool:
     """Whether nobody reads an output: `_` in a printed jaxpr."""
     return isinstance(variable, core.DropVar)
@@ -202,6 +215,11 @@ def split_while(eqn: Equation, operands: Sequence[Any]) -> tuple[list[Any], list
     of_condition, of_body = while_sizes(eqn)
     values, consts = list(operands), of_condition + of_body
     return values[:of_condition], values[of_condition:consts], values[consts:]
+
+
+def is_inexact(atom: Atom) -> bool:
+    """Whether a value has floating or complex numbers."""
+    return is_differentiable(atom.aval)
 
 
 def is_differentiable(aval: Any) -> bool:

@@ -1,0 +1,215 @@
+"""lint_step: what is wrong with a training step, found in its traced program.
+
+Some faults of a step show in no figure that it reports. A loss scale that was forgotten leaves a
+loss that falls, slowly; a float16 moment that stands still is a finite number. But they can be read
+in the program, without running it. Each check asks for one thing that can be decided there, and is
+silent where it cannot:
+
+    scale_checks    the loss scale: once, unscaled before all else, and skips that undo all
+    half_checks     what is kept, added up or written in half precision
+    here            callbacks to the host, donated arrays, dtypes that change
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePath
+from typing import Any, get_args
+
+from ampx.checking import check_callable, check_choice, join_first
+from ampx.diagnostics import half_checks, scale_checks
+from ampx.diagnostics.dataflow import Flow, ReductionRecord
+from ampx.diagnostics.lint_findings import CheckName, LintFinding
+from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output, trace_step
+from ampx.jaxprs import folds, reading
+from ampx.text_tables import format_table
+
+_CALLBACKS = (
+    "pure_callback",
+    "io_callback",
+    "debug_callback",
+    "debug_print",
+    "outside_call",
+    "infeed",
+    "outfeed",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LintReport:
+    """What `lint_step` found in a step; print it for a table.
+
+    Attributes:
+      findings: the faults, in the order of the checks.
+      reductions: the sums over devices of one step, in the order of the program.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp
+      >>> print(
+      ...     ampx.lint_step(lambda params, batch: params - 0.1 * batch)(jnp.ones(2), jnp.ones(2))
+      ... )
+      Nothing found.
+    """
+
+    findings: tuple[LintFinding, ...]
+    reductions: tuple[ReductionRecord, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        parts = ["Nothing found."]
+        if self.findings:
+            rows = [
+                (found.check, PurePath(found.source).name, found.message) for found in self.findings
+            ]
+            fixes = dict.fromkeys((found.check, found.fix) for found in self.findings)
+            parts = [
+                format_table([("check", "written in", "what is wrong"), *rows]),
+                format_table([("check", "what to do"), *fixes]),
+            ]
+        if self.reductions:
+            total = sum(record.bytes for record in self.reductions)
+            count = len(self.reductions)
+            parts.append(f"Reductions over devices in a step: {count}, of {total:,} bytes in all.")
+        return "\n\n".join(parts)
+
+    __repr__ = __str__
+
+
+def lint_step(
+    step: Callable[..., Any], *, ignore: Sequence[CheckName] = ()
+) -> Callable[..., LintReport]:
+    """Looks for faults in a training step that no figure of it shows.
+
+    The step is traced and never run, so arrays may be `jax.ShapeDtypeStruct`. It may be any
+    function, jitted or not, of plain optax, of flax or of ampx, that takes its state among its
+    arguments and returns the next one in the same structure. The checks:
+
+    - `"loss_scale"`: the scale in the state does not reach the gradients, or reaches them twice, or
+      divides them twice. Scales of ampx, flax's `DynamicScale` and jmp's are known by their fields;
+    - `"unscale_order"`: scaled gradients meet numbers that are not scaled: a clip, a decay or a
+      noise outside of the loss scale;
+    - `"schedule"`: a rate is computed from a counter of optax that counts skipped steps;
+    - `"batch_stats"`: a skipped step changes batch statistics of flax linen;
+    - `"half_sum"`: a loop adds up in half precision, as gradients of micro-batches;
+    - `"half_state"`: arrays in half that each step adds to, without a wider copy or rounding at
+      random; averages that decay by less than half precision resolves;
+    - `"half_constant"`: a number that is infinite in half precision is multiplied or added, or a
+      loss scale is converted to float16 that is (for this its value must be given);
+    - `"callback"`: a callback or a print, for which the device talks to the host in every step;
+    - `"donation"`: a donated array that no result can take the place of;
+    - `"dtype"`: an array of the state comes back in another dtype, so the next call compiles anew.
+
+    A check says nothing where the program leaves it open: what a kernel does, how large a rate is.
+    A step without findings may have faults that are none of these.
+
+    Args:
+      step: the step; one that holds nnx modules or takes them will do.
+      ignore: names of checks to leave out, where it is meant to be so.
+
+    Returns:
+      A function with the signature of `step` that gives a `LintReport`. In a test:
+      `assert ampx.lint_step(step)(state, batch).ok`.
+
+    Raises:
+      TypeError: if `step` is no function, or `ignore` is a string.
+      ValueError: if `ignore` holds what is no check.
+
+    Examples:
+      >>> import ampx, jax, jax.numpy as jnp, optax
+      >>> tx = ampx.dynamic_loss_scale(optax.sgd(0.1))
+      >>> params, x = jnp.ones(2), jnp.ones(2)
+      >>> def step(params, opt_state, x):  # the loss scale is forgotten
+      ...     grads = jax.grad(lambda w: jnp.sum((w * x - 2.0) ** 2))(params)
+      ...     updates, opt_state = tx.update(grads, opt_state, params)
+      ...     return optax.apply_updates(params, updates), opt_state
+      >>> report = ampx.lint_step(step)(params, tx.init(params), x)
+      >>> report.ok, [found.check for found in report.findings]
+      (False, ['loss_scale'])
+    """
+    check_callable("step", step, "step(*args)")
+    if isinstance(ignore, str) or not isinstance(ignore, Sequence):
+        raise TypeError(f"ignore must be a sequence of names of checks, got {ignore!r}")
+    for name in ignore:
+        check_choice("ignore", name, get_args(CheckName))
+
+    @functools.wraps(step)
+    def linted(*args: Any, **kwargs: Any) -> LintReport:
+        program = trace_step(step, args, kwargs)
+        found = [finding for finding in _find_all(program) if finding.check not in ignore]
+        flow = Flow()
+        flow.follow(program.jaxpr, [0] * len(program.inputs), {})
+        return LintReport(tuple(dict.fromkeys(found)), tuple(flow.reductions))
+
+    return linted
+
+
+def _find_all(program: StepProgram) -> Iterator[LintFinding]:
+    if program.scales:
+        flow = scale_checks.follow_scale(program)
+        yield from scale_checks.find_scale_faults(program, flow)
+        yield from scale_checks.find_counting_schedules(program, flow)
+        yield from scale_checks.find_unfrozen_statistics(program, flow)
+    yield from half_checks.find_half_sums(program)
+    yield from half_checks.find_half_states(program)
+    yield from _find_callbacks(program)
+    yield from _find_useless_donations(program)
+    yield from _find_changing_dtypes(program)
+
+
+def _find_callbacks(program: StepProgram) -> Iterator[LintFinding]:
+    for eqn, around in folds.equations_inside(program.jaxpr):
+        if eqn.primitive.name in _CALLBACKS:
+            yield LintFinding(
+                "callback",
+                f"every step talks to the host: {eqn.primitive.name}",
+                source_of((eqn, *reversed(around)), program.jaxpr),
+                "return the value from the step and read it later, outside of jit",
+            )
+
+
+def _find_useless_donations(program: StepProgram) -> Iterator[LintFinding]:
+    """Finds donated arrays beyond those that results of the same shape and dtype can replace."""
+    for eqn in reading.open_jaxpr(program.jaxpr).eqns:
+        donated = eqn.params.get("donated_invars", ())
+        free = collections.Counter(map(_type_of, eqn.outvars))
+        useless = []
+        for atom, is_donated in zip(eqn.invars, donated, strict=False):
+            if is_donated:
+                free[_type_of(atom)] -= 1
+                if free[_type_of(atom)] < 0:
+                    useless.append("{}{}".format(*_type_of(atom)))
+        if useless:
+            yield LintFinding(
+                "donation",
+                f"donated arrays are not used again: {join_first(useless)}",
+                source_of((eqn,), program.jaxpr),
+                "donate what the step returns in the same shape and dtype: the state, not the "
+                "batch",
+            )
+
+
+def _type_of(atom: Any) -> tuple[str, tuple[int, ...]]:
+    return str(atom.aval.dtype), tuple(atom.aval.shape)
+
+
+def _find_changing_dtypes(program: StepProgram) -> Iterator[LintFinding]:
+    changed: dict[tuple[str, str], list[int]] = {}
+    for number, i in program.carried.items():
+        before, after = str(program.inputs[i].aval.dtype), str(program.outputs[number].aval.dtype)
+        if before != after and len(program.inputs[i].path) > 1:
+            changed.setdefault((before, after), []).append(number)
+    for (before, after), numbers in changed.items():
+        names = (program.inputs[program.carried[number]].name for number in numbers)
+        yield LintFinding(
+            "dtype",
+            f"{before} comes back as {after}: {join_first(names)}",
+            source_of_output(program, numbers[0]),
+            f"cast the result back to {before}, so that the next call need not compile anew",
+        )

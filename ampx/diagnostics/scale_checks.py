@@ -1,0 +1,294 @@
+"""Checks of how a step uses its loss scale: once, before all else, and with all that a skip undoes.
+
+All three read one fact about each value, its power of the loss scale (`scale_powers`):
+
+    loss_scale      gradients are divided by the scale, and were multiplied by it 0 times, or 2
+    unscale_order   gradients times the scale meet numbers without it: a bound, a decay, a noise
+    schedule, batch_stats
+                    what a skipped step must keep does not depend on the scale at all, and so not
+                    on the verdict either
+
+A verdict is taken from scaled gradients, and all that it holds back depends on it. So does not what
+is computed before the backward pass, or beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ampx.checking import join_first
+from ampx.diagnostics.dataflow import name_culprit
+from ampx.diagnostics.lint_findings import LintFinding
+from ampx.diagnostics.scale_powers import (
+    DIVIDED,
+    FREE,
+    MULTIPLIED,
+    PURE,
+    READS,
+    Conflict,
+    Power,
+    Powers,
+)
+from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output
+from ampx.jaxprs import folds, reading
+from ampx.jaxprs.reading import Equation, Jaxpr
+
+_ONCE = (
+    "multiply the loss by ampx.current_loss_scale(opt_state) once: give it to "
+    "ampx.value_and_grad as loss_scale="
+)
+# From a diagnosis to the name of its check, what is wrong, and what to do.
+_DIAGNOSES = {
+    "forgotten": (
+        "loss_scale",
+        "the loss scale does not reach the gradients: they are divided by it, and nothing "
+        "multiplied them",
+        _ONCE,
+    ),
+    "multiplied twice": (
+        "loss_scale",
+        "the loss scale reaches the gradients more than once, and they are divided by it once",
+        _ONCE,
+    ),
+    "divided twice": (
+        "loss_scale",
+        "gradients are divided by the loss scale more than once",
+        "give the gradients to the optimizer as value_and_grad returns them: its loss scale "
+        "divides them",
+    ),
+    "early": (
+        "unscale_order",
+        "gradients that are still multiplied by the loss scale meet numbers that are not",
+        "put it inside of the loss scale, as in ampx.dynamic_loss_scale(optax.chain(...))",
+    ),
+}
+
+
+class ScaleFlow(NamedTuple):
+    """What is known of the loss scale in a step.
+
+    Attributes:
+      conflicts: those that reach what the step carries.
+      outputs: the power of each output.
+    """
+
+    conflicts: list[Conflict]
+    outputs: list[Power]
+
+
+def follow_scale(program: StepProgram) -> ScaleFlow:
+    """Follows the loss scales of a step to all of its results."""
+    flow, suspected = _follow(program, {})
+    # An array that gradients are summed in over several calls holds them times the scale. No name
+    # tells; but if all conflicts vanish once it has that power, before the step and after it, then
+    # there were none.
+    bound: dict[int, Fraction] = {}
+    again = flow
+    while again.conflicts and not suspected.keys() <= bound.keys():
+        bound |= suspected
+        again, suspected = _follow(program, bound)
+        stays = all(
+            power.power == bound[i] or power.marks & FREE
+            for number, i in program.carried.items()
+            if i in bound
+            for power in [again.outputs[number]]
+        )
+        if not again.conflicts and stays:
+            return again
+    return flow
+
+
+def _follow(
+    program: StepProgram, bound: dict[int, Fraction]
+) -> tuple[ScaleFlow, dict[int, Fraction]]:
+    carried = set(program.carried.values())
+
+    def power_of(i: int) -> Power:
+        if i in program.scales:
+            return Power(Fraction(1), READS | PURE, 0, i)
+        return Power(bound.get(i, Fraction(0)), 0, 0, i if i in carried else -1)
+
+    powers = Powers()
+    outputs = powers.follow(program.jaxpr, [power_of(i) for i in range(len(program.inputs))])
+    reached = 0
+    for number, i in program.carried.items():
+        if i not in program.scales:
+            reached |= outputs[number].conflicts
+    chosen = [c for place, c in enumerate(powers.conflicts) if reached >> place & 1]
+    return ScaleFlow(chosen, outputs), powers.suspected
+
+
+def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding]:
+    """Finds where the loss scale is missing, is there too often, or is met too early."""
+    found: dict[tuple[str, str], list[Conflict]] = {}
+    for conflict in flow.conflicts:
+        kind = _diagnose(conflict)
+        # A place tells nothing of a missing factor: each parameter has its own.
+        name = name_culprit(conflict.eqns).name if kind == "early" else ""
+        found.setdefault((kind, name), []).append(conflict)
+    if _is_written_as_number(program, flow):
+        found = {key: own for key, own in found.items() if key[0] != "forgotten"}
+    findings = []
+    for (kind, name), conflicts in found.items():
+        check, message, fix = _DIAGNOSES[kind]
+        where = f": in {name}" if name else ""
+        source = source_of(conflicts[0].eqns, program.jaxpr)
+        findings.append(LintFinding(check, message + where, source, fix))  # type: ignore[arg-type]
+    return findings
+
+
+def _diagnose(conflict: Conflict) -> str:
+    is_negative = min(conflict.powers) < 0
+    if not conflict.marks & DIVIDED:
+        return "early" if conflict.marks & MULTIPLIED or not is_negative else "forgotten"
+    if not is_negative:
+        return "multiplied twice"
+    return "divided twice" if conflict.marks & MULTIPLIED else "forgotten"
+
+
+def _is_written_as_number(program: StepProgram, flow: ScaleFlow) -> bool:
+    """Whether a scale that never moves also stands in the program as a number."""
+    values = set()
+    for number, i in program.carried.items():
+        value = program.inputs[i].value
+        is_known = isinstance(value, np.ndarray | jax.Array) and value.shape == ()
+        if i in program.scales and is_known and flow.outputs[number].origin == i:
+            values.add(float(value))
+    return bool(values) and any(
+        reading.number_of(atom) in values
+        for eqn, _ in folds.equations_inside(program.jaxpr)
+        for atom in eqn.invars
+    )
+
+
+def find_unfrozen_statistics(program: StepProgram, flow: ScaleFlow) -> list[LintFinding]:
+    """Finds batch statistics of flax that a skipped step changes."""
+    if not program.has_skips or _is_forgotten(flow):
+        return []
+    numbers = [
+        number
+        for number, i in program.carried.items()
+        if "batch_stats" in program.inputs[i].path and _is_always_new(program, flow, number)
+    ]
+    if not numbers:
+        return []
+    names = (program.inputs[program.carried[number]].name for number in numbers)
+    return [
+        LintFinding(
+            "batch_stats",
+            f"a skipped step changes batch statistics: {join_first(names)}",
+            source_of_output(program, numbers[0]),
+            "keep the old ones with ampx.select_if_finite(opt_state, new, old)",
+        )
+    ]
+
+
+def find_counting_schedules(program: StepProgram, flow: ScaleFlow) -> list[LintFinding]:
+    """Finds counters of optax that count skipped steps and from which a rate is computed."""
+    if not program.has_skips or _is_forgotten(flow):
+        return []
+    counters = {
+        i: number
+        for number, i in program.carried.items()
+        if "count" in program.inputs[i].path[-2:]
+        and program.inputs[i].aval.shape == ()
+        and jnp.issubdtype(program.inputs[i].aval.dtype, np.integer)
+        and _is_always_new(program, flow, number)
+    }
+    if not counters:
+        return []
+    bits = {i: 1 << place for place, i in enumerate(counters)}
+    operands = [_Counts(bits.get(i, 0), 0) for i in range(len(program.inputs))]
+    outputs = _follow_counts(program.jaxpr, operands)
+    # A rate counts only on its way into what a verdict holds back, such as the parameters.
+    reached = 0
+    for number in program.carried:
+        if flow.outputs[number].marks & READS:
+            reached |= outputs[number].numbers
+    return [
+        LintFinding(
+            "schedule",
+            f"a schedule counts skipped steps, too: {program.inputs[i].name}",
+            source_of_output(program, counters[i]),
+            "put it inside of the loss scale, whose skips leave the whole inner state as it was",
+        )
+        for i in counters
+        if reached & bits[i]
+    ]
+
+
+def _is_always_new(program: StepProgram, flow: ScaleFlow, number: int) -> bool:
+    """Whether an output is computed, and nothing of the loss scale goes into it."""
+    variables = reading.open_jaxpr(program.jaxpr)
+    is_new = variables.outvars[number] is not variables.invars[program.carried[number]]
+    return is_new and not flow.outputs[number].marks & READS
+
+
+def _is_forgotten(flow: ScaleFlow) -> bool:
+    """Whether no verdict can depend on the scale, since the gradients do not."""
+    return any(_diagnose(conflict) == "forgotten" for conflict in flow.conflicts)
+
+
+class _Counts(NamedTuple):
+    """Which counters a value is made of, as bits.
+
+    Attributes:
+      integers: those that it is computed from in integers or bools.
+      numbers: those that were converted to a floating number on the way to it, as by a schedule.
+    """
+
+    integers: int
+    numbers: int
+
+
+def _follow_counts(jaxpr: Jaxpr, operands: Sequence[_Counts]) -> list[_Counts]:
+    def apply(eqn: Equation, inputs: list[_Counts]) -> Sequence[_Counts]:
+        bodies = folds.bodies_with_operands(eqn, inputs)
+        if bodies:
+            return _run_bodies(eqn, inputs)
+        # A random key that is made of a counter is no rate.
+        if eqn.primitive.name.startswith(("random_", "threefry", "bitcast")):
+            return [_Counts(0, 0)] * len(eqn.outvars)
+        both = _unite(inputs)
+        return [
+            _Counts(0, both.numbers | both.integers)
+            if reading.is_inexact(out)
+            else _Counts(both.integers, both.numbers)
+            for out in eqn.outvars
+        ]
+
+    return folds.fold(jaxpr, operands, apply, lambda _: _Counts(0, 0))
+
+
+def _run_bodies(eqn: Equation, inputs: list[_Counts]) -> list[_Counts]:
+    name = eqn.primitive.name
+    if name == "scan":
+        (body,) = reading.bodies_of(eqn)
+        consts, carry, xs = reading.split_scan(eqn, inputs)
+    elif name == "while":
+        body = reading.bodies_of(eqn)[1]
+        _, consts, carry = reading.split_while(eqn, inputs)
+        xs = []
+    else:
+        results = [_follow_counts(*pair) for pair in folds.bodies_with_operands(eqn, inputs)]
+        return [_unite(group) for group in zip(*results, strict=True)]
+    # Bits are only added, so this ends.
+    while True:
+        results = _follow_counts(body, [*consts, *carry, *xs])
+        after = [_unite(pair) for pair in zip(carry, results, strict=False)]
+        if after == carry:
+            return [*carry, *results[len(carry) :]]
+        carry = after
+
+
+def _unite(values: Sequence[Any]) -> _Counts:
+    united = _Counts(0, 0)
+    for value in values:
+        united = _Counts(united.integers | value.integers, united.numbers | value.numbers)
+    return united

@@ -1,0 +1,406 @@
+r"""How a loss scale flows through a step, by the power in which each value holds it.
+
+A value that is multiplied by the loss scale S has the power 1, its square the power 2, and what has
+nothing to do with S the power 0. Powers follow through a program as units do through physics:
+
+    operation                 power of its result
+    a * b, dot(a, b)          power(a) + power(b)
+    a / b                     power(a) - power(b)
+    a + b, max, select        that of both; a conflict, where they differ
+    sqrt(a), a ** k           power(a) / 2, k power(a)
+    sums, casts, transposes   power(a)
+    a < b, isfinite(a)        0
+
+In a sound step every conflict stays with the scale itself, such as the bound in min(2 S, 2**24):
+
+    loss (0) -> * S (1) -> gradients (1) -> * 1/S (0) -> optimizer (0) -> params + update (0)
+
+A conflict that reaches the parameters or the optimizer's state is a fault, and the powers that met
+tell which. Where the scale was forgotten, gradients are divided by it and were never multiplied:
+update (-1) meets params (0). Where they are clipped too early, 1/norm (-1) meets the bound (0).
+
+Zeros, infinities and the largest numbers of formats have every power: what is masked, or held
+within the range of a dtype, keeps its own. A value whose power nobody can know (that of a kernel,
+of a logarithm of S) is in no conflict: this finds less than there is, and nothing that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ampx.jaxprs import folds, primitives, reading
+from ampx.jaxprs.reading import Equation, Jaxpr
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# What is known of a value besides its power, as bits. The first three it has from any operand, the
+# last two only if all of them have it. What a predicate chooses among scales is a scale.
+READS = 1  # it depends on the loss scale
+MULTIPLIED = 2  # it was multiplied by the scale
+DIVIDED = 4  # it was divided by the scale
+PURE = 8  # it is made of the scale and constants alone
+FREE = 16  # it has every power
+_INHERITED = READS | MULTIPLIED | DIVIDED
+
+_SUMS = primitives.ADDING | primitives.CHOOSING | _names("nextafter rem complex")
+# They put values side by side, which need not have one power.
+_GATHERING = _names("concatenate stack pad")
+_PRODUCTS = _names("mul dot_general conv_general_dilated ragged_dot ragged_dot_general")
+# The result has the power of the first operand, or operand i that of result i.
+_KEEPING = (
+    primitives.IDENTITIES
+    | primitives.REARRANGING
+    | primitives.PLACEMENTS
+    | primitives.AXIS_TYPE_CASTS
+    | primitives.ALL_REDUCTIONS
+    | primitives.TRANSFERS
+    | primitives.SCATTERING_COLLECTIVES
+    | _names(
+        """neg abs real imag conj convert_element_type reduce_precision
+        reduce_sum reduce_max reduce_min cumsum cummax cummin gather sort top_k
+        reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
+        optimization_barrier fft"""
+    )
+)
+_BOUNDS = primitives.CHOOSING | {"cond"}
+# Operand 0 and the last are joined; what lies between them are indices.
+_WRITES = _names("scatter-add scatter_add scatter_min scatter_max scatter-min scatter-max")
+_EXPONENTS = {
+    "sqrt": Fraction(1, 2),
+    "rsqrt": Fraction(-1, 2),
+    "cbrt": Fraction(1, 3),
+    "square": Fraction(2),
+    "reciprocal": Fraction(-1),
+    "sign": Fraction(0),
+}
+_FORMATS = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
+_EXTREMES = frozenset(
+    float(sign * jnp.finfo(name).max) for name in _FORMATS for sign in (1, -1)
+) | {0.0, float("inf"), float("-inf")}
+_LARGEST_CONSTANT = 1 << 16  # elements: larger ones are not looked at, and have the power 0
+
+
+class Power(NamedTuple):
+    """The power of the loss scale in a value.
+
+    Attributes:
+      power: None where it is not known.
+      marks: bits, see `READS` and the others.
+      conflicts: the conflicts that made it unknown; bit i is conflict i.
+      origin: the carried input that it is a multiple of, or -1.
+      parts: of a vector that scalars were stacked to, what is known of each; else ().
+    """
+
+    power: Fraction | None
+    marks: int = 0
+    conflicts: int = 0
+    origin: int = -1
+    parts: tuple[Any, ...] = ()
+
+
+class Conflict(NamedTuple):
+    """An equation whose operands should have had one power.
+
+    Attributes:
+      powers: those that met.
+      marks: of the operand that should not have been there, that of a power other than 0.
+      eqns: the equation and those around it, innermost first.
+    """
+
+    powers: tuple[Fraction, ...]
+    marks: int
+    eqns: tuple[Equation, ...]
+
+
+_CONSTANT = Power(Fraction(0), PURE)
+_ZERO = Power(Fraction(0), PURE | FREE)
+
+
+class Powers:
+    """The powers of a program's values.
+
+    Attributes:
+      conflicts: in the order in which they were found.
+      suspected: inputs that would be in no conflict if they had another power, and that one.
+    """
+
+    def __init__(self) -> None:
+        self.conflicts: list[Conflict] = []
+        self.suspected: dict[int, Fraction] = {}
+        # A loop's body is followed until its carry settles: an equation conflicts once.
+        self._places: dict[tuple[int, ...], int] = {}
+
+    def follow(
+        self, jaxpr: Jaxpr, operands: Sequence[Power], around: tuple[Equation, ...] = ()
+    ) -> list[Power]:
+        """The powers of a jaxpr's results, from those of its inputs."""
+
+        def apply(eqn: Equation, inputs: list[Power]) -> Sequence[Power]:
+            return self._apply(eqn, inputs, (eqn, *around))
+
+        return folds.fold(jaxpr, operands, apply, _of_constant)
+
+    def _apply(
+        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
+    ) -> Sequence[Power]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._scan(eqn, inputs, eqns)
+        if name == "while":
+            return self._while(eqn, inputs, eqns)
+        bodies = folds.bodies_with_operands(eqn, inputs)
+        if name == "cond":
+            results = [self.follow(body, operands, eqns) for body, operands in bodies]
+            chosen = [self._join(list(group), eqns) for group in zip(*results, strict=True)]
+            return [_reading(value, inputs[:1]) for value in chosen]
+        if bodies:
+            ((body, operands),) = bodies
+            return self.follow(body, operands, eqns)
+        results = self._compute(eqn, inputs, eqns)
+        return [
+            value if reading.is_inexact(out) else _as_integer(eqn, inputs)
+            for value, out in zip(results, eqn.outvars, strict=True)
+        ]
+
+    def _compute(
+        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
+    ) -> Sequence[Power]:
+        """The powers of an equation's results, as if all were floating."""
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if name in _KEEPING and len(inputs) == count:
+            if name == "slice":
+                return [_slice(eqn, value) for value in inputs]
+            is_same = name == "optimization_barrier"
+            return inputs if is_same else [value._replace(parts=()) for value in inputs]
+        if name == "unstack" and len(inputs[0].parts) == count:
+            return inputs[0].parts
+        if name in _KEEPING:
+            return [_reading(inputs[0], inputs)._replace(parts=())] * count
+        if name in _PRODUCTS:
+            return [_multiply(inputs[0], inputs[1], 1)]
+        if name == "div":
+            return [_multiply(inputs[0], inputs[1], -1)]
+        if name == "select_n":
+            return [_reading(self._join(inputs[1:], eqns), inputs[:1])]
+        if name in _SUMS:
+            return [self._join(inputs, eqns)]
+        if name in _WRITES:
+            return [_reading(self._join([inputs[0], inputs[-1]], eqns), inputs)]
+        if name in _GATHERING:
+            return [_gather(eqn, inputs)]
+        if name == "scatter":
+            return [_reading(_gather(eqn, [inputs[0], inputs[-1]]), inputs)]
+        if name == "dynamic_update_slice":
+            return [_reading(_gather(eqn, inputs[:2]), inputs)]
+        exponent = _EXPONENTS.get(name)
+        if name == "integer_pow":
+            exponent = Fraction(eqn.params["y"])
+        elif name == "pow" and (number := reading.number_of(eqn.invars[1])) is not None:
+            exponent = Fraction(number).limit_denominator(64)
+        if exponent is not None:
+            return [_raise_to(inputs[0], exponent)]
+        return [_generic(inputs)] * count
+
+    def _join(self, values: list[Power], eqns: tuple[Equation, ...]) -> Power:
+        """The power of what is made of values that should have one power; or a conflict."""
+        known = [v for v in values if not v.marks & FREE]
+        if not known:
+            return values[0]._replace(marks=_marks(values) | FREE, origin=-1)
+        conflicts = 0
+        for value in known:
+            conflicts |= value.conflicts
+        origins = {v.origin for v in known}
+        origin = origins.pop() if len(origins) == 1 else -1
+        joined = Power(known[0].power, _marks(values), conflicts, origin)
+        powers = {v.power for v in known}
+        if None in powers:
+            return joined._replace(power=None)
+        if len(powers) == 1:
+            return joined
+        scales = {p for p in powers if p}
+        if joined.marks & PURE and len(scales) == 1 and eqns[0].primitive.name in _BOUNDS:
+            return joined._replace(power=scales.pop())  # such as min(2 S, 2**24): the next scale
+        self._suspect(known)
+        place = self._places.setdefault(tuple(map(id, eqns)), len(self.conflicts))
+        if place == len(self.conflicts):
+            marks = _marks([v for v in known if v.power]) & _INHERITED
+            met = tuple(sorted(p for p in powers if p is not None))
+            self.conflicts.append(Conflict(met, marks, eqns))
+        return joined._replace(power=None, conflicts=conflicts | 1 << place)
+
+    def _suspect(self, values: list[Power]) -> None:
+        """Notes inputs that gradients times the scale are added to, such as a sum over calls."""
+        own = [v for v in values if v.power == 0]
+        if all(v.origin >= 0 for v in own) and all(v.power in (0, 1) for v in values):
+            self.suspected.update((v.origin, Fraction(1)) for v in own)
+
+    def _scan(
+        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
+    ) -> Sequence[Power]:
+        (body,) = reading.bodies_of(eqn)
+        consts, carry, xs = reading.split_scan(eqn, inputs)
+
+        def run(carry: list[Power]) -> tuple[list[Power], list[Power]]:
+            results = self.follow(body, [*consts, *carry, *xs], eqns)
+            return results[: len(carry)], results[len(carry) :]
+
+        carry = self._settle(carry, lambda carry: run(carry)[0])
+        after, outs = run(carry)
+        return [*_widen(carry, after), *outs]
+
+    def _while(
+        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
+    ) -> Sequence[Power]:
+        _, body = reading.bodies_of(eqn)
+        _, consts, carry = reading.split_while(eqn, inputs)
+
+        def run(carry: list[Power]) -> list[Power]:
+            return self.follow(body, [*consts, *carry], eqns)
+
+        carry = self._settle(carry, run)
+        return _widen(carry, run(carry))
+
+    def _settle(self, carry: list[Power], run: Callable[[list[Power]], list[Power]]) -> list[Power]:
+        """The powers of a loop's carry that hold before every iteration."""
+        # Each value can only become known, then unknown, and gain marks: a few rounds settle it.
+        for _ in range(8):
+            after = _widen(carry, run(carry))
+            if after == carry:
+                break
+            carry = after
+        else:
+            carry = [value._replace(power=None) for value in carry]
+        return carry
+
+
+def _widen(before: list[Power], after: list[Power]) -> list[Power]:
+    """What is true of values before and after an iteration."""
+    return [_widen_one(old, new) for old, new in zip(before, after, strict=True)]
+
+
+def _widen_one(old: Power, new: Power) -> Power:
+    marks = _marks([old, new])
+    conflicts = old.conflicts | new.conflicts
+    if old.marks & FREE or new.marks & FREE:
+        known = new if old.marks & FREE else old
+        return known._replace(marks=marks | known.marks & FREE, conflicts=conflicts, origin=-1)
+    origin = old.origin if old.origin == new.origin else -1
+    return Power(old.power if old.power == new.power else None, marks, conflicts, origin)
+
+
+def _marks(values: Sequence[Power]) -> int:
+    """The marks of what several values go into, without `FREE`."""
+    given, pure = 0, PURE
+    for value in values:
+        given |= value.marks & _INHERITED
+        pure &= value.marks
+    return given | pure
+
+
+def _reading(value: Power, read: Sequence[Power]) -> Power:
+    """A value that also depends on others, such as the predicate of a choice."""
+    return value._replace(marks=value.marks | _marks(read) & READS)
+
+
+def _multiply(first: Power, second: Power, sign: int) -> Power:
+    """The power of a product (sign 1) or a quotient (sign -1)."""
+    conflicts, marks = first.conflicts | second.conflicts, _marks([first, second])
+    if (first.marks | second.marks) & FREE:
+        # A product with zero is zero. One with an infinity is no number worth following.
+        return Power(Fraction(0), marks | FREE, conflicts)
+    if first.power is None or second.power is None:
+        return Power(None, marks, conflicts)
+    for scale, other, power in (
+        (first, second, first.power),
+        (second, first, sign * second.power),
+    ):
+        if scale.marks & PURE and not other.marks & PURE and power:
+            marks |= MULTIPLIED if power > 0 else DIVIDED
+    # A multiple of a carried input by what no scale is in is still one of it.
+    origin = -1
+    if second.power == 0 and second.origin < 0:
+        origin = first.origin
+    elif first.power == 0 and first.origin < 0 and sign > 0:
+        origin = second.origin
+    return Power(first.power + sign * second.power, marks, conflicts, origin)
+
+
+def _gather(eqn: Equation, values: Sequence[Power]) -> Power:
+    """What is known of values side by side: their power, if they have one."""
+    known = [v for v in values if not v.marks & FREE]
+    conflicts = 0
+    for value in known:
+        conflicts |= value.conflicts
+    powers = {v.power for v in known}
+    marks = _marks(values)
+    # The coefficients of an optimizer may travel as one vector, and 1/scale among them.
+    vector: Any = eqn.outvars[0].aval
+    is_vector = eqn.primitive.name in ("stack", "concatenate") and vector.shape == (len(values),)
+    parts = tuple(values) if is_vector else ()
+    if not known:
+        return Power(Fraction(0), marks | FREE)
+    return Power(powers.pop() if len(powers) == 1 else None, marks, conflicts, -1, parts)
+
+
+def _slice(eqn: Equation, value: Power) -> Power:
+    """What is known of a slice: if it is one scalar of several, what is known of that."""
+    start, stop = eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
+    if not value.parts:
+        return value
+    return value.parts[start] if stop == start + 1 else value._replace(parts=())
+
+
+def _raise_to(value: Power, exponent: Fraction) -> Power:
+    power = None if value.power is None else value.power * exponent
+    marks = value.marks if exponent > 0 else value.marks & ~FREE
+    return Power(power, marks, value.conflicts)
+
+
+def _generic(inputs: Sequence[Power]) -> Power:
+    """The power of a function that nothing is known of: 0, if all that it reads has the power 0."""
+    conflicts = 0
+    for value in inputs:
+        conflicts |= value.conflicts
+    is_plain = all(v.power == 0 for v in inputs)
+    return Power(Fraction(0) if is_plain else None, _marks(inputs), conflicts)
+
+
+def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
+    """The power of integers and bools: 0, unless they are the bits or a rounding of others."""
+    marks = _marks(inputs) & (READS | PURE)
+    if all(v.marks & FREE for v in inputs) and eqn.primitive.name in _KEEPING | _SUMS:
+        marks |= FREE  # the integer 0 that becomes 0.0
+    is_unknown = any(
+        value.power is None or (value.power and eqn.primitive.name not in _names("sign is_finite"))
+        for value, atom in zip(inputs, eqn.invars, strict=True)
+        if eqn.primitive.name in ("bitcast_convert_type", "convert_element_type")
+        or not reading.is_inexact(atom)
+    )
+    result: Any = eqn.outvars[0].aval
+    is_bool = jnp.issubdtype(result.dtype, np.bool_)
+    return Power(None if is_unknown and not is_bool else Fraction(0), marks)
+
+
+def _of_constant(value: Any) -> Power:
+    """The power of a constant: every one for zeros, infinities and the ends of formats."""
+    if getattr(value, "size", 1) > _LARGEST_CONSTANT or not _is_number(value):
+        return _CONSTANT
+    numbers = np.asarray(value, np.float64)
+    is_free = all(number in _EXTREMES or np.isnan(number) for number in np.unique(numbers).tolist())
+    return _ZERO if is_free else _CONSTANT
+
+
+def _is_number(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, int | float)
+    kinds = (np.floating, np.integer, np.bool_)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)

@@ -1,0 +1,176 @@
+"""A training step as a program: what goes in, what comes out, and which of it goes round.
+
+A step takes its state and gives the next one. Nothing says which results are which arguments of the
+next call, but the structure does: a result, or a part of one, with the names and shapes of an
+argument is what that argument becomes.
+
+    step(state, batch)  ->  (state, report)        state/params/w       0/params/w
+                                                   state/opt_state/...  0/opt_state/...
+                                                   batch                (nothing)
+
+An array that is in both is called *carried* here. Checks of a step are mostly about those: a
+parameter, a moment, a counter, a loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from ampx.jaxprs import pure_calls, reading
+from ampx.jaxprs.interpreter import Place
+from ampx.jaxprs.pure_calls import is_array, split_arrays
+from ampx.jaxprs.reading import Equation, Jaxpr
+from ampx.trees import path_name
+
+# How a loss scale is known among the arrays of a step: its own name and that of another field of
+# the same state. ampx's, flax's `DynamicScale` and jmp's.
+_SCALES = (("loss_scale", "growth_tracker"), ("scale", "fin_steps"), ("loss_scale", "counter"))
+Names = tuple[str, ...]
+
+
+class Leaf(NamedTuple):
+    """An array that goes into a step, or comes out of it.
+
+    Attributes:
+      path: its names, from the argument or the result on: the first is the number of the argument.
+      aval: shape and dtype.
+      value: the array that was given; None for an output.
+    """
+
+    path: Names
+    aval: Any
+    value: Any = None
+
+    @property
+    def name(self) -> str:
+        """Its names after the first, joined by "/"."""
+        return "/".join(self.path[1:]) or self.path[0]
+
+
+class StepProgram(NamedTuple):
+    """A step that was traced.
+
+    Attributes:
+      jaxpr: a function of the arrays among the arguments alone.
+      inputs: its arguments, in order.
+      outputs: its results, in order.
+      carried: from the number of an output to that of the input that it becomes.
+      scales: numbers of the inputs that are loss scales.
+      has_skips: whether one of them counts skipped steps.
+    """
+
+    jaxpr: Jaxpr
+    inputs: list[Leaf]
+    outputs: list[Leaf]
+    carried: dict[int, int]
+    scales: tuple[int, ...]
+    has_skips: bool
+
+
+def trace_step(fun: Callable[..., Any], args: Any, kwargs: Any) -> StepProgram:
+    """Traces a call of a step; nothing is run."""
+    call = pure_calls.as_pure_call(fun, args, kwargs)
+    arrays, merge = split_arrays(call.operands)
+    jaxpr, shapes = reading.trace(lambda *arrays: call.fun(*merge(arrays)), *arrays)
+    # The operands of a call without nnx objects are (args, kwargs): one name more.
+    own = 1 if call.operands[0] is args else 0
+    found = [
+        (tuple(path_name((key,)) for key in path)[own:], leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(call.operands)
+        if is_array(leaf)
+    ]
+    pairs = zip(found, reading.open_jaxpr(jaxpr).invars, strict=True)
+    inputs = [Leaf(path, variable.aval, value) for (path, value), variable in pairs]
+    outputs = [
+        Leaf(tuple(path_name((key,)) for key in path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+    ]
+    carried = _pair(inputs, outputs)
+    scales = {i: leaf.path for i, leaf in enumerate(inputs) if _is_scale(leaf.path, inputs)}
+    become = set(carried.values())
+    has_skips = any(
+        j in become and _is_beside(leaf.path, path, "skipped_total")
+        for path in scales.values()
+        for j, leaf in enumerate(inputs)
+    )
+    return StepProgram(jaxpr, inputs, outputs, carried, tuple(scales), has_skips)
+
+
+def _is_beside(path: Names, other: Names, name: str) -> bool:
+    """Whether a path is that of the field `name` of the state that another path is a field of.
+
+    flax nnx keeps every array in a variable, which may add a name at the end of both.
+    """
+    at = max(i for i, part in enumerate(other) if part in ("loss_scale", "scale"))
+    return path[:at] == other[:at] and path[at : at + 1] == (name,)
+
+
+def _is_scale(path: Names, inputs: list[Leaf]) -> bool:
+    for scale, beside in _SCALES:
+        if scale in path[-2:] and any(_is_beside(leaf.path, path, beside) for leaf in inputs):
+            return True
+    return False
+
+
+def _pair(inputs: list[Leaf], outputs: list[Leaf]) -> dict[int, int]:
+    """Pairs outputs with the inputs that they become: trees of equal names and shapes.
+
+    Whole arguments come before their parts, and the first of several that fit is taken.
+    """
+    pairs: dict[int, int] = {}
+    for given in (1, 2):
+        for before in _parts(inputs, given):
+            for within in (0, 1, 2, 3):
+                for after in _parts(outputs, within):
+                    is_free = pairs.keys().isdisjoint(after.values()) and set(
+                        pairs.values()
+                    ).isdisjoint(before.values())
+                    if is_free and _fits(before, after, inputs, outputs):
+                        pairs.update((after[rest], before[rest]) for rest in before)
+    return pairs
+
+
+def _parts(leaves: list[Leaf], depth: int) -> Iterator[dict[Names, int]]:
+    """The trees at a depth: from the names inside each to the numbers of its leaves."""
+    found: dict[Names, dict[Names, int]] = {}
+    for number, leaf in enumerate(leaves):
+        if len(leaf.path) >= depth:
+            found.setdefault(leaf.path[:depth], {})[leaf.path[depth:]] = number
+    return iter(found.values())
+
+
+def _fits(
+    before: dict[Names, int], after: dict[Names, int], inputs: list[Leaf], outputs: list[Leaf]
+) -> bool:
+    return before.keys() == after.keys() and all(
+        inputs[before[rest]].aval.shape == outputs[after[rest]].aval.shape for rest in before
+    )
+
+
+def source_of(eqns: tuple[Equation, ...], jaxpr: Jaxpr) -> str:
+    """The innermost line of the user's own at an equation and those around it, innermost first."""
+    place = Place()
+    for eqn in reversed(eqns):
+        place = place.at(eqn, jaxpr)
+    return place.source
+
+
+def source_of_output(program: StepProgram, number: int) -> str:
+    """The line that computes a result, inside of the jitted functions that it comes out of."""
+    jaxpr, eqns = program.jaxpr, ()
+    while True:
+        opened = reading.open_jaxpr(jaxpr)
+        wanted = opened.outvars[number]
+        makers = [eqn for eqn in opened.eqns if any(out is wanted for out in eqn.outvars)]
+        if not makers:
+            break
+        eqns = (makers[0], *eqns)
+        body = reading.called_body(makers[0])
+        if body is None:
+            break
+        number = next(i for i, out in enumerate(makers[0].outvars) if out is wanted)
+        jaxpr = body
+    return source_of(eqns, program.jaxpr)

@@ -1,0 +1,466 @@
+"""lint_step: planted faults are found, each by its check, and sound programs give nothing."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import dynamic_scale, train_state
+from helpers import make_mesh
+from jax.sharding import PartitionSpec as P
+
+import ampx
+from ampx.diagnostics.lint import lint_step
+
+PARAMS = {"w": jnp.full((4, 3), 0.1), "b": jnp.zeros(3)}
+BATCH = {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 3))}
+F16, BF16 = jnp.float16, jnp.bfloat16
+
+
+def loss_of(params, batch, dtype=F16):
+    cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(dtype))
+    params = cast(params)
+    hidden = jnp.tanh(batch["x"].astype(dtype) @ params["w"] + params["b"])
+    return jnp.mean((hidden.astype(jnp.float32) - batch["y"]) ** 2)
+
+
+def step_of(tx, *, grads_of=None, scaled=True, powers=1, loss=loss_of, after=None):
+    """A step as its author writes it: gradients of the loss times a power of the scale."""
+
+    def step(params, opt_state, batch):
+        scale = ampx.current_loss_scale(opt_state) ** powers if scaled else 1.0
+        grads = jax.grad(lambda p: loss(p, batch) * scale)(params)
+        if after is not None:
+            grads = after(grads, opt_state)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def with_value_and_grad(tx, *, scaled, num_microbatches=1, **options):
+    grads_of = ampx.value_and_grad(loss_of, num_microbatches=num_microbatches, **options)
+
+    def step(params, opt_state, batch):
+        scale = {"loss_scale": ampx.current_loss_scale(opt_state)} if scaled else {}
+        result = grads_of(params, batch, **scale)
+        updates, opt_state = tx.update(result.grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state, result.loss
+
+    return step, (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def in_shard_map(tx, *, scaled):
+    inner, (params, opt_state, batch) = with_value_and_grad(tx, scaled=scaled, axis_name="data")
+    specs = (P(), P(), P("data"))
+    mesh = make_mesh((2,), ("data",))
+    step = jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=P())
+    return jax.jit(step, donate_argnums=(0, 1)), (params, opt_state, batch)
+
+
+dynamic = ampx.dynamic_loss_scale
+
+
+def clipped_by_hand(grads, _):
+    factor = jnp.minimum(1.0, 1.0 / optax.tree.norm(grads))
+    return jax.tree.map(lambda g: g * factor, grads)
+
+
+def divided_by_hand(grads, opt_state):
+    scale = ampx.current_loss_scale(opt_state)
+    return jax.tree.map(lambda g: g / scale, grads)
+
+
+def early(tx):
+    return step_of(optax.chain(tx, dynamic(optax.sgd(0.1))))
+
+
+def in_train_state(scaled):
+    def step(state, batch):
+        scale = ampx.current_loss_scale(state.opt_state) if scaled else 1.0
+        grads = jax.grad(lambda p: loss_of(p, batch) * scale)(state.params)
+        return state.apply_gradients(grads=grads)
+
+    state = train_state.TrainState.create(
+        apply_fn=None, params=PARAMS, tx=dynamic(optax.adamw(1e-3))
+    )
+    return jax.jit(step), (state, BATCH)
+
+
+def summed_in_half(dtype):
+    """Gradients of micro-batches that are added up in a half dtype."""
+    tx = optax.sgd(0.1)
+
+    def step(params, opt_state, batch):
+        split = jax.tree.map(lambda x: x.reshape(4, 2, -1), batch)
+
+        def body(sums, part):
+            grads = jax.grad(loss_of)(params, part)
+            return jax.tree.map(lambda s, g: s + g.astype(dtype), sums, grads), ()
+
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), jax.lax.scan(body, zeros, split)[0])
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def with_params_in(dtype, tx, **options):
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    step, (_, _, batch) = step_of(tx, scaled=False, **options)
+    return step, (params, tx.init(params), batch)
+
+
+def averaged(dtype, decay):
+    tx = optax.sgd(0.1)
+    step, (params, opt_state, batch) = step_of(tx, scaled=False)
+
+    def averaging(params, opt_state, average, batch):
+        params, opt_state = step(params, opt_state, batch)
+        average = jax.tree.map(
+            lambda a, p: decay * a + (1 - decay) * p.astype(dtype), average, params
+        )
+        return params, opt_state, average
+
+    average = jax.tree.map(lambda p: p.astype(dtype), params)
+    return averaging, (params, opt_state, average, batch)
+
+
+def loss_in_half(params, batch):
+    return loss_of(params, batch).astype(F16).astype(jnp.float32)
+
+
+def loss_with_large_constant(params, batch):
+    hidden = batch["x"].astype(F16) @ params["w"].astype(F16)
+    return jnp.mean((hidden * 1e6).astype(jnp.float32))
+
+
+def talking(kind):
+    step, (params, opt_state, batch) = step_of(optax.sgd(0.1), scaled=False)
+
+    def told(params, opt_state, batch):
+        params, opt_state = step(params, opt_state, batch)
+        if kind == "print":
+            jax.debug.print("{}", params["b"])
+        else:
+            shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+            bias = jax.pure_callback(lambda x: np.asarray(x), shape, params["b"])
+            params = {**params, "b": bias}
+        return params, opt_state
+
+    return jax.jit(told), (params, opt_state, batch)
+
+
+class WithNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=False)(x))
+
+
+def with_batch_stats(frozen, tx=None):
+    model = WithNorm()
+    variables = jax.eval_shape(model.init, jax.random.key(0), BATCH["x"])
+    variables = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables)
+    tx = tx or dynamic(optax.adam(1e-3))
+
+    def step(params, batch_stats, opt_state, batch):
+        def loss_fn(params):
+            out, new = model.apply(
+                {"params": params, "batch_stats": batch_stats}, batch["x"], mutable=["batch_stats"]
+            )
+            loss = jnp.mean((out - batch["y"]) ** 2)
+            return loss * ampx.current_loss_scale(opt_state), new["batch_stats"]
+
+        grads, new = jax.grad(loss_fn, has_aux=True)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        if frozen:
+            new = ampx.select_if_finite(opt_state, new, batch_stats)
+        return ampx.apply_updates(params, updates), {"batch_stats": new}, opt_state
+
+    def whole(state, opt_state, batch):
+        params, stats, opt_state = step(state["params"], state["batch_stats"], opt_state, batch)
+        return {"params": params, **stats}, opt_state
+
+    return whole, (variables, tx.init(variables["params"]), BATCH)
+
+
+def donating_batch():
+    step, args = step_of(optax.sgd(0.1), scaled=False)
+    return jax.jit(step, donate_argnums=(0, 1, 2)), args
+
+
+def changing_dtype():
+    step, (params, opt_state, batch) = step_of(optax.sgd(0.1), scaled=False)
+
+    def changing(params, opt_state, batch):
+        params, opt_state = step(params, opt_state, batch)
+        return {**params, "b": params["b"].astype(BF16)}, opt_state
+
+    return changing, (params, opt_state, batch)
+
+
+RATE = optax.linear_schedule(0.1, 0.0, 100)
+FAULTS = {
+    "forgotten, SGD": ("loss_scale", lambda: step_of(dynamic(optax.sgd(0.1)), scaled=False)),
+    "forgotten, momentum": (
+        "loss_scale",
+        lambda: step_of(dynamic(optax.sgd(0.1, momentum=0.9)), scaled=False),
+    ),
+    "forgotten, Adam": ("loss_scale", lambda: step_of(dynamic(optax.adam(0.1)), scaled=False)),
+    "forgotten, static": (
+        "loss_scale",
+        lambda: step_of(ampx.static_loss_scale(optax.sgd(0.1), 128.0), scaled=False),
+    ),
+    "forgotten, fused": (
+        "loss_scale",
+        lambda: step_of(dynamic(ampx.fused.adamw(0.1)), scaled=False),
+    ),
+    "forgotten, value_and_grad": (
+        "loss_scale",
+        lambda: with_value_and_grad(dynamic(optax.adamw(0.1)), scaled=False),
+    ),
+    "forgotten, accumulation": (
+        "loss_scale",
+        lambda: with_value_and_grad(dynamic(optax.sgd(0.1)), scaled=False, num_microbatches=4),
+    ),
+    "forgotten, TrainState": ("loss_scale", lambda: in_train_state(scaled=False)),
+    "forgotten, shard_map": (
+        "loss_scale",
+        lambda: in_shard_map(
+            dynamic(
+                optax.chain(ampx.all_reduce("data"), optax.sgd(0.1)),
+                axis_names=("data",),
+            ),
+            scaled=False,
+        ),
+    ),
+    "multiplied twice": ("loss_scale", lambda: step_of(dynamic(optax.sgd(0.1)), powers=2)),
+    "multiplied twice, Adam": ("loss_scale", lambda: step_of(dynamic(optax.adam(0.1)), powers=2)),
+    "divided twice": (
+        "loss_scale",
+        lambda: step_of(dynamic(optax.sgd(0.1)), after=divided_by_hand),
+    ),
+    "clip by norm outside": ("unscale_order", lambda: early(optax.clip_by_global_norm(1.0))),
+    "clip outside": ("unscale_order", lambda: early(optax.clip(1.0))),
+    "clip by hand": (
+        "unscale_order",
+        lambda: step_of(dynamic(optax.sgd(0.1)), after=clipped_by_hand),
+    ),
+    "adaptive clip outside": ("unscale_order", lambda: early(optax.adaptive_grad_clip(0.1))),
+    "decay outside": ("unscale_order", lambda: early(optax.add_decayed_weights(0.1))),
+    # Its counter, which the noise decays with, counts skipped steps, too.
+    "noise outside": (
+        "unscale_order schedule",
+        lambda: early(optax.add_noise(0.1, 0.5, jax.random.key(0))),
+    ),
+    "schedule outside": (
+        "schedule",
+        lambda: step_of(optax.chain(dynamic(optax.sgd(1.0)), optax.scale_by_schedule(RATE))),
+    ),
+    "inject_hyperparams outside": (
+        "schedule",
+        lambda: step_of(optax.inject_hyperparams(lambda rate: dynamic(optax.sgd(rate)))(rate=RATE)),
+    ),
+    "batch statistics": ("batch_stats", lambda: with_batch_stats(frozen=False)),
+    "sum in bfloat16": ("half_sum", lambda: summed_in_half(BF16)),
+    "sum in float16": ("half_sum", lambda: summed_in_half(F16)),
+    "parameters in bfloat16": ("half_state", lambda: with_params_in(BF16, optax.sgd(1e-4))),
+    "parameters in float16": ("half_state", lambda: with_params_in(F16, optax.adamw(1e-4))),
+    "moments in bfloat16": (
+        "half_state",
+        lambda: with_params_in(BF16, ampx.master_weights(optax.identity())),
+    ),
+    "average in bfloat16": ("half_state", lambda: averaged(BF16, 0.999)),
+    "loss in float16": (
+        "half_constant",
+        lambda: step_of(dynamic(optax.sgd(0.1)), loss=loss_in_half),
+    ),
+    "large constant": (
+        "half_constant",
+        lambda: step_of(optax.sgd(0.1), scaled=False, loss=loss_with_large_constant),
+    ),
+    "print": ("callback", lambda: talking("print")),
+    "callback": ("callback", lambda: talking("callback")),
+    "donated batch": ("donation", donating_batch),
+    "changing dtype": ("dtype", changing_dtype),
+}
+del FAULTS["moments in bfloat16"]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name):
+    checks, make = FAULTS[name]
+    with jax.numpy_dtype_promotion("standard"):  # optax's own code needs it in places
+        step, args = make()
+        report = lint_step(step)(*args)
+    assert {found.check for found in report.findings} == set(checks.split()), report
+    assert not report.ok
+
+
+def level_step(level, tx=None, **options):
+    tx = optax.adamw(RATE) if tx is None else tx
+    step = ampx.train_step(loss_of if level == "O0" else functools.partial(loss_of, dtype=F16), tx,
+        policy=ampx.opt_level(level, half_dtype=F16), **options)  # fmt: skip
+    return step, (step.init(PARAMS), BATCH)
+
+
+def with_flax_scale():
+    """As flax's own examples: `DynamicScale` unscales, and the step keeps what was not finite."""
+    scale = dynamic_scale.DynamicScale()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE))
+
+    def step(params, opt_state, scale, batch):
+        grad_fn = scale.value_and_grad(lambda p: loss_of(p, batch))
+        scale, is_fin, loss, grads = grad_fn(params)
+        updates, new_state = tx.update(grads, opt_state, params)
+        new = (ampx.apply_updates(params, updates), new_state)
+        held = jax.tree.map(functools.partial(jnp.where, is_fin), new, (params, opt_state))
+        return *held, scale, loss
+
+    return jax.jit(step), (PARAMS, tx.init(PARAMS), scale, BATCH)
+
+
+def with_dropout():
+    """A random key that is made of the step's number, which counts skipped steps too."""
+    tx = dynamic(optax.adamw(RATE))
+
+    def step(state, key, batch):
+        key = jax.random.fold_in(key, state.step)
+        keep = jax.random.bernoulli(key, 0.9, (8, 4))
+
+        def loss(params):
+            x = jnp.where(keep, batch["x"] / 0.9, 0.0)
+            return loss_of(params, {**batch, "x": x}) * ampx.current_loss_scale(state.opt_state)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    return step, (state, jax.random.key(0), BATCH)
+
+
+def over_calls(around):
+    """Gradients times the scale are summed over calls, outside of the loss scale or inside."""
+    inner = optax.adam(0.1)
+    outside = optax.MultiSteps(dynamic(inner), 4)
+    if around == "optax outside":
+        tx = optax.GradientTransformation(outside.init, outside.update)
+    elif around == "optax inside":
+        inside = optax.MultiSteps(inner, 4)
+        tx = dynamic(optax.GradientTransformation(inside.init, inside.update))
+    else:
+        tx = ampx.multi_steps(dynamic(inner), 4)
+    return step_of(tx)
+
+
+def two_losses():
+    tx = dynamic(optax.sgd(0.1), num_losses=2)
+
+    def step(params, opt_state, batch):
+        grads = tuple(
+            jax.grad(lambda p, i=i: loss_of(p, batch) * ampx.current_loss_scale(opt_state, i))(
+                params
+            )
+            for i in range(2)
+        )
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def scanned_steps():
+    step, (params, opt_state, batch) = step_of(dynamic(optax.adam(0.1)))
+
+    def steps(params, opt_state, batches):
+        def body(carry, batch):
+            return step(*carry, batch), ()
+
+        return jax.lax.scan(body, (params, opt_state), batches)[0]
+
+    return steps, (params, opt_state, jax.tree.map(lambda x: jnp.stack([x] * 3), batch))
+
+
+SOUND = {
+    "plain optax": lambda: step_of(optax.sgd(0.1), scaled=False),
+    "optax: clip, adamw, schedule": lambda: step_of(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)), scaled=False
+    ),
+    "optax: apply_if_finite": lambda: step_of(
+        optax.apply_if_finite(optax.adam(RATE), 3), scaled=False
+    ),
+    "optax: lion, ema, inject": lambda: step_of(
+        optax.chain(optax.inject_hyperparams(optax.lion)(RATE), optax.ema(0.999)), scaled=False
+    ),
+    "optax: half first moment": lambda: step_of(optax.adamw(0.1, mu_dtype=BF16), scaled=False),
+    "flax: TrainState": lambda: in_train_state(scaled=True),
+    "flax: DynamicScale": with_flax_scale,
+    "flax: batch statistics": lambda: with_batch_stats(frozen=True),
+    "flax: no scale": lambda: with_batch_stats(frozen=False, tx=optax.adam(1e-3)),
+    "flax: dropout": with_dropout,
+    "dynamic": lambda: step_of(dynamic(optax.adamw(RATE))),
+    "dynamic, all inside": lambda: step_of(
+        dynamic(
+            optax.chain(
+                optax.clip_by_global_norm(1.0),
+                optax.add_noise(0.1, 0.5, jax.random.key(0)),
+                optax.inject_hyperparams(optax.adamw)(RATE),
+            )
+        )
+    ),
+    "dynamic, adaptive interval": lambda: step_of(
+        dynamic(optax.adafactor(0.1), growth_interval=(2, 4), saturation_dtype=F16)
+    ),
+    "dynamic, hold": lambda: step_of(dynamic(optax.adam(0.1), nonfinite_updates="hold")),
+    "dynamic, skip": lambda: step_of(dynamic(optax.adam(0.1), nonfinite_updates="skip")),
+    "static": lambda: step_of(ampx.static_loss_scale(optax.sgd(0.1), 128.0)),
+    "static, a number": lambda: step_of(
+        ampx.static_loss_scale(optax.sgd(0.1), 128.0),
+        loss=lambda p, b: loss_of(p, b) * 128.0,
+        scaled=False,
+    ),
+    "fused": lambda: step_of(dynamic(ampx.fused.adamw(RATE))),
+    "two losses": two_losses,
+    "MultiSteps outside": lambda: over_calls("optax outside"),
+    "MultiSteps inside": lambda: over_calls("optax inside"),
+    "multi_steps": lambda: over_calls("ampx"),
+    "accumulation": lambda: with_value_and_grad(
+        dynamic(optax.sgd(0.1)), scaled=True, num_microbatches=4
+    ),
+    "shard_map": lambda: in_shard_map(
+        dynamic(
+            optax.chain(ampx.all_reduce("data"), optax.adam(RATE)),
+            axis_names=("data",),
+        ),
+        scaled=True,
+    ),
+    "scanned steps": scanned_steps,
+    "average": lambda: averaged(jnp.float32, 0.999),
+    "short average": lambda: averaged(BF16, 0.9),
+    "masters": lambda: with_params_in(BF16, ampx.master_weights(optax.adamw(RATE))),
+    "stochastic rounding": lambda: with_params_in(
+        BF16, ampx.fused.stochastic_rounding(ampx.fused.adamw(RATE), seed=0)
+    ),
+    "split masters": lambda: with_params_in(BF16, ampx.fused.split_masters(ampx.fused.adamw(RATE))),
+    "train_step O0": lambda: level_step("O0"),
+    "train_step O1": lambda: level_step("O1"),
+    "train_step O2": lambda: level_step("O2"),
+    "train_step O2, dynamic, clip": lambda: level_step(
+        "O2", loss_scale="dynamic", num_microbatches=2, max_grad_norm=1.0
+    ),
+    "train_step O2, fused": lambda: level_step(
+        "O2", ampx.fused.adamw(RATE), loss_scale="dynamic", max_grad_norm=1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_step_gives_nothing(name):
+    with jax.numpy_dtype_promotion("standard"):
+        step, args = SOUND[name]()
+        report = lint_step(step)(*args)
+    assert report.ok, report
