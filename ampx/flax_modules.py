@@ -269,10 +269,8 @@ def split_overwritten_nnx(params: Any, rest: Any) -> tuple[Any, Any]:
     Raises:
       ValueError: if one is among `params`, where an optimizer would train it.
     """
-    nnx = find_imported("flax.nnx")
-    try:
-        kind = nnx.variable_type_from_name(OVERWRITE)
-    except ValueError:  # nobody has made one
+    nnx, kind = find_imported("flax.nnx"), _find_overwritten_type()
+    if kind is None:
         return None, rest
     if taken := nnx.to_flat_state(nnx.filter_state(params, kind)):
         path = "/".join(map(str, taken[0][0]))
@@ -282,6 +280,20 @@ def split_overwritten_nnx(params: Any, rest: Any) -> tuple[Any, Any]:
         )
     overwritten, rest = nnx.split_state(rest, kind, ...)
     return (overwritten if jax.tree.leaves(overwritten) else None), rest
+
+
+def has_overwritten_nnx(model: Any) -> bool:
+    """Whether an nnx model has variables that are to be replaced by their gradient."""
+    kind = _find_overwritten_type()
+    return kind is not None and bool(jax.tree.leaves(find_imported("flax.nnx").state(model, kind)))
+
+
+def _find_overwritten_type() -> Any:
+    """The nnx class of such variables; None as long as nobody has made one."""
+    try:
+        return find_imported("flax.nnx").variable_type_from_name(OVERWRITE)
+    except ValueError:
+        return None
 
 
 def merge_states(*states: Any) -> Any:

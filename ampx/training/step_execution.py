@@ -56,7 +56,7 @@ from ampx.training.monitoring import find_figures
 from ampx.training.step_reports import StepReport, measure_groups
 from ampx.training.train_states import TrainState
 from ampx.tree_checks import check_arrays, check_key, check_scalar, check_trainable
-from ampx.trees import cast_like, copy_arrays, find_nodes
+from ampx.trees import cast_like, copy_arrays, find_nodes, has_mark
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import explain_refused
 from ampx.updates.tails import Applied, Tail
@@ -170,6 +170,7 @@ class TrainStep:
         scale = scale_or_one(now.opt_state)  # f32[], held from before this step
         is_nnx = train_states.is_nnx_pair(state)
         model, wrt = (state[0], state[1].wrt) if is_nnx else (None, None)
+        self._check_reduces_new_values(now, is_nnx)
         phase: dict[str, Any] = {}
         if self.schedule is not None:
             phase["phase"] = precision_phase(now.opt_state)
@@ -253,6 +254,25 @@ class TrainStep:
             return self.grads_of(*args, phase=number, **kwargs)
 
         return dataclasses.replace(self, grads_of=grads_of)
+
+    def _check_reduces_new_values(self, now: TrainState, is_nnx: bool) -> None:
+        """Refuses a reduction inside `tx` of a model with leaves that `tx` does not see.
+
+        Raises:
+          ValueError: if each device would go on with new values of its own.
+        """
+        if self.reduction is not None or not has_mark(now.opt_state, "reduces_gradients"):
+            return
+        if is_nnx:
+            has_any = flax_modules.has_overwritten_nnx(now.params)
+        else:
+            has_any = split_overwritten(now.params)[1] is not None
+        if has_any:
+            raise ValueError(
+                f"the model has leaves under {flax_modules.OVERWRITE!r}, whose gradients are their "
+                "new values, and tx reduces gradients without them: name the mapped axes in "
+                "train_step(axis_name=...), and leave all_reduce out of tx (zero1 may stay)"
+            )
 
     def _reduce(
         self, result: GradResult, opt_state: Any

@@ -220,6 +220,10 @@ def test_an_nnx_model_that_wraps_the_layers_is_trained_as_by_flax():
     assert_bit_equal(nnx.to_pure_dict(nnx.state(model, kind)), before)  # nothing in place
     measured = measures({OVERWRITE: nnx.to_pure_dict(nnx.filter_state(halves.model_state, kind))})
     assert measured["input_amax_history"][0] == np.abs(IMAGES).max()
+    reducing = ampx.train_step(loss, optax.chain(ampx.all_reduce("x"), ADAMW))
+    pair = (model, nnx.Optimizer(model, reducing.tx, wrt=nnx.Param))
+    with pytest.raises(ValueError, match="name the mapped axes in train_step"):
+        reducing(pair, BATCH)
     with pytest.raises(ValueError, match="wrt picks 'Dense_0/.*, which is no weight"):
         ampx.value_and_grad(loss)(model, BATCH, wrt=nnx.Any(nnx.Param, kind))
 
@@ -383,3 +387,15 @@ REFUSALS = {
 def test_what_cannot_handle_them_refuses_them_by_name(refuse):
     with pytest.raises(ValueError, match=f"{OVERWRITE}/layer/largest' is no weight"):
         refuse(make_variables())
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [ampx.zero1(ADAMW, "x"), optax.chain(ampx.all_reduce("x"), ADAMW)],
+    ids=["zero1", "all_reduce"],
+)
+def test_a_reduction_inside_the_optimizer_would_not_see_them(tx):
+    """With axis_name the maximum over devices is taken; else each would have values of its own."""
+    step = ampx.train_step(record_loss, tx)
+    with pytest.raises(ValueError, match="name the mapped axes in train_step"):
+        step(step.init(make_variables()), X)
