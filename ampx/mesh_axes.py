@@ -133,25 +133,24 @@ def tracks_varying(axis: str) -> bool:
     return axis in varying_axes(lax.axis_index(axis))
 
 
-def find_shard_axes(value: jax.Array, named: Sequence[str] = ()) -> tuple[str, ...]:
-    """The mapped axes over which a value is divided: by its type, or as a caller has named them.
-
-    Args:
-      value: an array; its type is read.
-      named: see `ampx.model_axes`. Of an axis that types keep track of, the type decides.
-    """
-    untracked = [axis for axis in named if not tracks_varying(axis)]
-    return tuple(sorted({*varying_axes(value), *untracked}))
-
-
-def sum_over_shards(number: jax.Array, named: Sequence[str] = ()) -> jax.Array:
-    """Sums what each device found in its shard over the axes of `find_shard_axes`.
+def untracked_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of some axes of which types do not tell what varies over them.
 
     Raises:
-      NameError: if one of the named axes is not mapped here.
+      NameError: if one of them is not mapped here.
     """
-    count_devices(named)  # its error says what to do
-    axes = find_shard_axes(number, named)
+    count_devices(axes)  # its error says what to do
+    return tuple(axis for axis in axes if not tracks_varying(axis))
+
+
+def sum_over_shards(number: jax.Array, untracked: Sequence[str] = ()) -> jax.Array:
+    """Sums what each device found in its shard.
+
+    Args:
+      number: summed over the mapped axes over which it varies by its type.
+      untracked: axes of which types tell nothing, over which it is summed besides.
+    """
+    axes = tuple(sorted({*varying_axes(number), *untracked}))
     return lax.psum(mark_varying(number, axes), axes)  # over no axes psum does nothing
 
 
@@ -207,11 +206,13 @@ def mark_varying(tree: Any, axes: Sequence[str]) -> Any:
     `lax.psum(mark_varying(x, axes), axes)` is the sum of any value over mapped axes. psum alone
     refuses one that varies over some of these axes and not over the others.
     """
+    # Under `jit`, pcast marks what `vmap` has mapped, too, and the mark makes `vmap` fail.
+    axes = [axis for axis in axes if axis in jax.sharding.get_abstract_mesh().manual_axes]
 
     # One axis at a time: pcast refuses a tuple of axes over one of which the value varies already.
     def mark(leaf: Any) -> Any:
         for axis in axes:
-            with contextlib.suppress(ValueError):  # marked already, or not under shard_map
+            with contextlib.suppress(ValueError):  # marked already
                 leaf = jax.lax.pcast(leaf, axis, to="varying")
         return leaf
 

@@ -26,23 +26,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from ampx.mesh_axes import (
     as_axes,
     axes_of_spec,
     count_devices,
-    find_shard_axes,
     is_spec,
-    mark_varying,
+    sum_over_shards,
+    untracked_axes,
+    varying_axes,
 )
 from ampx.trees import path_name
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ModelAxes:
     """The setting `model_axes`, converted and checked. It is hashable, as settings of a step are.
+
+    To `jax.tree` it is a tree without leaves: optimizers get it as an extra argument, which may
+    pass through `jax.jit`.
 
     Attributes:
       entries: pairs of a path, whose names are joined by "/", and the axes over which every leaf
@@ -92,6 +96,10 @@ class ModelAxes:
             )
 
         return ModelAxes(part(self.entries), part(self.specs))
+
+    def as_extra_args(self) -> dict[str, Any]:
+        """What hands the setting down to an optimizer; nothing where no leaf is divided."""
+        return {"model_axes": self} if self.names else {}
 
     def without(self, axes: Sequence[str]) -> ModelAxes:
         """The setting without some axes: those over which gradients were summed already."""
@@ -168,20 +176,45 @@ def axes_of_leaves(tree: Any, model_axes: ModelAxes = NOT_DIVIDED) -> list[tuple
     Args:
       tree: parameters, or gradients that were summed over the axes of the batch. Those that a leaf
         still varies over by its type are among its axes.
-      model_axes: the setting.
+      model_axes: the setting. Of an axis that types keep track of, the type decides.
 
     Returns:
-      One tuple of names for each leaf, in their order.
+      One tuple of names, sorted, for each leaf, in their order.
 
     Raises:
       NameError: if one of the named axes is not mapped here.
       ValueError: if the setting is a tree that does not reach a leaf.
     """
-    count_devices(model_axes.names)
+    pairs = zip(jax.tree.leaves(tree), untracked_of_leaves(tree, model_axes), strict=True)
+    return [tuple(sorted({*varying_axes(leaf), *untracked})) for leaf, untracked in pairs]
+
+
+def untracked_of_leaves(tree: Any, model_axes: ModelAxes) -> list[tuple[str, ...]]:
+    """The axes of `axes_of_leaves` that only the setting knows."""
+    untracked = untracked_axes(model_axes.names)
     return [
-        find_shard_axes(leaf, model_axes.of_path(path_name(path)))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        tuple(axis for axis in model_axes.of_path(path_name(path)) if axis in untracked)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
+
+
+def find_own_axes(grads: Any, params: Any, model_axes: ModelAxes) -> list[tuple[str, ...]]:
+    """For each gradient the axes over which its parameter is divided; no sum may run over these.
+
+    Gradients of one device vary over the axes of the batch, so their types do not tell; those of
+    the parameters do.
+
+    Args:
+      grads: gradients that were not summed over devices yet.
+      params: the parameters, a tree like `grads`; None where nobody has them. Then the setting
+        alone decides.
+      model_axes: the setting.
+    """
+    if params is not None and jax.tree.structure(params) == jax.tree.structure(grads):
+        return axes_of_leaves(params, model_axes)
+    count_devices(model_axes.names)
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+    return list(map(model_axes.of_path, paths))
 
 
 def add_over_shards(
@@ -193,15 +226,16 @@ def add_over_shards(
     many reductions of one number as there are sets of axes, and not as there are leaves.
 
     Args:
-      numbers: for each leaf a scalar, what this device found in its shard. Along axes over which it
-        was summed already, it does not vary.
-      axes: for each leaf its named axes, see `find_shard_axes`; None where nothing is named.
+      numbers: for each leaf a scalar, what this device found in its shard. The axes over which it
+        varies by its type are read from the number: it may have been summed over some already.
+      axes: for each leaf the axes over which it is divided; None where types tell all of them.
     """
+    axes = axes or [()] * len(numbers)
+    untracked = untracked_axes(sorted({axis for own in axes for axis in own}))
     sums: dict[tuple[str, ...], jax.Array] = {}
-    for number, named in zip(numbers, axes or [()] * len(numbers), strict=True):
-        own, number = find_shard_axes(number, named), number.astype(jnp.float32)
-        sums[own] = sums[own] + number if own in sums else number
-    total = jnp.zeros((), jnp.float32)
-    for own, part in sums.items():
-        total = total + lax.psum(mark_varying(part, own), own)
-    return total
+    for number, named in zip(numbers, axes, strict=True):
+        known = {*varying_axes(number), *(axis for axis in named if axis in untracked)}
+        key, own = tuple(sorted(known)), number.astype(jnp.float32)
+        sums[key] = sums[key] + own if key in sums else own
+    parts = (sum_over_shards(part, key) for key, part in sums.items())
+    return sum(parts, jnp.zeros((), jnp.float32))

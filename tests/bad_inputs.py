@@ -98,6 +98,8 @@ POLICIES = {
 RULES = {"a number": 3, "a word": "half", "a dict": {}, "a list": [], "None": None}
 SCHEDULES = {"a number": 3, "a word": "fast|step|0.9", "None": None, "phases": (ampx.Phase("O2"),)}
 GRIDS = {"a number": 3, "a word": "1f1b", "None": None, "rows": ((),)}
+NO_NAMES = {"a number": 3, "a number inside": {"w": 3}, "an object": object(), "a bool": True}
+NO_NAMES |= {"no name": jax.P(jax.P.UNCONSTRAINED), "an array": np.ones(2)}
 NO_AXES = {"a number": 3, "a word": "axes", "an object": object()}
 WORDS_NO_FUNCTION = {"a word": "2", "an object": object(), "None": None, "a bool": True}
 AUX = {"a slip": "maen", "a number": 3, "a slip inside": {"a": "sun"}}
@@ -293,7 +295,13 @@ NO_CHECKS |= {"numbers": [1, 2], "a set": {"callback"}}
 add("lint_step.ignore", lambda v: ampx.lint_step(loss_fn, ignore=v), NO_CHECKS)
 
 # Meshes.
-NO_MODEL_AXES = {"a number": 3, "a function": len, "a tree of numbers": {"w": 3}}
+for name, make in {
+    "train_step": partial(ampx.train_step, loss_fn, SGD),
+    "dynamic_loss_scale": partial(ampx.dynamic_loss_scale, SGD),
+    "static_loss_scale": partial(ampx.static_loss_scale, SGD, 8.0),
+    "all_reduce": partial(ampx.all_reduce, "data"),
+}.items():
+    add(f"{name}.model_axes", lambda v, make=make: make(model_axes=v), NO_NAMES)
 ZERO = ampx.zero1(SGD, "data")
 OTHER_MESH = jax.make_mesh((1,), ("model",), axis_types=AUTO)
 add(
@@ -307,12 +315,12 @@ add("zero1_specs.params", lambda v: ampx.zero1_specs(ZERO, v, MESH), SHAPES_ALON
 add(
     "zero1.model_axes",
     lambda v: ampx.zero1(SGD, "data", model_axes=v),
-    NO_MODEL_AXES,
+    NO_NAMES,
 )
 add(
     "zero1_specs.model_axes",
     lambda v: ampx.zero1_specs(ZERO, P, MESH, model_axes=v),
-    {**NO_MODEL_AXES, "another mesh's": "model", "a name alone": "data"},
+    {**NO_NAMES, "another mesh's": "model", "a name alone": "data"},
 )
 add("zero1_specs.tx", lambda v: ampx.zero1_specs(v, P, MESH), {"no zero1": SGD})
 
@@ -383,7 +391,7 @@ STATES_OF_OTHERS = {
 OTHER_PARAMS = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
 for name, tx in TRANSFORMATIONS.items():
     state = tx.init(P)
-    if name != "clip_by_bucket_norm":  # whose `init` is optax's, and looks at nothing
+    if name != "clip_by_bucket_norm":  # whose `init` looks at nothing
         gone = NO_ARRAYS if name == "master_weights" else SHAPES_ALONE
         add(f"{name}.init.params", traced(tx.init), gone)
     add(
@@ -487,6 +495,11 @@ add(
     "fused.apply.verdict",
     traced(lambda v: fused.apply(FUSED_SCALED, P, FUSED_SCALED.init(P), P, verdict=v)),
     NO_VERDICTS,
+)
+add(
+    "fused.apply.model_axes",
+    traced(lambda v: fused.apply(ADAM, P, ADAM_STATE, P, model_axes=v)),
+    NO_NAMES,
 )
 add("fused.apply.tx", traced(lambda v: fused.apply(v, P, ADAM_STATE, P)), {"optax's": SGD})
 for name, argument in (

@@ -40,6 +40,7 @@ from ampx.checking import (
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes, mark_varying
+from ampx.model_axes import as_model_axes
 from ampx.tree_checks import check_like, check_scalar
 from ampx.trees import find_nodes, has_mark, wider_dtype
 from ampx.updates.branching import run_unless
@@ -112,7 +113,8 @@ def multi_steps(
       drop_if: a function from a call's gradients to a bool scalar: True leaves the call out. Use it
         for gradients with a norm beyond a bound, say.
       axis_names: inside `shard_map`, every mapped axis over which devices must agree on what to
-        drop. Then all of them run `inner`, and any reduction in it, on the same calls.
+        drop. Then all of them run `inner`, and any reduction in it, on the same calls. The
+        `model_axes` of `ampx.train_step` are among them in any case.
 
     Returns:
       A transformation. Before the window is full its updates are zero (-0.0, which changes no
@@ -159,12 +161,23 @@ def multi_steps(
         params: Any = None,
         *,
         weight: Any = None,
+        model_axes: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, MultiStepsState]:
         check_update("multi_steps", MultiStepsState, updates, state, params)
+        if has_mark(state.inner_state, "reduces_gradients") and not settings.axes:
+            raise ValueError(
+                "the transformation inside reduces gradients over mapped axes, so all devices must "
+                "agree on what to drop: give multi_steps axis_names, as in axis_names='data'"
+            )
+        divided = as_model_axes(model_axes)
+        extra_args |= divided.as_extra_args()
+        named = (*settings.axes, *divided.names)
+        axes = nonfinite.find_verdict_axes(updates, state.micro_step, named)
         check_like("updates", updates, "grad_sum in the state", state.grad_sum, part="gradient")
-        window = _add_call(settings, state, trees.convert_numbers(updates), weight)
-        new_updates, inner_state = _update_when_due(settings, state, window, params, extra_args)
+        own = dataclasses.replace(settings, axes=axes)
+        window = _add_call(own, state, trees.convert_numbers(updates), weight)
+        new_updates, inner_state = _update_when_due(own, state, window, params, extra_args)
         return new_updates, _next_state(state, window, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -292,11 +305,6 @@ def _ask(drop_if: Callable[[Any], Any], grads: Any) -> Any:
 
 def _add_call(settings: _Settings, state: MultiStepsState, grads: Any, weight: Any) -> _Window:
     """Adds the gradients of this call, unless it is left out, and tells if the window is due."""
-    if has_mark(state.inner_state, "reduces_gradients") and not settings.axes:
-        raise ValueError(
-            "the transformation inside reduces gradients over mapped axes, so all devices must "
-            "agree on what to drop: give multi_steps axis_names, as in axis_names='data'"
-        )
     weight = _as_weight(settings, weight)
     leave_out, is_bad = _judge_call(settings, grads, weight)
 

@@ -11,6 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.data_parallel.reduction import Op, ReductionState, make_reduction
+from ampx.model_axes import as_model_axes, find_own_axes
 from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import check_arrays
 
@@ -27,6 +28,7 @@ def all_reduce(
     hierarchical: bool = False,
     group_of: Callable[[str, Any], Hashable] | None = None,
     order: Sequence[int] | None = None,
+    model_axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Reduces gradients over mapped axes, as one link of an optax chain.
 
@@ -53,6 +55,10 @@ def all_reduce(
         the first, gather over the inner ones, so that slow links carry 1/n.
       group_of: see `ampx.bucket_layout`.
       order: see `ampx.bucket_layout`.
+      model_axes: the mapped axes over which parameters are divided, see `ampx.train_step`. Where
+        one of them is in `axis_name`, as with experts on devices that hold parts of the batch too,
+        gradients of the parameters that are divided over it are not summed over it. With
+        `check_vma=True` types of the parameters tell it, if `update` is given them.
 
     Returns:
       An optax transformation, the same for one device, many, and many processes.
@@ -98,6 +104,8 @@ def all_reduce(
         order=order,
     )
 
+    divided = as_model_axes(model_axes)
+
     # Nothing is kept from step to step; the state is there to tell what the last update sent.
     def init(params: optax.Params) -> ReductionState:
         return reduction.state()
@@ -112,10 +120,13 @@ def all_reduce(
         *,
         overflow: jax.Array | None = None,
         reduce_op: Op | None = None,
+        model_axes: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, ReductionState]:
         check_arrays("updates", updates)
         refuse_overwritten("updates", updates)
-        return reduction.with_op(reduce_op).reduce(updates, overflow)
+        axes = divided if model_axes is None else as_model_axes(model_axes)
+        own_axes = find_own_axes(updates, params, axes)
+        return reduction.with_op(reduce_op).reduce(updates, overflow, own_axes)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -16,8 +16,10 @@ import optax
 
 from ampx.checking import as_number, as_positive_int, check_callable
 from ampx.flat_buffers.buckets import as_order, bucket_layout
+from ampx.model_axes import add_over_shards, as_model_axes, untracked_of_leaves
 from ampx.tree_checks import check_gradients
 from ampx.trees import convert_numbers
+from ampx.updates.gradient_norms import sum_squares
 
 
 def clip_by_bucket_norm(
@@ -26,12 +28,14 @@ def clip_by_bucket_norm(
     bucket_bytes: int | None = None,
     group_of: Callable[[str, Any], Hashable] | None = None,
     order: Sequence[int] | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Clips the gradients of each bucket by their own norm.
 
     Not the same as `optax.clip_by_global_norm`: each bucket has its own factor, so the direction of
     the whole gradient changes. But a bucket does not wait for the others, and the optimizer goes on
     with the first while the last is being reduced. Give it the arguments of `ampx.all_reduce`.
+    Where parameters are divided, norms are those of the whole: see `model_axes` in
+    `ampx.train_step`.
 
     Args:
       max_norm: largest norm of a bucket.
@@ -60,18 +64,25 @@ def clip_by_bucket_norm(
         check_callable("group_of", group_of, "group_of(path, leaf)")
     order = None if order is None else as_order(order)
 
-    def update(updates: Any, params: Any = None) -> Any:
+    def init(params: optax.Params) -> optax.EmptyState:
+        return optax.EmptyState()
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, model_axes: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         check_gradients("updates", updates, params)
         updates = convert_numbers(updates)
         # From shapes alone, so the buckets are those of an `ampx.all_reduce` with equal arguments.
         layout = bucket_layout(updates, bucket_bytes=bucket_bytes, group_of=group_of, order=order)
         leaves, structure = jax.tree.flatten(updates)
+        untracked = untracked_of_leaves(updates, as_model_axes(model_axes))
         for bucket in layout.buckets:
-            norm = optax.tree.norm([leaves[i] for i in bucket.leaves])
+            squares = sum_squares([leaves[i] for i in bucket.leaves])
+            norm = jnp.sqrt(add_over_shards(squares, [untracked[i] for i in bucket.leaves]))
             # Chosen, not computed: max_norm / 0 for a bucket of zeros is never used.
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
             for i in bucket.leaves:
                 leaves[i] = leaves[i] * factor.astype(leaves[i].dtype)
-        return jax.tree.unflatten(structure, leaves)
+        return jax.tree.unflatten(structure, leaves), state
 
-    return optax.stateless(update)
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -120,21 +120,28 @@ class Reduction:
     order: tuple[int, ...] | None = None
 
     def __call__(self, grads: Any, first: jax.Array | None = None) -> Any:
-        """Reduces gradients.
+        """The gradients of `reduce`, without its state."""
+        return self.reduce(grads, first)[0]
+
+    def reduce(
+        self,
+        grads: Any,
+        first: jax.Array | None = None,
+        own_axes: Sequence[Sequence[str]] | None = None,
+    ) -> tuple[Any, ReductionState]:
+        """Reduces gradients; the state tells how much was sent for it.
 
         Args:
           grads: local gradients, different on each device.
           first: a small array of bools or integers, such as the verdict, that is to be known before
             any gradient is sent.
+          own_axes: for each leaf the axes over which its parameter is divided, as experts may be.
+            Along these no gradient is summed: elements of two shards are different parameters.
         """
-        return self.reduce(grads, first)[0]
-
-    def reduce(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, ReductionState]:
-        """Reduces gradients; the state tells how much was sent for it."""
         if any(self._is_unreduced(leaf) for leaf in jax.tree.leaves(grads)):
             reduced, sent = self._reshard(grads)
         else:
-            sums, sent = self.sum_over_devices(self.widen(grads), first)
+            sums, sent = self.sum_over_devices(self.widen(grads), first, own_axes)
             reduced = self.narrow(sums, grads)
         return reduced, self.state(sent)
 
@@ -167,23 +174,30 @@ class Reduction:
         _check_not_reduced(grads, self.axes)
         return jax.tree.map(lambda leaf: self._widen_leaf(leaf, before), grads)
 
-    def sum_over_devices(self, grads: Any, first: jax.Array | None = None) -> tuple[Any, list[int]]:
+    def sum_over_devices(
+        self,
+        grads: Any,
+        first: jax.Array | None = None,
+        own_axes: Sequence[Sequence[str]] | None = None,
+    ) -> tuple[Any, list[int]]:
         """Sums over all devices, bucket by bucket, and counts the bytes that went into each."""
         size = count_devices(self.axes)
+        leaves, structure = jax.tree.flatten(grads)
+        own = own_axes or [()] * len(leaves)
+        axes = [tuple(axis for axis in self.axes if axis not in divided) for divided in own]
         if size > 1 and not has_automatic_axes():
-            return self._sum_by_bucket(grads, first)
+            return self._sum_by_bucket(grads, first, axes)
         # With one device this only says that all agree. How axes that are not mapped shard a leaf
         # is not known here, and a flat buffer would undo it.
-        sent = [leaf for leaf in jax.tree.leaves(grads) if size > 1 and not is_float0(leaf)]
-        return jax.tree.map(self._sum_leaf, grads), [leaf.nbytes for leaf in sent if leaf.size]
+        sums = structure.unflatten(map(_sum_leaf, leaves, axes))
+        pairs = zip(leaves, axes, strict=True)
+        sent = [leaf for leaf, own in pairs if size > 1 and own and not is_float0(leaf)]
+        return sums, [leaf.nbytes for leaf in sent if leaf.size]
 
     def narrow(self, sums: Any, like: Any) -> Any:
         """Casts sums back to the dtypes of `like`, and does what is left of a mean's division."""
         _, after = self._mean_factors(count_devices(self.axes))
         return jax.tree.map(lambda leaf, to: _narrow_leaf(leaf, after, to), sums, like)
-
-    def _sum_leaf(self, leaf: Any) -> Any:
-        return leaf if is_float0(leaf) else lax.psum(leaf, self.axes)
 
     def _mean_factors(self, size: int) -> tuple[float, float]:
         """What to multiply gradients by before and after they are summed.
@@ -211,15 +225,19 @@ class Reduction:
         wide = leaf.astype(wider_dtype(leaf.dtype, self.reduce_dtype))
         return wide if factor == 1 else wide * jnp.asarray(factor, wide.dtype)
 
-    def _sum_by_bucket(self, tree: Any, first: jax.Array | None) -> tuple[Any, list[int]]:
+    def _sum_by_bucket(
+        self, tree: Any, first: jax.Array | None, axes: Sequence[tuple[str, ...]]
+    ) -> tuple[Any, list[int]]:
         places_of_flat = _find_flat_buffers(tree)
+        paths = (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+        axes_at = dict(zip(paths, axes, strict=True))
 
         # One buffer must not hold leaves that vary over different axes: a concatenation varies over
         # all of them, and a leaf that is the same along, say, "model" would lose that type. A flat
         # buffer is a bucket by itself, as it is; joined with others it would be copied.
         def group(path: str, leaf: Any) -> Hashable:
             own = None if self.group_of is None else self.group_of(path, leaf)
-            return own, varying_axes(leaf), places_of_flat.get(path)
+            return own, varying_axes(leaf), axes_at[path], places_of_flat.get(path)
 
         layout = bucket_layout(
             tree,
@@ -240,18 +258,24 @@ class Reduction:
         # Invariant of the loop: `before` depends on the verdict and on all earlier reductions, so
         # whatever depends on it cannot be merged with them.
         for i, buffer in enumerate(layout.flatten(tree)):
+            own = axes[layout.buckets[i].leaves[0]]
+            if not own:  # nothing to sum, and so nothing to wait for
+                reduced.append(buffer)
+                continue
             with jax.named_scope(f"ampx.bucket_{i}"):
                 if not chains or before is None:
-                    total = self._sum(buffer)
+                    total = self._sum(buffer, own)
                 else:
-                    total = self._sum(_make_wait(buffer, before))
+                    total = self._sum(_make_wait(buffer, before), own)
                     if layout.buckets[i].leaves[0] in flat:
                         total = _clear_last(total)
             before = total[:1]  # one number is enough: a reduction yields all of its result at once
             reduced.append(total)
             sent.append(buffer.size * (self._wire_dtype(buffer) or buffer.dtype).itemsize)
         # Leaves without elements are in no bucket; a sum marks them as the same on all devices.
-        empty = jax.tree.map(lambda leaf: leaf if leaf.size else self._sum_leaf(leaf), tree)
+        leaves, structure = jax.tree.flatten(tree)
+        pairs = zip(leaves, axes, strict=True)
+        empty = structure.unflatten([x if x.size else _sum_leaf(x, own) for x, own in pairs])
         return layout.unflatten(reduced, empty), sent  # spare elements are left behind here
 
     def _count_parts(self) -> int:
@@ -264,16 +288,16 @@ class Reduction:
         """What a buffer is cast to on its way, if it is."""
         return self.wire_dtype if is_floating(buffer) else None
 
-    def _sum(self, buffer: jax.Array) -> jax.Array:
+    def _sum(self, buffer: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         if (wire_dtype := self._wire_dtype(buffer)) is not None:
-            return _sum_in_wire_dtype(buffer, self.axes, wire_dtype)
-        if self.hierarchical:
+            return _sum_in_wire_dtype(buffer, axes, wire_dtype)
+        if self.hierarchical and axes[1:]:
             # With k devices along the inner axes each of them sums 1/k of the buffer inside its
             # group, so that a slow link between groups carries 1/k of the bytes.
-            outer, inner = self.axes[:1], self.axes[1:]
+            outer, inner = axes[:1], axes[1:]
             part = lax.psum_scatter(buffer, inner, tiled=True)
             return lax.all_gather(lax.psum(part, outer), inner, tiled=True, to="invarying")
-        return lax.psum(buffer, self.axes)
+        return lax.psum(buffer, axes)
 
     def _is_unreduced(self, leaf: Any) -> bool:
         return bool(unreduced_axes(leaf) & set(self.axes))
@@ -371,6 +395,10 @@ def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:
                     f"ampx.value_and_grad(..., axis_name={axis!r}), or of parameters that went "
                     f"through jax.lax.pcast(params, {axis!r}, to='varying')"
                 )
+
+
+def _sum_leaf(leaf: Any, axes: tuple[str, ...]) -> Any:
+    return lax.psum(leaf, axes) if axes and not is_float0(leaf) else leaf
 
 
 def _narrow_leaf(leaf: Any, factor: float, like: Any) -> Any:

@@ -37,6 +37,7 @@ from ampx.checking import (
 from ampx.fused.kernels.pallas_updates import make_kernel_squares, resolve_backend
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, has_skipped
+from ampx.model_axes import as_model_axes
 from ampx.tree_checks import check_gradients, check_memory
 from ampx.trees import cast_castable
 from ampx.updates.gradient_norms import fold_clip, measure_and_judge
@@ -84,6 +85,7 @@ def apply(
     half_dtype: DTypeLike | None = None,
     backend: Backend = "auto",
     verdict: Verdict | None = None,
+    model_axes: Any = None,
     **extra_args: Any,
 ) -> tuple[Any, optax.OptState, ApplyReport]:
     """Unscales, judges, clips, updates and keeps or skips, in two passes: the norm, then the rest.
@@ -108,13 +110,15 @@ def apply(
         (Hopper or newer) or TPU at hand. `"mosaic_gpu"` and `"mosaic_tpu"` lower for those from
         anywhere; `"interpret"` is for tests. Kernels work on the shards that each device has, under
         plain `jit` on meshes of Auto or of Explicit axes, and in `shard_map` over all axes (on GPUs
-        with `check_vma=False`, where LAMB's norms are those of the shards). Parameters that kernels
-        cannot update are left to XLA: those of NovoGrad; of float64; on TPUs of float16; with
-        float16 moments; of LAMB in flat buffers or with moments that are not float32; with 8-bit
-        moments in rows that are not a multiple of 256, or on TPUs longer than 8192; and those that
-        are rounded by random bits and divided over devices along an axis that is neither the first
-        nor the last, or on a mesh of Auto axes have such an axis.
+        with `check_vma=False`). Parameters that kernels cannot update are left to XLA: those of
+        NovoGrad; of float64; on TPUs of float16; with float16 moments; of LAMB in flat buffers or
+        with moments that are not float32; with 8-bit moments in rows that are not a multiple of
+        256, or on TPUs longer than 8192; and those that are rounded by random bits and divided over
+        devices along an axis that is neither the first nor the last, or on a mesh of Auto axes have
+        such an axis.
       verdict: a verdict on the gradients that devices agreed on already.
+      model_axes: under `check_vma=False`, the mapped axes over which parameters are divided, see
+        `ampx.train_step`: norms are then those of the whole, and one verdict holds for all shards.
       **extra_args: handed to `tx`.
 
     Returns:
@@ -148,6 +152,8 @@ def apply(
         raise TypeError(
             f"verdict must be what ampx's own reductions hand on, got {verdict!r}: leave it out"
         )
+    divided = as_model_axes(model_axes)
+    extra_args |= divided.as_extra_args()
     if params is None:
         raise TypeError("params must be a tree of arrays, got None")
     check_memory("opt_state", opt_state)
@@ -175,8 +181,8 @@ def apply(
     else:
         # Without a loss scale there is no verdict: a norm is measured only where a clip needs it.
         if max_norm is not None:
-            norm = measure_and_judge(grads, squares=squares).norm
-            tail = fold_clip(dataclasses.replace(tail, norm=norm), grads)
+            norm = measure_and_judge(grads, squares=squares, model_axes=divided).norm
+            tail = fold_clip(dataclasses.replace(tail, norm=norm), grads, divided)
         results, new_state = tx.update(grads, opt_state, params, tail=tail, **extra_args)
         new_params, _ = unwrap_results(results)
     # Fused with the update by XLA: the new parameter is at hand.

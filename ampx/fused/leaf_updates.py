@@ -18,7 +18,7 @@ throw the parameter to -1e17. Behind a finite square all slots stay finite, see 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +47,7 @@ class Leaf(NamedTuple):
       place: the parameter's number among all of the optimizer, from 0 on.
       step: int32 scalar, how many steps the optimizer has done.
       segments: the parameters, if it is a flat buffer of several.
+      untracked: mapped axes over which it is divided and of which types tell nothing.
     """
 
     grad: Any
@@ -55,6 +56,7 @@ class Leaf(NamedTuple):
     place: int = 0
     step: Any = 0
     segments: Segments | None = None
+    untracked: tuple[str, ...] = ()
 
 
 def compute_dtype(leaf: Leaf) -> np.dtype:
@@ -89,13 +91,16 @@ def update_leaf(
     # not put behind it, since XLA fuses them less well for GPUs where they come out of a call.
     in_blocks = any(isinstance(slot, Int8Blocks) for slot in leaf.slots)
     update = _update if in_blocks or leaf.segments is not None else _update_traced_once
-    (value, bad), slots = update(rule, tail.new_params, coefficients, leaf, tail.skip)
+    # Names are no arrays: they go beside the leaf, as what `jit` takes for static.
+    axes, leaf = leaf.untracked, leaf._replace(untracked=())
+    (value, bad), slots = update(rule, tail.new_params, axes, coefficients, leaf, tail.skip)
     return TailResult(value, bad), slots
 
 
 def _update(
     rule: UpdateRule,
     new_params: bool,
+    untracked: tuple[str, ...],
     coefficients: PackedCoefficients,
     leaf: Leaf,
     skip: jax.Array | None,
@@ -111,13 +116,13 @@ def _update(
     if rule.needs_squares:
         # NovoGrad: |factor * g|**2, whole, before anything else is done with the gradient.
         scaled = g if h.factor is None else g * h.factor
-        h = h._replace(squares=sum_parameter(scaled * scaled, leaf.segments))
+        h = h._replace(squares=sum_parameter(scaled * scaled, leaf.segments, untracked))
     wide_leaf = leaf._replace(grad=g, param=p, slots=slots)
     step, new_slots, takes = compute_direction(rule, h, wide_leaf, skip)
     if rule.direction_again is not None:
         # LAMB. XLA is free to write the direction out or to compute it twice; kernels compute it
         # twice.
-        step = step * compute_trust_ratio(p, step, leaf.segments)
+        step = step * compute_trust_ratio(p, step, leaf.segments, untracked)
     step = step if h.step_size is None else h.step_size * step
     # Without a skip a float16 moment overflows, as optax's does.
     kept = tuple(
@@ -129,7 +134,7 @@ def _update(
 
 # `jit` inside the caller's `jit` is a cache here: parameters of one shape, dtype and rule are
 # traced and lowered once, and XLA inlines the calls. For 400 parameters: 0.4 s instead of 1.5.
-_update_traced_once = jax.jit(_update, static_argnums=(0, 1))
+_update_traced_once = jax.jit(_update, static_argnums=(0, 1, 2))
 
 
 def compute_direction(
@@ -210,13 +215,17 @@ def is_finite(x: jax.Array) -> jax.Array:
 
 
 def compute_trust_ratio(
-    p: jax.Array, direction: jax.Array, segments: Segments | None = None
+    p: jax.Array,
+    direction: jax.Array,
+    segments: Segments | None = None,
+    untracked: Sequence[str] = (),
 ) -> jax.Array:
     """LAMB's: the norm of the parameter over that of the direction, 1 where one of them is 0.
 
     For a flat buffer of several parameters it is spread: one number for each element.
     """
-    ratio = divide_norms(*(jnp.sqrt(sum_parameter(x * x, segments)) for x in (p, direction)))
+    squares = (sum_parameter(x * x, segments, untracked) for x in (p, direction))
+    ratio = divide_norms(*map(jnp.sqrt, squares))
     return ratio if segments is None else segments.spread(ratio)
 
 
@@ -227,12 +236,14 @@ def divide_norms(p_norm: jax.Array, norm: jax.Array) -> jax.Array:
     return jnp.where(is_zero, jnp.ones_like(norm), p_norm / norm)
 
 
-def sum_parameter(x: jax.Array, segments: Segments | None = None) -> jax.Array:
-    """The sum over a parameter; along mapped axes over which it varies, over its shards.
+def sum_parameter(
+    x: jax.Array, segments: Segments | None = None, untracked: Sequence[str] = ()
+) -> jax.Array:
+    """The sum over a parameter; along mapped axes over which it is divided, over its shards.
 
     For a flat buffer: one sum for each of its parameters.
     """
-    return sum_over_shards(jnp.sum(x) if segments is None else segments.sums(x))
+    return sum_over_shards(jnp.sum(x) if segments is None else segments.sums(x), untracked)
 
 
 def _update_dtype(leaf: Leaf) -> np.dtype:

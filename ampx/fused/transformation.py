@@ -35,6 +35,7 @@ from ampx.fused.leaf_updates import Leaf, compute_dtype, keep_leaf, update_leaf
 from ampx.fused.moments.formats import SlotDtype, as_format
 from ampx.fused.segments import as_per_parameter, find_segments
 from ampx.fused.update_rules import UpdateRule
+from ampx.model_axes import NOT_DIVIDED, as_model_axes, untracked_of_leaves
 from ampx.param_storage.narrow_params import NarrowParam, as_arrays
 from ampx.tree_checks import (
     broadcast_choice,
@@ -137,7 +138,13 @@ def fused_transformation(
         return (*state[:at], state[at]._replace(**kept), *state[at + 1 :])
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        tail: Tail | None = None,
+        model_axes: Any = None,
+        **extra_args: Any,
     ) -> tuple[Any, Any]:
         # optax hands every extra argument to every transformation: those of others are ignored.
         del extra_args
@@ -163,6 +170,7 @@ def fused_transformation(
         # they are cut where the gradients end, not flattened by themselves.
         structure = jax.tree.structure(updates)
         columns = [
+            _find_untracked(rule, updates, model_axes),
             find_segments(updates),
             map(_array, structure.flatten_up_to(updates)),
             [None] * structure.num_leaves
@@ -174,8 +182,10 @@ def fused_transformation(
         # Adadelta count nothing and draw nothing.
         step = state[at]._asdict().get("count", 0)
         leaves = [
-            Leaf(grad, param, tuple(own), place, step, segments)
-            for place, (segments, grad, param, *own) in enumerate(zip(*columns, strict=True))
+            Leaf(grad, param, tuple(own), place, step, segments, untracked)
+            for place, (untracked, segments, grad, param, *own) in enumerate(
+                zip(*columns, strict=True)
+            )
         ]
         _check_shapes(rule, updates, leaves)
         decays = _find_decays(mask, updates if params is None else params, structure)
@@ -238,6 +248,12 @@ def _check_shapes(rule: UpdateRule, updates: Any, leaves: list[Leaf]) -> None:
                     f"the gradient{_at(path)} has shape {leaf.grad.shape}, and its {other} has "
                     f"shape {shape}: give the gradients, the parameters and the state of one model"
                 )
+
+
+def _find_untracked(rule: UpdateRule, updates: Any, model_axes: Any) -> list[tuple[str, ...]]:
+    """For each leaf the axes over whose devices a norm of it has to be summed."""
+    has_norm = rule.needs_squares or rule.direction_again is not None
+    return untracked_of_leaves(updates, as_model_axes(model_axes) if has_norm else NOT_DIVIDED)
 
 
 def _at(path: Any) -> str:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from ampx.checking import as_dtype, as_positive_int, check_choice
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
+from ampx.model_axes import ModelAxes
 from ampx.updates.clipping import find_clip
 from ampx.updates.tails import Tail
 
@@ -34,6 +35,7 @@ class Settings:
     advance: Advance
     num_losses: int
     axis_names: tuple[str, ...]
+    model_axes: ModelAxes
     saturation_dtype: DTypeLike | None
     nonfinite_updates: NonfiniteUpdates
     nonfinite_loss: NonfiniteLoss
@@ -72,6 +74,7 @@ class Call(NamedTuple):
       params: the parameters, or None if nobody gave them.
       verdict: a judgement that somebody else has made, or None.
       tail: what the caller asks for besides updates, or None.
+      model_axes: over which axes parameters are divided.
       extra_args: further arguments, handed to the inner transformation. If the gradients are among
         them as `grad`, the inner transformation gets them unscaled.
     """
@@ -81,6 +84,7 @@ class Call(NamedTuple):
     params: Any
     verdict: Verdict | None
     tail: Tail | None
+    model_axes: ModelAxes
     extra_args: dict[str, Any]
 
     @property

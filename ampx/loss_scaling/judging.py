@@ -16,6 +16,7 @@ import numpy as np
 
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.calls import Call, Judgement, Settings, split_by_loss
+from ampx.loss_scaling.nonfinite import Verdict
 from ampx.trees import has_mark
 from ampx.updates.gradient_norms import measure_and_judge
 from ampx.updates.tails import Tail
@@ -27,9 +28,10 @@ def judge_plain(settings: Settings, call: Call) -> Judgement:
     A verdict from outside is one pair of counts. It cannot tell losses apart, and knows nothing of
     saturation, so with either of these the gradients are looked at again.
     """
-    axes, given = _find_axes(settings, call), call.verdict
+    axes = _find_axes(settings, call)
     per_loss = split_by_loss(call.grads, settings.num_losses)
     seen = np.array([grads is not None for grads in per_loss]).reshape(settings.shape)
+    given = _complete(call.verdict, axes)
     if settings.num_losses > 1 or settings.saturation_dtype is not None:
         given = None
     if given is None or given.is_too_large is None:
@@ -48,12 +50,13 @@ def judge_fused(settings: Settings, call: Call) -> Judgement:
     gradients are clipped, it is the true norm that counts, also where squares overflow: what the
     optimizer sees is small.
     """
-    axes, given = _find_axes(settings, call), call.verdict
+    axes = _find_axes(settings, call)
+    given = _complete(call.verdict, axes)
     tail = call.tail or Tail()
     if given is not None and given.is_too_large is not None and not call.is_clipped:
         return Judgement(given.counts, given.is_too_large, np.array(True), axes)
     factor = 1 / call.state.loss_scale
-    norm, counts = measure_and_judge(call.grads, factor, tail.squares)
+    norm, counts = measure_and_judge(call.grads, factor, tail.squares, call.model_axes)
     largest = jnp.inf if call.is_clipped else nonfinite.largest_norm(axes)
     is_large = ~(norm < largest)
     found = jnp.append(counts, is_large.astype(jnp.int32))
@@ -76,14 +79,27 @@ def _find_axes(settings: Settings, call: Call) -> tuple[str, ...]:
     A reduction inside means that this device's gradients are only its share. A verdict on a share
     differs between devices, and devices that disagree on a skip hold different parameters from then
     on. Without a reduction inside, the gradients may be the same on all devices already, and then
-    no axis is needed.
+    no axis is needed: but for those over which parameters are divided, where each device judges
+    its shard.
     """
-    if not has_mark(call.state.inner_state, "reduces_gradients"):
-        return settings.axis_names
-    axes = settings.axis_names or (call.verdict.axes if call.verdict else ())
-    if not axes:
+    before = call.verdict.axes if call.verdict else ()
+    reduces = has_mark(call.state.inner_state, "reduces_gradients")
+    if reduces and not (settings.axis_names or before):
         raise ValueError(
             "the transformation inside reduces gradients over mapped axes, so all devices must "
             "agree on what to skip: give this loss scale axis_names, as in axis_names='data'"
         )
-    return axes
+    named = (*settings.axis_names, *call.model_axes.names, *(before if reduces else ()))
+    return nonfinite.find_verdict_axes(call.grads, call.state.loss_scale, named)
+
+
+def _complete(given: Verdict | None, axes: tuple[str, ...]) -> Verdict | None:
+    """A verdict from outside, agreed on over the axes that it was not taken over."""
+    missing = [axis for axis in axes if given is not None and axis not in given.axes]
+    if given is None or not missing:
+        return given
+    counts = nonfinite.agree_on(given.counts, missing)
+    if given.is_too_large is None:
+        return given._replace(counts=counts)
+    is_too_large = nonfinite.agree_on(given.is_too_large.astype(jnp.int32), missing) > 0
+    return given._replace(counts=counts, is_too_large=is_too_large)

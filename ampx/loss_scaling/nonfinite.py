@@ -115,6 +115,22 @@ def agree_on(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
         return jax.lax.psum(mark_varying(counts, axes), axes)
 
 
+def find_verdict_axes(grads: Any, scale: jax.Array, named: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which devices must agree on a verdict: those that are named, and by types.
+
+    By its type a gradient varies over the axes that it was not summed over, and over those that
+    divide its parameter. Devices that share one loss scale must come to one verdict along all of
+    them. Only where the scale varies, too, has each device a model and a scale of its own.
+
+    Args:
+      grads: gradients of this device.
+      scale: their loss scale.
+      named: axes that a caller has named.
+    """
+    by_type = varying_axes(_floating(grads)) - varying_axes(scale)
+    return tuple(dict.fromkeys([*named, *sorted(by_type)]))
+
+
 def is_bad_loss(value: Any, axis_names: Sequence[str], *, must_agree: bool) -> jax.Array:
     """Whether a loss is not finite; bool scalar.
 

@@ -47,6 +47,7 @@ from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
 from ampx.loss_scaling.transitions import run_fused, run_plain
 from ampx.mesh_axes import as_axes
+from ampx.model_axes import as_model_axes
 from ampx.trees import find_nodes
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
@@ -61,6 +62,7 @@ def wrap_with_scale(
     *,
     num_losses: int,
     axis_names: Sequence[str],
+    model_axes: Any,
     saturation_dtype: DTypeLike | None,
     nonfinite_updates: NonfiniteUpdates,
     nonfinite_loss: NonfiniteLoss,
@@ -70,7 +72,14 @@ def wrap_with_scale(
     axes = as_axes(axis_names, "axis_names", may_be_empty=True)
     inner = guard("loss_scale", accept_extra_args(inner))
     settings = Settings(
-        inner, advance, num_losses, axes, saturation_dtype, nonfinite_updates, nonfinite_loss
+        inner=inner,
+        advance=advance,
+        num_losses=num_losses,
+        axis_names=axes,
+        model_axes=as_model_axes(model_axes),
+        saturation_dtype=saturation_dtype,
+        nonfinite_updates=nonfinite_updates,
+        nonfinite_loss=nonfinite_loss,
     )
 
     def init(params: optax.Params) -> LossScaleState:
@@ -83,6 +92,7 @@ def wrap_with_scale(
         *,
         verdict: Verdict | None = None,
         tail: Tail | None = None,
+        model_axes: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         for grads in split_by_loss(updates, settings.num_losses):
@@ -90,7 +100,10 @@ def wrap_with_scale(
                 many = not takes_tail(getattr(state, "inner_state", ()))
                 check_update("loss_scale", LossScaleState, grads, state, params, may_be_many=many)
         updates, params = trees.convert_numbers((updates, params))
-        call = Call(updates, state, params, verdict, tail, extra_args)
+        # Who calls knows as much as who built this, or more: a step has it from its own setting.
+        divided = settings.model_axes if model_axes is None else as_model_axes(model_axes)
+        extra_args |= divided.as_extra_args()
+        call = Call(updates, state, params, verdict, tail, divided, extra_args)
         is_fused = settings.can_fuse and takes_tail(state.inner_state)
         judge, run = (judge_fused, run_fused) if is_fused else (judge_plain, run_plain)
         judgement = judge_loss(settings, call, judge(settings, call))

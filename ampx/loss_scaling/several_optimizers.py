@@ -44,6 +44,7 @@ from ampx.loss_scaling.calls import (
 from ampx.loss_scaling.nonfinite import Verdict, judge
 from ampx.loss_scaling.scaled_update import move_scale, wrap_with_scale
 from ampx.loss_scaling.state import LossScaleState, OptimizersState
+from ampx.model_axes import as_model_axes
 from ampx.updates.extra_args import accept_extra_args
 
 # These evaluate a loss of all parameters, and an optimizer knows its own alone.
@@ -58,12 +59,14 @@ def wrap_each_with_scale(
     *,
     num_losses: int,
     axis_names: Sequence[str],
+    model_axes: Any,
     saturation_dtype: DTypeLike | None,
     nonfinite_updates: NonfiniteUpdates,
     nonfinite_loss: NonfiniteLoss,
 ) -> optax.GradientTransformationExtraArgs:
     """One loss scale around several optimizers; arguments as of `wrap_with_scale`."""
     _check_optimizers(optimizers)
+    divided = as_model_axes(model_axes)
     scaled = {
         name: wrap_with_scale(
             tx,
@@ -72,6 +75,7 @@ def wrap_each_with_scale(
             lambda state, bad: state,
             num_losses=num_losses,
             axis_names=axis_names,
+            model_axes=divided.below(name),
             saturation_dtype=saturation_dtype,
             nonfinite_updates=nonfinite_updates,
             nonfinite_loss=nonfinite_loss,
@@ -129,7 +133,7 @@ def wrap_each_with_scale(
                 state._replace(inner_state=inner_states[name]),
                 None if params is None else params[name],
                 verdict=_judge_again(verdict, own_grads, state.loss_scale),
-                **_for_one(extra_args, own_grads[0]),
+                **_for_one(name, extra_args, own_grads[0]),
             )
             inner_states[name], skipped[name] = own.inner_state, own.overflow
             skipped_total[name] = trees.count_up(skipped_total[name], own.overflow)
@@ -177,7 +181,7 @@ def run_each(
                 updates[name],
                 state[name],
                 None if params is None else params[name],
-                **_for_one(extra_args, updates[name]),
+                **_for_one(name, extra_args, updates[name]),
             )
         return _complete(new_updates, params, updates), new_states
 
@@ -230,9 +234,11 @@ def _judge_again(
     return verdict._replace(counts=jnp.sum(counts, axis=0), is_too_large=is_too_large)
 
 
-def _for_one(extra_args: dict[str, Any], own_grads: Any) -> dict[str, Any]:
-    """The extra arguments that one of several optimizers gets."""
-    own = {name: value for name, value in extra_args.items() if name not in _OF_ALL_PARAMETERS}
+def _for_one(name: str, extra_args: dict[str, Any], own_grads: Any) -> dict[str, Any]:
+    """The extra arguments that the optimizer of this name gets."""
+    own = {key: value for key, value in extra_args.items() if key not in _OF_ALL_PARAMETERS}
+    if "model_axes" in own:
+        own["model_axes"] = as_model_axes(own["model_axes"]).below(name)
     return {**own, "grad": own_grads} if "grad" in own else own
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from ampx import trees
 from ampx.loss_scaling import nonfinite
@@ -26,6 +25,7 @@ from ampx.loss_scaling.calls import Call, Judgement, Settings, Transition, split
 from ampx.trees import has_mark
 from ampx.updates.applying import apply_updates
 from ampx.updates.branching import run_unless
+from ampx.updates.clipping import clip_by_norm_of_whole
 from ampx.updates.gradient_norms import fold_clip
 from ampx.updates.tails import Applied, Tail, hold_wrappers, unwrap_results
 
@@ -82,7 +82,7 @@ def _update(settings: Settings, call: Call, judgement: Judgement) -> tuple[Any, 
         # optax's line searches take the gradient of `value` there. The caller's is still scaled.
         extra_args["grad"] = grads
     if tail is not None and tail.max_norm is not None:
-        grads, _ = optax.clip_by_global_norm(tail.max_norm).update(grads, optax.EmptyState())
+        grads, _ = clip_by_norm_of_whole(grads, tail.max_norm, call.model_axes)
     if has_mark(state.inner_state, "reduces_gradients"):
         # The reduction inside lets its first bucket wait for this number: see `Reduction`.
         extra_args["overflow"] = jnp.sum(judgement.counts)
@@ -106,7 +106,7 @@ def _mend_halves(
     judged: list[Any] = []
 
     def mend(param: Any, update: Any) -> Any:
-        if param is None or jnp.result_type(param) != jnp.float16:
+        if param is None or not _is_float16(param):
             return update
         judged.append(nonfinite.mark_overflowing(update, param))
         return trees.keep_finite(judged[-1], trees.null_updates(update))
@@ -116,6 +116,10 @@ def _mend_halves(
     if not judged:
         return updates, inner_state, jnp.zeros((), bool)
     return updates, inner_state, jnp.any(nonfinite.count_nonfinite(judged, axis_names=axes) > 0)
+
+
+def _is_float16(param: Any) -> bool:
+    return getattr(param, "dtype", None) == jnp.float16
 
 
 def _mend(
@@ -147,7 +151,7 @@ def run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transitio
         skip=skip,
         norm=judgement.norm,
     )
-    tail = fold_clip(tail, call.grads)
+    tail = fold_clip(tail, call.grads, call.model_axes)
     # Unscaled gradients do not exist here, and a fused optimizer does not ask for any. Handed on,
     # `grad` would be scaled, and whatever read it would be silently wrong.
     extra_args = {name: value for name, value in call.extra_args.items() if name != "grad"}
@@ -159,6 +163,9 @@ def run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transitio
     # To choose here, behind the update, would need old and new moments in memory at once, and XLA
     # would copy every one of them.
     updates, is_bad = unwrap_results(results)
+    if call.model_axes.names and any(map(_is_float16, jax.tree.leaves(call.params))):
+        # Where a shard of a float16 parameter overflowed, that device alone has seen it.
+        is_bad = nonfinite.agree_on(is_bad.astype(jnp.int32), call.model_axes.names) > 0
     if tail.new_params:
         updates = Applied(updates, judgement.norm)
     is_bad = (is_bad | judgement.is_too_large) & ~judgement.overflow

@@ -48,6 +48,7 @@ def dynamic_loss_scale(
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
     axis_names: Sequence[str] = (),
+    model_axes: Any = None,
     num_losses: int = 1,
     on_floor: OnFloor = "hold",
     saturation_dtype: DTypeLike | None = None,
@@ -90,6 +91,9 @@ def dynamic_loss_scale(
       max_scale: the scale never grows beyond this; at most 2**126.
       axis_names: inside `shard_map`, every mapped axis (data, stage, shard) over which devices must
         agree. Under plain `jit` leave it empty: arrays are global there.
+      model_axes: under `check_vma=False`, the mapped axes over which parameters are divided, see
+        `ampx.train_step`. Devices agree over these too, and norms inside are those of the whole.
+        An update may be given other ones: `update(grads, state, params, model_axes=...)`.
       num_losses: with n > 1 every loss has its own scale. `update` then takes a tuple of n
         gradient trees, each still scaled by `current_loss_scale(opt_state, i)`, or None for a loss
         that was left out. They are unscaled before they are summed. One bad tree skips the step
@@ -156,6 +160,7 @@ def dynamic_loss_scale(
         dynamics.advance,
         num_losses=num_losses,
         axis_names=axis_names,
+        model_axes=model_axes,
         saturation_dtype=saturation_dtype,
         nonfinite_updates=nonfinite_updates,
         nonfinite_loss=nonfinite_loss,
@@ -174,6 +179,7 @@ def static_loss_scale(
     *,
     check: bool = True,
     axis_names: Sequence[str] = (),
+    model_axes: Any = None,
     num_losses: int = 1,
     saturation_dtype: DTypeLike | None = None,
     nonfinite_updates: NonfiniteUpdates = "accept",
@@ -187,6 +193,7 @@ def static_loss_scale(
       check: whether gradients are looked at. With False no step is skipped, as with a fixed scale
         in Apex, and an infinity goes where the optimizer lets it.
       axis_names: see `dynamic_loss_scale`.
+      model_axes: see `dynamic_loss_scale`.
       num_losses: see `dynamic_loss_scale`; every loss has this scale.
       saturation_dtype: see `dynamic_loss_scale`.
       nonfinite_updates: see `dynamic_loss_scale`.
@@ -217,6 +224,7 @@ def static_loss_scale(
         lambda state, bad: state,
         num_losses=num_losses,
         axis_names=axis_names,
+        model_axes=model_axes,
         saturation_dtype=saturation_dtype,
         nonfinite_updates=nonfinite_updates,
         nonfinite_loss=nonfinite_loss,

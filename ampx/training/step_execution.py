@@ -45,8 +45,9 @@ from ampx.checking import as_int
 from ampx.data_parallel.reduction import Reduction, ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.fused.application import apply, can_apply
-from ampx.loss_scaling.nonfinite import Verdict, judge, unscale
+from ampx.loss_scaling.nonfinite import Verdict, find_verdict_axes, judge, unscale
 from ampx.loss_scaling.state import OptimizersState, find_outermost_loss_scale, scale_or_one
+from ampx.model_axes import NOT_DIVIDED, ModelAxes, find_own_axes
 from ampx.overwritten import merge_optimized, split_optimized, split_overwritten
 from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
@@ -59,6 +60,7 @@ from ampx.tree_checks import check_arrays, check_key, check_scalar, check_traina
 from ampx.trees import cast_like, copy_arrays, find_nodes, has_mark
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import explain_refused
+from ampx.updates.gradient_norms import compute_norm
 from ampx.updates.tails import Applied, Tail
 
 
@@ -80,6 +82,7 @@ class TrainStep:
       group_of: from a parameter's path to its group in `StepReport.local_norm`; None for no groups.
       reduction: how gradients are reduced over `axis_name`; None without it.
       schedule: a precision schedule, or None.
+      model_axes: over which mapped axes parameters are divided.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp, optax
@@ -97,6 +100,7 @@ class TrainStep:
     group_of: Callable[[str], str] | None
     reduction: Reduction | None = dataclasses.field(default=None, repr=False)
     schedule: PrecisionSchedule | None = None
+    model_axes: ModelAxes = NOT_DIVIDED
 
     def init(
         self, params: Any, *, key: jax.Array | None = None, model_state: Any = None
@@ -183,11 +187,12 @@ class TrainStep:
             overwritten = split_overwritten(grads)[1]
             grads = split_optimized(grads)[0]
         result = result._replace(grads=grads)
-        grads, of_reduction, sent = self._reduce(result, now.opt_state)
+        grads, of_reduction, sent = self._reduce(result, now)
         result = result._replace(grads=grads)
         # `grad` is scaled here, as `grads` are; a loss scale hands it on unscaled.
         rest = None if is_nnx else split_optimized(now.params)[1]
         own = {"weight": result.weight, "value": result.loss, "grad": grads, **of_reduction}
+        own |= self.model_axes.as_extra_args()
         functions = step_arguments.make_functions(
             step_arguments.Evaluation(self.grads_of, model, wrt, rest),
             step_arguments.Inputs(batch, scale, about),
@@ -275,7 +280,7 @@ class TrainStep:
             )
 
     def _reduce(
-        self, result: GradResult, opt_state: Any
+        self, result: GradResult, now: TrainState
     ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Takes the verdict from local gradients, then reduces them.
 
@@ -283,16 +288,19 @@ class TrainStep:
           Gradients as `tx` wants them, extra arguments that tell it what is known of them, and
           fields of the report.
         """
-        grads, is_judged = result.grads, find_outermost_loss_scale(opt_state) is not None
+        grads, opt_state = result.grads, now.opt_state
+        is_judged = find_outermost_loss_scale(opt_state) is not None
         if self.reduction is None:
             # A pipeline has reduced by itself, and has taken the verdict before it did.
             if is_judged and result.verdict is not None:
                 return grads, {"verdict": Verdict(result.verdict, ())}, {}
             return grads, {}, {}
-        axes = self.reduction.axes
         # Before the reduction and from local gradients: see `data_parallel.reduction`. The sum of
         # the two counts is what the first bucket waits for.
-        counts, is_too_large = judge([grads], [scale_or_one(opt_state)], axes)
+        scale = scale_or_one(opt_state)
+        named = (*self.reduction.axes, *self.model_axes.names)
+        axes = find_verdict_axes(grads, scale, named)
+        counts, is_too_large = judge([grads], [scale], axes)
         about = {}
         inside = bool(find_nodes(opt_state, Zero1State))  # it reduces inside `tx`
         if is_judged:
@@ -302,10 +310,11 @@ class TrainStep:
             return grads, {**about, "reduce_op": self.reduction.op}, {}
         if find_nodes(opt_state, ReductionState):
             raise ValueError(
-                f"tx reduces gradients, and so does train_step(axis_name={axes}): leave all_reduce "
-                "out of tx"
+                "tx reduces gradients, and so does train_step(axis_name="
+                f"{self.reduction.axes}): leave all_reduce out of tx"
             )
-        reduced, sent = self.reduction.reduce(grads, jnp.sum(counts))
+        own_axes = find_own_axes(grads, split_optimized(now.params)[0], self.model_axes)
+        reduced, sent = self.reduction.reduce(grads, jnp.sum(counts), own_axes)
         return reduced, about, sent._asdict()
 
     @jax.named_scope("ampx.update")
@@ -346,7 +355,7 @@ class TrainStep:
         # By the scale that the gradients were made with: the new state's may have moved already.
         grads = unscale(result.grads, scale)
         if norm is None:
-            norm = optax.tree.norm(grads)
+            norm = compute_norm(grads, self.model_axes)
         # Under ZeRO-1 `grads` are each device's own: only the sum inside has the norm of the whole.
         sharded = find_nodes(new_opt_state, Zero1State)
         if sharded:
@@ -358,7 +367,7 @@ class TrainStep:
                 )
         local_norm = size = None
         if self.group_of is not None:
-            local_norm, size = measure_groups(grads, self.group_of)
+            local_norm, size = measure_groups(grads, self.group_of, self.model_axes)
         skipped, applied = train_states.compare_states(now.opt_state, new_opt_state)
         return StepReport(
             loss=result.loss,

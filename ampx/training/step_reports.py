@@ -11,11 +11,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from ampx.checking import check_word
 from ampx.flat_buffers.flat_params import as_tree
+from ampx.mesh_axes import count_devices
+from ampx.model_axes import (
+    NOT_DIVIDED,
+    ModelAxes,
+    add_over_shards,
+    axes_of_leaves,
+    untracked_of_leaves,
+)
 from ampx.trees import path_name
+from ampx.updates.gradient_norms import sum_squares
 
 
 class StepReport(NamedTuple):
@@ -67,26 +75,37 @@ class StepReport(NamedTuple):
 
 
 def measure_groups(
-    grads: Any, group_of: Callable[[str], str]
+    grads: Any, group_of: Callable[[str], str], model_axes: ModelAxes = NOT_DIVIDED
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Measures every parameter group.
 
     Args:
       grads: unscaled gradients, float32 or wider.
       group_of: from a parameter's path, joined by "/", to its group.
+      model_axes: over which axes parameters are divided; norm and number are those of the whole.
 
     Returns:
       Two dicts from group: to its norm, a float32 scalar, and to its number of elements, an int32
       scalar, or a float32 scalar where it does not fit.
     """
     # Flat parameters are seen as the tree that lies in them, so groups are named alike.
-    groups: dict[str, list[jax.Array]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(as_tree(grads)):
+    tree = as_tree(grads)
+    groups: dict[str, list[int]] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for place, (path, _) in enumerate(leaves):
         name = group_of(path_name(path))
         check_word("what local_norm returns", name)
-        groups.setdefault(name, []).append(leaf)
-    norms = {name: optax.tree.norm(leaves) for name, leaves in groups.items()}
-    sizes = {name: as_size(sum(leaf.size for leaf in own)) for name, own in groups.items()}
+        groups.setdefault(name, []).append(place)
+    squares = sum_squares([leaf for _, leaf in leaves])
+    untracked = untracked_of_leaves(tree, model_axes)
+    wholes = [
+        leaf.size * count_devices(axes)
+        for (_, leaf), axes in zip(leaves, axes_of_leaves(tree, model_axes), strict=True)
+    ]
+    norms, sizes = {}, {}
+    for name, places in groups.items():
+        total = add_over_shards([squares[i] for i in places], [untracked[i] for i in places])
+        norms[name], sizes[name] = jnp.sqrt(total), as_size(sum(wholes[i] for i in places))
     return norms, sizes
 
 

@@ -26,6 +26,7 @@ from ampx.data_parallel.zero1 import Zero1State
 from ampx.loss_scaling.state import LossScaleState
 from ampx.loss_scaling.wrappers import loss_scale as wrap_loss_scale
 from ampx.mesh_axes import as_axes
+from ampx.model_axes import as_model_axes
 from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.precision.follow_schedule import follow_schedule
 from ampx.precision.opt_levels import Recipe
@@ -59,6 +60,7 @@ def train_step(
     axis_name: str | Sequence[str] | None = None,
     bucket_bytes: int | None = None,
     tail_overlap: bool | None = None,
+    model_axes: Any = None,
 ) -> TrainStep:
     """Builds a training step from a loss and an optimizer.
 
@@ -97,6 +99,14 @@ def train_step(
         model's state stay each device's own, unless `loss_fn` averages them.
       bucket_bytes: see `ampx.bucket_layout`; for `axis_name`.
       tail_overlap: see `ampx.all_reduce`; for `axis_name`.
+      model_axes: inside `shard_map` with `check_vma=False`, the mapped axes over which parameters
+        are divided: `"model"`, or several names, if all parameters are; else a tree prefix of the
+        parameters with a `PartitionSpec`, a name or None for each, as in `in_specs`. Devices then
+        agree over these axes too on whether a step is good; the norms of the report, of
+        `max_grad_norm` and of `ampx.fused.lamb` and `novograd` are those of the whole parameters;
+        and gradients are not summed over an axis that divides their parameter. With
+        `check_vma=True` types tell all this. Norms inside transformations of optax itself, such as
+        `optax.clip_by_global_norm` in a chain, are those of the shard in either case.
 
     Returns:
       A `TrainStep`.
@@ -136,6 +146,7 @@ def train_step(
             axis_name=axis_name,
             bucket_bytes=bucket_bytes,
             tail_overlap=tail_overlap,
+            model_axes=model_axes,
         )
         # It decides how parameters are stored, and what happens to the loss scale.
         policy = loss_fn.precision_schedule or loss_fn.recipe
@@ -163,7 +174,8 @@ def train_step(
     )
     reduction = _choose_reduction(axis_name, bucket_bytes, tail_overlap)
     whole_tx = _wrap(tx, max_grad_norm, _choose_loss_scale(loss_scale, recipe, schedule), schedule)
-    return TrainStep(whole_tx, grads_of, recipe, rates, group_of, reduction, schedule)
+    divided = as_model_axes(model_axes)
+    return TrainStep(whole_tx, grads_of, recipe, rates, group_of, reduction, schedule, divided)
 
 
 def _choose_loss_scale(

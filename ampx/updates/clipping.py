@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ampx.model_axes import NOT_DIVIDED, ModelAxes, as_model_axes, axes_of_leaves
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
-from ampx.updates.gradient_norms import compute_norm, fold_clip, measure_norm
+from ampx.updates.gradient_norms import compute_clip_factor, compute_norm, fold_clip, measure_norm
 from ampx.updates.tails import Tail, takes_tail, unwrap_results
 
 
@@ -49,6 +50,22 @@ def find_clip(state: Any) -> ClippedState | None:
     return state if isinstance(state, ClippedState) else None
 
 
+def clip_by_norm_of_whole(
+    grads: Any, max_norm: float | jax.Array, model_axes: ModelAxes = NOT_DIVIDED
+) -> tuple[Any, jax.Array]:
+    """Clips gradients by their global norm, of which devices may hold shards.
+
+    Returns:
+      The clipped gradients, and the norm that they had; float32 scalar.
+    """
+    norm = compute_norm(grads, model_axes)
+    if not any(axes_of_leaves(grads, model_axes)):
+        # Bit for bit what optax does, whose norm is that of what a device holds.
+        return optax.clip_by_global_norm(max_norm).update(grads, optax.EmptyState())[0], norm
+    factor = compute_clip_factor(norm, max_norm)
+    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), grads), norm
+
+
 def clipped(
     inner: optax.GradientTransformation, max_norm: float
 ) -> optax.GradientTransformationExtraArgs:
@@ -68,13 +85,21 @@ def clipped(
         return ClippedState(clip.init(params), inner.init(params), jnp.zeros((), jnp.float32))
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        tail: Tail | None = None,
+        model_axes: Any = None,
+        **extra_args: Any,
     ) -> tuple[Any, ClippedState]:
+        axes = as_model_axes(model_axes)
+        extra_args |= axes.as_extra_args()
         if takes_tail(state.inner_state):
             own_tail = tail or Tail()
-            norm = measure_norm(own_tail, updates)
+            norm = measure_norm(own_tail, updates, axes)
             clipping = fold_clip(
-                dataclasses.replace(own_tail, max_norm=max_norm, norm=norm), updates
+                dataclasses.replace(own_tail, max_norm=max_norm, norm=norm), updates, axes
             )
             updates, inner_state = inner.update(
                 updates, state.inner_state, params, tail=clipping, **extra_args
@@ -86,9 +111,8 @@ def clipped(
             if own_tail.skip is not None:
                 norm = jnp.where(own_tail.skip, state.gradient_norm, norm)
             return updates, ClippedState(state.clip_state, inner_state, norm)
-        norm = compute_norm(updates)
-        updates, clip_state = clip.update(updates, state.clip_state, params)
+        updates, norm = clip_by_norm_of_whole(updates, max_norm, axes)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        return updates, ClippedState(clip_state, inner_state, norm)
+        return updates, ClippedState(state.clip_state, inner_state, norm)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -12,7 +12,7 @@ and costs a second pass over memory only in the rare step that needs it.
 
 Where a gradient is divided over mapped axes, each device sums the squares of its shard, and the
 sums are added over exactly those axes. A replicated gradient is the same on all devices and is
-counted once.
+counted once. `ampx.model_axes` knows which is which.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.mesh_axes import mark_varying, sum_over_shards, varying_axes
+from ampx.mesh_axes import mark_varying, varying_axes
+from ampx.model_axes import NOT_DIVIDED, ModelAxes, add_over_shards, untracked_of_leaves
 from ampx.trees import is_floating, wider_dtype
 from ampx.updates.tails import Tail
 
@@ -54,6 +55,7 @@ def measure_and_judge(
     grads: Any,
     factor: jax.Array | None = None,
     squares: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None,
+    model_axes: ModelAxes = NOT_DIVIDED,
 ) -> JudgedNorm:
     """Measures the norm and takes the verdict in one pass; the module's docstring says how.
 
@@ -62,11 +64,12 @@ def measure_and_judge(
         which a leaf varies, it is taken as a shard.
       factor: float32 scalar that multiplies the norm, as if every gradient had been multiplied.
       squares: see `Tail`.
+      model_axes: over which axes leaves are divided besides.
 
     Returns:
       A `JudgedNorm`. Its counts are those of this device, not yet agreed on.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(grads) if is_floating(leaf)]
+    leaves, untracked = _find_floating(grads, model_axes)
     if not leaves:
         return JudgedNorm(jnp.zeros((), jnp.float32), jnp.zeros(2, jnp.int32))
     # XLA sees the same cast of a half gradient to float32 here and in the update. Without a
@@ -76,7 +79,7 @@ def measure_and_judge(
     leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
     axes = sorted(varying_axes(leaves))
     multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
-    total = _over_shards((squares or sum_squares)(leaves))
+    total = add_over_shards((squares or sum_squares)(leaves), untracked)
 
     def all_is_well() -> JudgedNorm:
         # Branches of a cond must return the same types, and what a value varies over is in its
@@ -93,7 +96,7 @@ def measure_and_judge(
         sums = jnp.stack([s.astype(widest) for s in large])
         # NaN + inf is NaN: an array with both shows its NaN alone.
         found = jnp.stack([jnp.isinf(sums), jnp.isnan(sums)], axis=1)  # bool[num_leaves, 2]
-        norm = jnp.sqrt(_over_shards(large)) * multiplier * _LARGE_UNIT
+        norm = jnp.sqrt(add_over_shards(large, untracked)) * multiplier * _LARGE_UNIT
         return JudgedNorm(norm, mark_varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
 
     return lax.cond(jnp.isfinite(total), all_is_well, second_look)
@@ -120,26 +123,22 @@ def _large_squares(leaf: jax.Array, inverse_unit: jax.Array) -> jax.Array:
     return _sum_squares(wide * inverse_unit.astype(wide.dtype))
 
 
-def _over_shards(numbers: Sequence[jax.Array]) -> jax.Array:
-    """The float32 sum of one number from each leaf, over all leaves and all shards.
-
-    Leaves that are divided over the same axes are added before they are reduced, so there are as
-    many reductions of one number as there are sets of axes, and not as there are leaves.
-    """
-    sums: dict[frozenset[str], jax.Array] = {}
-    for number in numbers:
-        axes, own = varying_axes(number), number.astype(jnp.float32)
-        sums[axes] = sums[axes] + own if axes in sums else own
-    return sum(map(sum_over_shards, sums.values()), jnp.zeros((), jnp.float32))
+def _find_floating(
+    grads: Any, model_axes: ModelAxes
+) -> tuple[list[jax.Array], list[tuple[str, ...]]]:
+    """The floating leaves, and the axes of each that types do not tell."""
+    pairs = zip(jax.tree.leaves(grads), untracked_of_leaves(grads, model_axes), strict=True)
+    own = [(leaf, axes) for leaf, axes in pairs if is_floating(leaf)]
+    return [leaf for leaf, _ in own], [axes for _, axes in own]
 
 
-def compute_norm(grads: Any) -> jax.Array:
+def compute_norm(grads: Any, model_axes: ModelAxes = NOT_DIVIDED) -> jax.Array:
     """Computes the norm of `measure_and_judge` without a verdict; float32 scalar.
 
     It has no barrier, so XLA can merge it with the norm that a clip computes nearby.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(grads) if is_floating(leaf)]
-    return jnp.sqrt(_over_shards(sum_squares(leaves)))
+    leaves, untracked = _find_floating(grads, model_axes)
+    return jnp.sqrt(add_over_shards(sum_squares(leaves), untracked))
 
 
 def compute_clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
@@ -151,14 +150,14 @@ def compute_clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Arr
     return jnp.where(norm > max_norm, max_norm / norm, jnp.ones_like(norm))
 
 
-def measure_norm(tail: Tail, grads: Any) -> jax.Array:
+def measure_norm(tail: Tail, grads: Any, model_axes: ModelAxes = NOT_DIVIDED) -> jax.Array:
     """The norm of gradients times the tail's factor, measured here if nobody has done so."""
     if tail.norm is not None:
         return tail.norm
-    return measure_and_judge(grads, tail.factor, tail.squares).norm
+    return measure_and_judge(grads, tail.factor, tail.squares, model_axes).norm
 
 
-def fold_clip(tail: Tail, grads: Any) -> Tail:
+def fold_clip(tail: Tail, grads: Any, model_axes: ModelAxes = NOT_DIVIDED) -> Tail:
     """Folds the clip of a tail into its factor, so that both cost one multiplication.
 
     g * (1/scale) * clip = g * (1/scale * clip). The norm that the new tail carries is that of the
@@ -167,7 +166,7 @@ def fold_clip(tail: Tail, grads: Any) -> Tail:
     """
     if tail.max_norm is None:
         return tail
-    norm = measure_norm(tail, grads)
+    norm = measure_norm(tail, grads, model_axes)
     clip = compute_clip_factor(norm, tail.max_norm)
     factor = clip if tail.factor is None else tail.factor * clip
     return dataclasses.replace(tail, factor=factor, max_norm=None, norm=norm * clip)

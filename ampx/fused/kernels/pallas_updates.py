@@ -29,6 +29,7 @@ from ampx.fused.leaf_updates import Leaf, divide_norms
 from ampx.fused.moments.formats import moment_words
 from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
 from ampx.fused.update_rules import UpdateRule
+from ampx.mesh_axes import sum_over_shards
 from ampx.param_storage.narrow_params import NarrowParam
 from ampx.updates.gradient_norms import sum_squares
 from ampx.updates.tails import Backend, Tail, TailResult
@@ -152,12 +153,12 @@ def update_in_kernels(
     groups: dict[Any, list[int]] = {}
     for k, leaf in enumerate(leaves):
         counts = tail.skip is not None and leaf.param.dtype == jnp.float16
-        groups.setdefault((counts, _find_draws(leaf)), []).append(k)
-    for (counts, draws), group in groups.items():
+        groups.setdefault((counts, _find_draws(leaf), leaf.untracked), []).append(k)
+    for (counts, draws, untracked), group in groups.items():
         step = KernelStep(rule, numbers, tail.skip is not None, counts, draws)
         arrays = [_items(leaves[k]) for k in group]
         words = [_draw_words(leaves[k]) for k in group]
-        update = functools.partial(_update_shards, step, _map_leaves(tail.backend))
+        update = functools.partial(_update_shards, step, _map_leaves(tail.backend), untracked)
         for k, new in zip(group, run_in_place(update, (vector, words), arrays), strict=True):
             param, slots, overflows = new
             if isinstance(leaves[k].param, NarrowParam):
@@ -224,6 +225,7 @@ def _map_leaves(backend: Backend) -> Callable[..., Any]:
 def _update_shards(
     step: KernelStep,
     map_leaves: Callable[..., Any],
+    untracked: tuple[str, ...],
     shared: tuple[jax.Array, Sequence[Sequence[jax.Array]]],
     leaves: Sequence[tuple[Any, Any, tuple[Any, ...]]],
     shards: Sequence[Shard],
@@ -259,6 +261,7 @@ def _update_shards(
             for own, (grad, param, slots) in zip(vectors, leaves, strict=True)
         ]
         slots, squares = mapped(step.update_slots, jobs, 2)
+        squares = [sum_over_shards(own, untracked) for own in squares]
         ratios = [divide_norms(*jnp.sqrt(sums)) for sums in squares]
         jobs = [
             (jnp.append(own, ratio), new, [param])

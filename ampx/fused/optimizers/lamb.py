@@ -41,7 +41,8 @@ def lamb(
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB with one pass for moments and norms: `optax.lamb`'s signature, numbers and state.
 
-    Inside `shard_map`, norms of parameters that vary over mapped axes are those of the whole.
+    Inside `shard_map`, norms of parameters that are divided over mapped axes are those of the
+    whole; with `check_vma=False` give `update` the axes, `model_axes=`: see `ampx.train_step`.
 
     Args:
       learning_rate: see `adam`.

@@ -79,7 +79,8 @@ def novograd(
 ) -> optax.GradientTransformationExtraArgs:
     """NovoGrad with `optax.novograd`'s signature, numbers and state.
 
-    Inside `shard_map`, norms of gradients that vary over mapped axes are those of the whole.
+    Inside `shard_map`, norms of gradients that are divided over mapped axes are those of the whole;
+    with `check_vma=False` give `update` the axes, `model_axes=`: see `ampx.train_step`.
 
     Args:
       learning_rate: see `adam`.
