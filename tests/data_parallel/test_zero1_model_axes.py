@@ -34,6 +34,12 @@ SHAPES = {
     "norm": (8,),
     "scale": (),
 }
+THREE = SPECS | {
+    "columns": P("stage", "model"),
+    "rows": P("model", "stage"),
+    "bias": P(("stage", "model")),
+    "stages": P("stage"),
+}
 NAMES = {name: "model" if spec else None for name, spec in SPECS.items()}
 RANDOM = np.random.default_rng(0)
 PARAMS = {name: RANDOM.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
@@ -61,10 +67,11 @@ SLOW = QUICK | {
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
 }
 # They sum over some axes of an array, and so must know which of them is divided.
-OF_SPECS = SLOW | {
+BY_AXIS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "unitwise": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
 }
+SOME = QUICK | {"masters": SLOW["masters"]} | BY_AXIS
 
 
 def specs_of(tree):
@@ -124,19 +131,20 @@ def sharded(kind):
     """Programs that several tests share; each is compiled once."""
     sizes = {"data": 2, "model": 2}
     return {
-        "types": lambda: Sharded(sizes, True, (), QUICK),
+        "types": lambda: Sharded(sizes, True, None, QUICK),
         "names": lambda: Sharded(sizes, False, NAMES, QUICK),
-        "types, all": lambda: Sharded(sizes, True, (), SLOW),
-        "types and specs": lambda: Sharded(sizes, True, SPECS, OF_SPECS),
-        "specs": lambda: Sharded(sizes, False, SPECS, OF_SPECS),
-        "other mesh": lambda: Sharded({"data": 4, "model": 1}, False, SPECS, OF_SPECS),
+        "types, all": lambda: Sharded(sizes, True, None, SLOW),
+        "three axes": lambda: Sharded(sizes | {"stage": 2}, True, None, QUICK, THREE),
+        "types and specs": lambda: Sharded(sizes, True, SPECS, BY_AXIS),
+        "specs": lambda: Sharded(sizes, False, SPECS, SOME),
+        "other mesh": lambda: Sharded({"data": 4, "model": 1}, False, SPECS, SOME),
     }[kind]()
 
 
 @functools.cache
 def expected(names):
     """Parameters and states after three steps of optax on one device, and the last norm."""
-    inners = {name: OF_SPECS[name] for name in names}
+    inners = {name: (SLOW | BY_AXIS)[name] for name in names}
 
     @jax.jit
     def step(params, state, grads):
@@ -163,7 +171,9 @@ def assert_close(tree, like):
 
 
 @pytest.mark.slow_but("types", "names")
-@pytest.mark.parametrize("kind", ["types", "names", "types, all", "types and specs", "specs"])
+@pytest.mark.parametrize(
+    "kind", ["types", "names", "types, all", "three axes", "types and specs", "specs"]
+)
 def test_parts_are_updated_as_the_whole_is(kind):
     params, state = sharded(kind).train(GRADS)
     whole_params, whole_state, norm = expected(tuple(params))
