@@ -44,7 +44,8 @@ from ampx.jaxprs import reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, is_opaque
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.jaxprs.reading import Equation
-from ampx.trees import merge_trainable, path_name, split_trainable
+from ampx.overwritten import merge_optimized, split_optimized
+from ampx.trees import path_name
 
 Counts = collections.defaultdict[Key, Histogram]
 # Opaque, too, though they hold no jaxpr that would show it.
@@ -278,10 +279,10 @@ def _run_loss_and_gradient(
 
         args = (rest, *args)
     else:
-        params, others = split_trainable(params)
+        params, others = split_optimized(params)  # new values of scales are no gradients
 
         def loss_of(params: Any, *args: Any) -> Any:
-            return fun(merge_trainable(params, others), *args)
+            return fun(merge_optimized(params, others), *args)
 
     arrays, merge = split_arrays((params, args))
     for array in arrays:

@@ -399,3 +399,8 @@ def test_a_reduction_inside_the_optimizer_would_not_see_them(tx):
     step = ampx.train_step(record_loss, tx)
     with pytest.raises(ValueError, match="name the mapped axes in train_step"):
         step(step.init(make_variables()), X)
+
+
+def test_a_report_of_numbers_does_not_take_new_values_for_gradients():
+    report = ampx.numerics_report(record_loss)(make_variables(), X)
+    assert OVERWRITE not in str(report) and "layer/w" in str(report)
