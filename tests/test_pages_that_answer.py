@@ -74,7 +74,7 @@ def test_counts_in_the_troubleshooting_page_are_those_of_metrics() -> None:
 def test_symptoms_are_as_the_troubleshooting_page_says() -> None:
     text = (ROOT / "docs/troubleshooting.md").read_text()
 
-    # "The loss falls far too slowly, by a factor of 65536"
+    # "The loss falls far too slowly, with SGD by a factor of 65536"
     tx, w = ampx.dynamic_loss_scale(SGD), jnp.ones(2)
     state, update = tx.init(w), jax.jit(tx.update)
     slow, _ = update(w, state)
