@@ -225,6 +225,74 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another():
         assert_close(state[name].inner_state.inner_state, whole_state[name])
 
 
+# In a train step, with a model whose hidden units are divided over "model".
+
+MODEL = {"in": P(None, "model"), "out": P("model"), "bias": P()}
+WEIGHTS = {
+    "in": RANDOM.normal(size=(6, 8)).astype(np.float32),
+    "out": RANDOM.normal(size=(8, 4)).astype(np.float32),
+    "bias": np.zeros(4, np.float32),
+}
+# The third array is for gradients of chosen hidden units.
+BATCH = tuple(RANDOM.normal(size=(4, n)).astype(np.float32) for n in (6, 4)) + (
+    np.zeros((4, 8), np.float32),
+)
+
+
+def model_loss(params, batch, sum_over_model=lambda x: x):
+    x, y, spoilt = batch
+    out = jnp.tanh(x @ params["in"]) @ params["out"]
+    own = jnp.sum(jnp.mean(spoilt, 0) * params["in"][0])
+    return jnp.mean((sum_over_model(out) + params["bias"] - y) ** 2) + sum_over_model(own)
+
+
+def sum_with_gradient_of_one(x):
+    """A sum over "model" for check_vma=False, where JAX would sum its cotangents again."""
+    return x + jax.lax.stop_gradient(jax.lax.psum(x, "model") - x)
+
+
+@pytest.mark.slow_but("vma")
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+def test_train_step_reports_what_holds_for_the_whole(check_vma):
+    mesh = make_mesh((2, 2), ("data", "model"))
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    add = (lambda x: jax.lax.psum(x, "model")) if check_vma else sum_with_gradient_of_one
+    step = ampx.train_step(
+        functools.partial(model_loss, sum_over_model=add),
+        ampx.zero1(inner, "data"),
+        axis_name="data",
+        model_axes=None if check_vma else MODEL,
+        loss_scale="dynamic",
+    )
+    alone = ampx.train_step(model_loss, inner, loss_scale="dynamic")
+    of_state = ampx.zero1_specs(step.tx, WEIGHTS, mesh, model_axes=MODEL)
+    specs = ampx.TrainState(P(), MODEL, of_state, None, None)
+    mapped = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(specs, (P("data"), P("data"), P("data", "model"))),
+            out_specs=(specs, P()),
+            check_vma=check_vma,
+        )
+    )
+    jitted = jax.jit(alone)
+    state, expected = step.init(WEIGHTS), alone.init(WEIGHTS)
+    for _ in range(2):
+        state, report = mapped(state, BATCH)
+        expected, expected_report = jitted(expected, BATCH)
+    np.testing.assert_allclose(report.loss, expected_report.loss, rtol=1e-5)
+    np.testing.assert_allclose(report.global_norm, expected_report.global_norm, rtol=1e-5)
+    assert_close(state.params, expected.params)
+    spoilt = BATCH[2].copy()
+    spoilt[1, 7] = np.inf  # the gradient of a hidden unit of model 1, from rows of data 0
+    held, report = mapped(state, (*BATCH[:2], spoilt))
+    assert report.overflow and report.loss_scale == held.opt_state.loss_scale * 2
+    for leaf, old in zip(jax.tree.leaves(held.params), jax.tree.leaves(state.params), strict=True):
+        for shard, before in zip(leaf.addressable_shards, old.addressable_shards, strict=True):
+            np.testing.assert_array_equal(shard.data, before.data)  # on all devices
+
+
 # What is refused. Nothing is compiled for it.
 
 
