@@ -123,17 +123,19 @@ def test_no_gradient_is_summed_over_an_axis_that_divides_its_parameter(bucket_by
     assert reduced["experts"].tolist() == [[2, 4], [2, 4]]
 
 
-def test_each_of_several_optimizers_has_its_part_of_the_setting():
+@pytest.mark.parametrize("at_update", [False, True], ids=["build", "update"])
+def test_each_of_several_optimizers_has_its_part_of_the_setting(at_update):
+    axes = {"model_axes": {"a": "model", "b": None}}
     tx = ampx.dynamic_loss_scale(
         {"a": ampx.fused.novograd(1.0), "b": ampx.fused.novograd(1.0)},
         init_scale=1.0,
-        model_axes={"a": "model", "b": None},
+        **({} if at_update else axes),
     )
 
     @over("model")
     def update(grads):
         params = jax.tree.map(jnp.zeros_like, grads)
-        return tx.update(grads, tx.init(params), params)[0]
+        return tx.update(grads, tx.init(params), params, **(axes if at_update else {}))[0]
 
     updates = update({"a": jnp.array([3.0, 4.0]), "b": jnp.array([5.0, 5.0])})
     np.testing.assert_allclose(updates["a"], [-0.6, -0.8], rtol=1e-6)
