@@ -213,9 +213,8 @@ def _follow(program: StepProgram) -> tuple[_Multiples, list[_Multiple]]:
     def multiple_of(i: int) -> _Multiple:
         leaf = program.inputs[i]
         if i in program.scales:
-            value = leaf.value
-            is_known = isinstance(value, np.ndarray | jnp.ndarray) and value.ndim == 0
-            return _Multiple({}, False, float(value), True) if is_known else _OTHER
+            known = leaf.number
+            return _OTHER if known is None else _Multiple({}, False, known, True)
         is_floating = jnp.issubdtype(leaf.aval.dtype, np.floating)
         return _Multiple({i: (1.0, True)}, False) if i in carried and is_floating else _OTHER
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -156,10 +155,9 @@ def _is_written_as_number(program: StepProgram, flow: ScaleFlow) -> bool:
     """Whether a scale that never moves also stands in the program as a number."""
     values = set()
     for number, i in program.carried.items():
-        value = program.inputs[i].value
-        is_known = isinstance(value, np.ndarray | jax.Array) and value.shape == ()
-        if i in program.scales and is_known and flow.outputs[number].origin == i:
-            values.add(float(value))
+        value = program.inputs[i].number
+        if i in program.scales and value is not None and flow.outputs[number].origin == i:
+            values.add(value)
     return bool(values) and any(
         reading.number_of(atom) in values
         for eqn, _ in folds.equations_inside(program.jaxpr)

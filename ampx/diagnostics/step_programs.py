@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.interpreter import Place
@@ -48,6 +50,17 @@ class Leaf(NamedTuple):
     def name(self) -> str:
         """Its names after the first, joined by "/"."""
         return "/".join(self.path[1:]) or self.path[0]
+
+    @property
+    def number(self) -> float | None:
+        """The number that a scalar holds; None for others, and where it is not known."""
+        array = self.value
+        if not isinstance(array, np.ndarray | jax.Array) or isinstance(array, jax.core.Tracer):
+            return None
+        is_gone = isinstance(array, jax.Array) and array.is_deleted()
+        if array.shape or is_gone or not jnp.issubdtype(array.dtype, np.floating):
+            return None
+        return float(array)
 
 
 class StepProgram(NamedTuple):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax_optimizers
 import pytest
 from flax.training import dynamic_scale, train_state
 from helpers import make_mesh
@@ -385,6 +386,25 @@ def scanned_steps():
     return steps, (params, opt_state, jax.tree.map(lambda x: jnp.stack([x] * 3), batch))
 
 
+def with_error_kept(kind):
+    """Half parameters beside float32 masters, or beside the error of their last rounding."""
+    _, (params, _, batch) = with_params_in(BF16, optax.identity())
+
+    def step(params, kept, batch):
+        updates = jax.tree.map(lambda g: -0.1 * g, jax.grad(loss_of)(params, batch))
+        if kind == "masters":
+            kept = jax.tree.map(lambda k, u: k + u.astype(jnp.float32), kept, updates)
+            updates = jax.tree.map(lambda k, p: k.astype(BF16) - p, kept, params)
+            return jax.tree.map(jnp.add, params, updates), kept
+        updates = jax.tree.map(jnp.subtract, updates, kept)
+        new = jax.tree.map(jnp.add, params, updates)
+        kept = jax.tree.map(lambda n, p, u: (n - p) - u, new, params, updates)
+        return new, kept
+
+    dtype = jnp.float32 if kind == "masters" else BF16
+    return step, (params, jax.tree.map(lambda p: p.astype(dtype), params), batch)
+
+
 SOUND = {
     "plain optax": lambda: step_of(optax.sgd(0.1), scaled=False),
     "optax: clip, adamw, schedule": lambda: step_of(
@@ -442,6 +462,8 @@ SOUND = {
     "average": lambda: averaged(jnp.float32, 0.999),
     "short average": lambda: averaged(BF16, 0.9),
     "masters": lambda: with_params_in(BF16, ampx.master_weights(optax.adamw(RATE))),
+    "masters by hand": lambda: with_error_kept("masters"),
+    "compensated sum": lambda: with_error_kept("errors"),
     "stochastic rounding": lambda: with_params_in(
         BF16, ampx.fused.stochastic_rounding(ampx.fused.adamw(RATE), seed=0)
     ),
@@ -464,3 +486,72 @@ def test_a_sound_step_gives_nothing(name):
         step, args = SOUND[name]()
         report = lint_step(step)(*args)
     assert report.ok, report
+
+
+def test_a_report_is_a_table_of_lines_and_fixes():
+    step, args = step_of(dynamic(optax.sgd(0.1)), scaled=False)
+    text = str(lint_step(step)(*args))
+    assert "test_lint.py" in text and "ampx.current_loss_scale" in text
+    step, args = SOUND["shard_map"]()
+    report = lint_step(step)(*args)
+    assert len(report.reductions) == 3 and str(report).endswith("3, of 76 bytes in all.")
+
+
+def test_checks_can_be_left_out():
+    step, args = step_of(dynamic(optax.sgd(0.1)), scaled=False)
+    assert lint_step(step, ignore=["loss_scale"])(*args).ok
+    assert not lint_step(step, ignore=["half_state"])(*args).ok
+
+
+def test_shapes_will_do_for_arrays():
+    for scaled in (True, False):
+        step, args = step_of(dynamic(optax.adam(0.1)), scaled=scaled)
+        assert lint_step(step)(*jax.eval_shape(lambda *args: args, *args)).ok is scaled
+
+
+def test_a_step_can_be_linted_where_its_arguments_are_traced():
+    step, args = step_of(dynamic(optax.sgd(0.1)), scaled=True)
+    reports = []
+    jax.eval_shape(lambda *args: reports.append(lint_step(step)(*args)), *args)
+    assert reports[0].ok
+
+
+# Optimizers that give the same updates with any scale, or take gradients of their own.
+UNAFFECTED = {
+    "contrib.hutchinson_estimator_diag_hessian",
+    "contrib.normalize",
+    "contrib.sam, opaque",
+    "rprop",
+    "sign_sgd",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("name", optax_optimizers.NAMES)
+def test_every_optimizer_of_optax_is_judged_rightly(name, scaled):
+    takes = optax_optimizers.TAKES.get(name, ())
+
+    def step(params, opt_state, batch):
+        def loss(params):
+            return loss_of(params, batch, jnp.float32)
+
+        scale = ampx.current_loss_scale(opt_state) if scaled else 1.0
+        value, grads = jax.value_and_grad(lambda p: loss(p) * scale)(params)
+        known = {
+            "value": value / scale,
+            "grad": grads,
+            "value_fn": loss,
+            "obj_fn": loss,
+            "grad_fn": lambda p, *_: jax.grad(loss)(p),
+        }
+        extra_args = {argument: known[argument] for argument in takes}
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        return ampx.apply_updates(params, updates), opt_state
+
+    with jax.numpy_dtype_promotion("standard"):
+        tx = dynamic(optax_optimizers.make(name))
+        report = lint_step(step)(PARAMS, tx.init(PARAMS), BATCH)
+    expected = set() if scaled or name in UNAFFECTED else {"loss_scale"}
+    assert {found.check for found in report.findings} == expected, report
