@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.aot import Counts, counted
 from benchmarks.fused_traffic import LEAF, LEAVES, Traffic, by_update, compiled_traffic, traffic
+from benchmarks.optax_updates import build_steps, count
 
 # A fusion with two outputs (one gradient given twice, one number), a copy, a call, a conditional.
 BY_HAND = """\
@@ -91,3 +92,13 @@ def test_optax_on_a_cpu_with_one_output_a_kernel(tx, expected):
         expected = {12: 12, 24: 20}[expected]
     found = compiled_traffic(by_update(tx), tx)
     assert found.moved / (LEAVES * LEAF) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_skip_around_a_clip_moves_no_more_than_the_fused_update():
+    if jax.default_backend() != "cpu":
+        pytest.skip("the count is that of XLA's CPU backend")
+    steps = build_steps("clip, adamw")
+    moved, temporary = count(*steps["skipping"])
+    # 44: see `FLOORS`. One byte is what the search for infinities may need, and rarely does.
+    assert moved == pytest.approx(44, rel=1e-3)
+    assert temporary < 1.01

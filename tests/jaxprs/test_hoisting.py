@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from ampx.jaxprs.hoisting import hoist_sums
-from ampx.jaxprs.reading import open_jaxpr
+from ampx.jaxprs.reading import is_literal, open_jaxpr
 
 GRADS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(4, np.float32)]
 
@@ -41,6 +41,26 @@ def test_the_norm_of_a_clip_is_taken_out():
     assert before.count("reduce_sum") == 2 and "sqrt" in before
     assert "reduce_sum" not in inside and "square" not in inside and "sqrt" not in inside
     assert "div" in inside and "div" not in before
+
+
+def test_each_equation_reads_a_copy_of_its_own():
+    clip = optax.clip_by_global_norm(1.0)
+
+    def program(skip, *grads):
+        rest = hoist_sums(lambda *given: clip.update(list(given), clip.init(given))[0], grads)
+        return jax.lax.cond(skip, lambda: list(grads), rest)
+
+    jaxpr = open_jaxpr(jax.make_jaxpr(program)(False, *GRADS))
+    (branch,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond")
+    inside = open_jaxpr(branch.params["branches"][0])  # `skip` is false
+    numbers = {var for var in inside.invars if var.aval.shape == ()}
+    atoms = {id(eqn): [var for var in eqn.invars if not is_literal(var)] for eqn in inside.eqns}
+    direct = [eqn for eqn in inside.eqns if not numbers.isdisjoint(atoms[id(eqn)])]
+    assert numbers and {eqn.primitive.name for eqn in direct} == {"optimization_barrier"}
+    copies = [out for eqn in direct for out in eqn.outvars]
+    read = [var for own in atoms.values() for var in own]
+    # Of each leaf: whether it is clipped, and the norm that it is divided by.
+    assert len(copies) == 2 * len(GRADS) and all(read.count(copy) == 1 for copy in copies)
 
 
 def test_sums_of_other_things_stay():

@@ -1,0 +1,133 @@
+"""What does a loss scale cost around each transformation of optax, in bytes and in time?
+
+A step that can be skipped has to read all gradients once before it may write anything: 4 bytes a
+parameter. The table shows what compiled programs move beyond that, as `fused_traffic` counts it,
+and what they need beside their inputs and outputs, for
+
+    optax     the transformation alone, and the new parameters
+    skipping  the same in a branch of `ampx.dynamic_loss_scale`, as `ampx.train_step` runs it
+
+Bytes do not depend on the load of the machine. With `--rounds`, steps are timed as well.
+
+Run `python -m benchmarks.optax_updates` for all transformations, or give names: `adamw lamb`.
+"""
+
+import argparse
+import pathlib
+import sys
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import ampx
+from ampx.updates.tails import Tail
+from benchmarks.fused_traffic import Branch, Step, Traffic, traffic
+from benchmarks.measuring import Candidate, print_table, ratio, take_turns
+
+# The list of optax's transformations belongs to the tests that train with each of them.
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
+from optax_optimizers import NAMES, TAKES, make
+
+# Matrices, since some transformations factor them. Few leaves hide what many would share.
+LEAVES, SHAPE = 4, (512, 256)
+ELEMENTS = LEAVES * SHAPE[0] * SHAPE[1]
+# Chains with a clip are what most people train with.
+CHAINS = {
+    "clip, adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "clip, sgd": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-3, momentum=0.9)),
+}
+
+
+def find_names() -> list[str]:
+    """All that need no more than gradients, parameters and the value of the loss."""
+    return [*CHAINS, *(name for name in NAMES if set(TAKES.get(name, ())) <= {"value"})]
+
+
+def take_ordinary(branches: list[Traffic]) -> Traffic:
+    """The branch of a conditional that an ordinary step takes: see `fused_traffic.Branch`.
+
+    That is the dear one, which updates. But of the search for infinities, which reads gradients and
+    writes a byte for each, it is the cheap one. An update moves at least 12 bytes a parameter.
+    """
+    dear = max(branches)
+    return dear if dear.moved > 8 * ELEMENTS else min(branches)
+
+
+def build_steps(name: str) -> dict[str, tuple[Step, Any]]:
+    """The two steps of a row, each with the transformation that makes its state."""
+    tx = optax.with_extra_args_support(CHAINS[name]() if name in CHAINS else make(name))
+    scaled = ampx.dynamic_loss_scale(tx, init_scale=1024.0)
+    extra_args = {"value": jnp.float32(1.0)} if TAKES.get(name) else {}
+
+    def alone(state: Any, grads: Any) -> Any:
+        params, opt_state = state
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        return optax.apply_updates(params, updates), opt_state
+
+    def skipping(state: Any, grads: Any) -> Any:
+        params, opt_state = state
+        tail = Tail(new_params=True)
+        applied, opt_state = scaled.update(grads, opt_state, params, tail=tail, **extra_args)
+        return applied.params, opt_state
+
+    return {"optax": (alone, tx), "skipping": (skipping, scaled)}
+
+
+def count(step: Step, tx: Any, branch: Branch = take_ordinary) -> tuple[float | None, float]:
+    """Bytes moved and temporary bytes, a parameter; None where a loop hides what is moved."""
+    params = [jax.ShapeDtypeStruct(SHAPE, jnp.float32)] * LEAVES
+    state = params, jax.eval_shape(tx.init, params)
+    compiled = jax.jit(step, donate_argnums=0).lower(state, params).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes / ELEMENTS
+    try:
+        return traffic(compiled.as_text(), branch).moved / ELEMENTS, temporary
+    except ValueError:
+        return None, temporary
+
+
+def _compare_times(name: str, rounds: int) -> str:
+    """The time of the skipping step over that of optax alone."""
+    params = [jnp.full(SHAPE, 0.1) for _ in range(LEAVES)]
+    grads = [jnp.full(SHAPE, 1e-3 * 1024.0) for _ in range(LEAVES)]
+    candidates = [
+        Candidate.compiled(form, step, (params, tx.init(params)), grads)
+        for form, (step, tx) in build_steps(name).items()
+    ]
+    take_turns(candidates, rounds)
+    return ratio(candidates[1], candidates[0])
+
+
+def print_costs(names: list[str], rounds: int) -> None:
+    """Prints the table, one row for each transformation."""
+    rows = []
+    for name in names:
+        counts = [count(*step) for step in build_steps(name).values()]
+        cells = [
+            f"{'a loop' if moved is None else f'{moved:.0f}'} ({temporary:.1f})"
+            for moved, temporary in counts
+        ]
+        rows.append([f"`{name}`", *cells, *([_compare_times(name, rounds)] if rounds else [])])
+    print_table(
+        "Bytes moved a parameter (temporary bytes in brackets), "
+        f"{LEAVES} leaves, {jax.default_backend()}",
+        ["transformation", "optax", "with a skip", *(["ratio of time"] if rounds else [])],
+        rows,
+    )
+
+
+def main() -> None:
+    """The table of the names given, or of all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.optax_updates")
+    parser.add_argument("names", nargs="*", default=find_names(), help="of transformations")
+    parser.add_argument("--rounds", type=int, default=0, help="of timing, 0 for none")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", DeprecationWarning)  # optax's, of its old names
+    print(f"jax {jax.__version__}, optax {optax.__version__}, {jax.devices()[0].device_kind}")
+    print_costs(arguments.names, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
