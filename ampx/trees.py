@@ -253,7 +253,8 @@ def null_updates(tree: Any) -> Any:
     def null(leaf: Any) -> Any:
         if is_float0(leaf):
             return leaf
-        return jnp.full(leaf.shape, -0.0 if is_floating(leaf) else 0, leaf.dtype)
+        # Not `full`, which is whole on Explicit axes: a select takes no such array beside shards.
+        return jnp.full_like(leaf, -0.0 if is_floating(leaf) else 0, leaf.dtype)
 
     return jax.tree.map(null, tree)
 
