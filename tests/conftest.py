@@ -74,6 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample", type=int, metavar="N", help="at most N cases of each parametrized test"
     )
+    parser.addoption("--every", type=int, metavar="N", help="only every Nth test of each file")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own look at `-m "not slow"`
@@ -98,19 +99,22 @@ def pytest_collection_modifyitems(
     ranks = {name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
     yield
-    if number := config.getoption("--sample"):
-        keep_some_cases(config, items, number)
+    number, every = config.getoption("--sample"), config.getoption("--every")
+    if number or every:
+        keep_some(config, items, number or len(items), every or 1)
 
 
-def keep_some_cases(config: pytest.Config, items: list[pytest.Item], number: int) -> None:
-    """Of a test with more cases than `number`, keeps that many, spread over all of them."""
-    cases: dict[str, list[pytest.Item]] = {}
+def keep_some(config: pytest.Config, items: list[pytest.Item], number: int, every: int) -> None:
+    """Keeps every so manieth test of each file, and `number` of its cases, spread over them."""
+    files: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        tests = files.setdefault(item.nodeid.partition("::")[0], {})
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept = set()
-    for own in cases.values():
-        count = min(number, len(own))
-        kept.update(own[place * len(own) // count] for place in range(count))
+    for tests in files.values():
+        for cases in list(tests.values())[::every]:
+            count = min(number, len(cases))
+            kept.update(cases[place * len(cases) // count] for place in range(count))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -277,7 +277,7 @@ def stalled_step(tx, seconds):
             mark(f"updated {bucket}", updates[bucket][0])
         return optax.apply_updates(params, updates), opt_state
 
-    mesh = make_mesh()
+    mesh = make_mesh("all_reduce")
     params = {bucket: jnp.ones(size) for bucket in buckets}
     arguments = on_all(mesh, (params, tx.init(params)))
     rows = own_rows(mesh, np.ones(ROWS, np.float32))
