@@ -160,6 +160,32 @@ def environment() -> dict[str, str]:
     return {**kept, **own, "PYTHONPATH": path}
 
 
+def run_shell(command: list[str], folder: pathlib.Path, **own: str) -> tuple[str, int]:
+    """Runs a command that may start others, and ends them all; its output and its exit code.
+
+    Args:
+      command: it finds `python`, and what lies in the folder, by their names.
+      folder: where it runs.
+      own: environment variables besides those of `environment`.
+    """
+    path = f"{folder}:{pathlib.Path(sys.executable).parent}:/usr/bin:/bin"
+    shell = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment() | {"PATH": path} | own,
+    )
+    try:
+        output, _ = shell.communicate(timeout=90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+    return output, shell.returncode
+
+
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
     """Holds a free port until the coordinator listens on it; SO_REUSEPORT lets both bind it."""

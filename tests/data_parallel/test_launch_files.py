@@ -5,12 +5,7 @@ JobSet the objects are made that its controller would make, and JAX's own reader
 cluster has to find coordinator, number of processes and ranks in them.
 """
 
-import contextlib
-import os
-import pathlib
 import re
-import signal
-import subprocess
 import sys
 import types
 from types import SimpleNamespace
@@ -18,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from jax._src.clusters.k8s_cluster import K8sCluster
-from processes import ROOT, environment, reserved_port
+from processes import ROOT, reserved_port, run_shell
 
 LAUNCH = ROOT / "docs/launch"
 
@@ -48,27 +43,14 @@ def test_slurms_script_trains(tmp_path):
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     with reserved_port() as port:
-        own = {
-            "PATH": f"{tmp_path}:{pathlib.Path(sys.executable).parent}:/usr/bin:/bin",
-            "JAX_NUM_CPU_DEVICES": "1",
-            "JAX_COORDINATOR_PORT": str(port),
-            "SLURM_JOB_ID": "1",
-        }
-        job = subprocess.Popen(
-            ["bash", LAUNCH / "train.slurm"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=environment() | own,
+        output, code = run_shell(
+            ["bash", str(LAUNCH / "train.slurm")],
+            tmp_path,
+            JAX_NUM_CPU_DEVICES="1",
+            JAX_COORDINATOR_PORT=str(port),
+            SLURM_JOB_ID="1",
         )
-        try:
-            output, _ = job.communicate(timeout=90)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-    assert "2 processes, 2 devices, loss 0.0" in output and job.returncode == 0, output
+    assert "2 processes, 2 devices, loss 0.0" in output and code == 0, output
 
 
 def job_of(jobset, replicated):

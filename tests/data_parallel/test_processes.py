@@ -4,14 +4,8 @@ Everything else about many devices is tested on virtual devices of one process; 
 processes can show: arrays that no process holds whole, and processes that are late or die.
 """
 
-import contextlib
 import itertools
-import os
-import pathlib
 import re
-import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -21,9 +15,9 @@ from processes import (
     HEARTBEAT_SECONDS,
     ROOT,
     ProcessesFailed,
-    environment,
     reserved_port,
     run_processes,
+    run_shell,
 )
 
 HOWS = ("train_step", "all_reduce")
@@ -195,20 +189,7 @@ def test_the_script_of_the_guide_runs_in_all_its_ways(tmp_path):
     )
     (tmp_path / "train.py").write_text(script)
     with reserved_port() as port:
-        bash = subprocess.Popen(
-            ["bash", "-euc", shell.replace("12345", str(port))],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=environment() | {"PATH": f"{pathlib.Path(sys.executable).parent}:/usr/bin:/bin"},
-        )
-        try:
-            output, _ = bash.communicate(timeout=90)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(bash.pid, signal.SIGKILL)
-            bash.wait()
+        output, _ = run_shell(["bash", "-euc", shell.replace("12345", str(port))], tmp_path)
     found = re.findall(r"(\d) processes, (\d) devices, loss (\S+)", output)
     assert [(int(p), int(d)) for p, d, _ in found] == [(1, 1), (1, 8), (2, 2)], output
     first = found[0][2]
