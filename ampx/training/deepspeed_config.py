@@ -232,8 +232,8 @@ def _read_clip(config: Mapping[str, Any]) -> float | None:
     key = "config['gradient_clipping']"
     if "gradient_clipping" not in config:
         raise ValueError(
-            f"{key} is missing: what DeepSpeed does then is 1.0 by its manual and 0, off, by its "
-            "code; write the number"
+            f"{key} is missing: DeepSpeed's manual has 1.0 then, and copies of its code have 0, off: "
+            "write the number"
         )
     norm = as_number(key, config["gradient_clipping"])
     if norm < 0:

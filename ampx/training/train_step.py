@@ -106,7 +106,8 @@ def train_step(
         `max_grad_norm` and of `ampx.fused.lamb` and `novograd` are those of the whole parameters;
         and gradients are not summed over an axis that divides their parameter. With
         `check_vma=True` types tell all this. Norms inside transformations of optax itself, such as
-        `optax.clip_by_global_norm` in a chain, are those of the shard in either case.
+        `optax.clip_by_global_norm` in a chain, are those of the shard in either case; but inside
+        `ampx.zero1` they are those of the whole.
 
     Returns:
       A `TrainStep`.
