@@ -232,7 +232,7 @@ def _read_clip(config: Mapping[str, Any]) -> float | None:
     key = "config['gradient_clipping']"
     if "gradient_clipping" not in config:
         raise ValueError(
-            f"{key} is missing: DeepSpeed's manual has 1.0 then, and copies of its code have 0, off: "
+            f"{key} is missing: DeepSpeed's manual has 1.0 then, and copies of its code have 0: "
             "write the number"
         )
     norm = as_number(key, config["gradient_clipping"])
