@@ -1,9 +1,10 @@
-"""What compiling may leave out in tests, where it costs most and speed matters little."""
+"""What compiling may leave out or share in tests, where it costs most and speed matters little."""
 
 import itertools
 from typing import Any
 
 import jaxlib
+from jax._src import pjit
 from jax._src.interpreters import mlir
 
 
@@ -37,3 +38,14 @@ def share_contexts(uses: int = 100) -> None:
         return shared[0]
 
     mlir.make_ir_context = make_or_share
+
+
+def widen_dispatch_caches(entries: int = 1 << 17) -> None:
+    """Lets every function of a long run be called by JAX's fast path, and its cache be counted.
+
+    One cache of 8,192 entries serves all jitted functions and eager operations of a process. Once
+    it is full, a new function gets no entry: each call takes JAX's slow path through Python, and
+    `_cache_size()` says 0 of a function that was compiled.
+    """
+    pjit._cpp_pjit_cache_fun_only = pjit.make_jit_cpp_cache(entries)
+    pjit._cpp_pjit_cache_explicit_attributes = pjit.make_jit_cpp_cache(entries)

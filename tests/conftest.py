@@ -14,7 +14,7 @@ import hypothesis
 import jax
 import optax
 import pytest
-from compiler_flags import quick_compiler, share_contexts
+from compiler_flags import quick_compiler, share_contexts, widen_dispatch_caches
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
@@ -33,6 +33,7 @@ for name, choice in CACHE.items():
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 share_contexts()
+widen_dispatch_caches()
 gc.set_threshold(50_000, 20, 50)  # tracing makes many objects that live on
 
 LONG_FILES = (
