@@ -48,7 +48,8 @@ class LossScaleState(NamedTuple):
       inf_total: int32[losses], updates so far whose gradients held an infinity.
       nan_total: int32[losses], updates so far whose gradients held a NaN.
       floor_hits: int32[losses], overflows that found the scale at `min_scale` already.
-      overflow: bool, whether the last update was skipped.
+      overflow: bool, whether the last update was skipped, because of an overflow or of a bad
+        update; the totals tell which.
       skipped_total: int32, updates skipped so far.
       bad_update_total: int32, updates that were undone because finite gradients were too large:
         their squares do not add up in float32; and those that came out non-finite, as far as

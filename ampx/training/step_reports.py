@@ -32,7 +32,8 @@ class StepReport(NamedTuple):
     Attributes:
       loss: float32 scalar (float64 for a float64 loss), unscaled, over all micro-batches and, with
         `axis_name`, devices.
-      overflow: bool scalar, whether the step was skipped; with several optimizers, whether any of
+      overflow: bool scalar, whether the step was skipped, because of an overflow or of a bad update
+        (`bad_update_total` in the state counts these); with several optimizers, whether any of
         them was. Inside a window of `ampx.multi_steps`: whether the window, or the micro-step, is
         dropped.
       loss_scale: float32 scalar, the scale that this step used; 1 without a loss scale.
