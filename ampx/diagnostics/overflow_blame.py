@@ -12,6 +12,11 @@ Blames go forward with the values:
     w = z / [1, 0]      [nan, nan]   blame: the mul. 0/0 is new, but an array has one blame, and
                                      what came first is what to repair first.
 
+An infinity may become finite again, where the exact result would have been another number. Nothing
+is inherited then, but such a blame is kept: what goes wrong later may come from it.
+
+    r = rsqrt([inf, 1]) [0, 1]       vanished: the mul above. The root of 9e4 is no infinity.
+
 Infinities that are written into the program, as masks are, explain infinities but no NaN. They may
 also be numbers that are too large for their dtype, which JAX turns into infinities (1e5 in
 float16): then a product with one, or a sum, is blamed.
@@ -43,6 +48,8 @@ _OF_WRITTEN = "of infinities that are written into the program, as for a row mas
 # These apply a mask of infinities: they put them in the places of some numbers, or of none.
 _MASKS = primitives.CHOOSING | primitives.ADDING | {"reduce_max", "reduce_min"}
 _PRODUCTS = ("mul", "div")
+# One over infinity is 0. (So is exp(-inf), which is right to the last bit, and so is tanh(inf).)
+_VANISHING = ("div", "rsqrt", "integer_pow", "pow")
 _CONTRACTIONS = ("dot_general", "conv_general_dilated", "pow")
 
 
@@ -138,6 +145,11 @@ class BlamingWalk(Walk):
         # By the id of a reference: what it holds. It is written to in place, so there is no new
         # value with which a blame could go.
         self._held: dict[int, Value] = {}
+        self._vanished: list[Blame] = []
+
+    def find_vanished(self, blame: Blame) -> Blame | None:
+        """The first infinity before a blame that an equation made, and another one made finite."""
+        return min((v for v in self._vanished if v.number < blame.number), default=None)
 
     def take_argument(self, array: Any, name: str) -> Value:
         """Takes an array as the argument of the program that has this name."""
@@ -216,6 +228,9 @@ class BlamingWalk(Walk):
         """Finds the blame of one result of an equation; None if it is finite."""
         flags = find_flags(array)
         if not any(flags):
+            if eqn.primitive.name in _VANISHING:
+                remarks = (value.remark for value in operands)
+                self._vanished += [r for r in remarks if r and r.rank == COMPUTED]
             return None
         explaining, is_explained = _find_explanations(eqn, operands, array)
         inherited = _inherit(explaining, flags)

@@ -146,6 +146,9 @@ class OverflowReport:
       written: where the program wrote the first infinity itself, such as a mask, if nothing else
         reached the results; else None. That is not an overflow, so `first` is None then.
       has_float16: whether the program computes in float16, where small numbers become zero.
+      vanished: an infinity that an equation made before `first`, and that became finite again, such
+        as `rsqrt(inf)`, which is 0; None if there was none. It reached no result by itself, but
+        `first` may come of it.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -160,6 +163,7 @@ class OverflowReport:
     reached: tuple[str, ...] = ()
     written: OverflowRecord | None = None
     has_float16: bool = False
+    vanished: OverflowRecord | None = None
 
     def __bool__(self) -> bool:
         return self.first is not None
@@ -174,7 +178,11 @@ class OverflowReport:
             return "All results are finite." + (more if self.has_float16 else "")
         reached = join_first((path or "the result" for path in self.reached), most=3)
         if self.first is not None:
-            return f"{self.first}\n  reaches     {reached}\n{self.first.hint}"
+            told = f"{self.first}\n  reaches     {reached}\n{self.first.hint}"
+            if self.vanished is None:
+                return told
+            begin = "Begin here. This came first, became finite again, and may be the cause:"
+            return f"{told}\n\n{begin}\n{self.vanished}\n{self.vanished.hint}"
         source = self.written and PurePath(self.written.source).name
         place = f"in {source}" if source else "into the program"
         return f"No overflow: infinities that are written {place} reach {reached}."

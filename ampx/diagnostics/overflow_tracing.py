@@ -61,8 +61,10 @@ def trace_overflow(
     compiled, and only the one in which something turns bad is looked into.
 
     Infinities that reach no result are not reported, nor are those that are written into the
-    program, as a mask is; a NaN that is made of these is. `fun` runs several times, with all of its
-    prints and callbacks. No argument changes: what it writes to nnx modules is dropped.
+    program, as a mask is; a NaN that is made of these is. An infinity that an operation such as
+    `rsqrt` turned into 0 before something else went wrong is told beside it. `fun` runs several
+    times, with all of its prints and callbacks. No argument changes: what it writes to nnx modules
+    is dropped.
 
     Args:
       fun: a loss, `jax.grad` of one, what `ampx.value_and_grad` or `ampx.train_step` gives, or any
@@ -242,7 +244,8 @@ def _report(program: _Program) -> OverflowReport:
     # The worst blame of all results is that of a mask: nothing has overflowed.
     if blame.rank <= MASKING:
         return OverflowReport(None, reached, blame.record)
-    return OverflowReport(blame.record, reached)
+    vanished = walk.find_vanished(blame)
+    return OverflowReport(blame.record, reached, vanished=vanished and vanished.record)
 
 
 def _has_float16(jaxpr: Jaxpr) -> bool:

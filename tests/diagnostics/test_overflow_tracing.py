@@ -852,3 +852,31 @@ def test_a_program_in_float16_that_is_finite_points_to_what_counts_zeros(wrapped
     assert not report and "ampx.numerics_report" in str(report)
     in_float32 = wrapped(lambda x: jnp.sum(x**2))
     assert str(trace_overflow(jax.grad(in_float32))(small)) == "All results are finite."
+
+
+def rms_norm(x):
+    squares = jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(squares + jnp.asarray(1e-6, x.dtype))
+
+
+def test_an_infinity_that_became_finite_again_is_told_beside_what_came_of_it():
+    """The first layer's squares overflow; one over their root is 0, on which the second divides."""
+    w, x = jnp.eye(4, dtype=jnp.float16), jnp.full((2, 4), 300, jnp.float16)
+    report = trace_overflow(jax.grad(lambda w: jnp.sum(rms_norm(rms_norm(x @ w) @ w))))(w)
+    assert report.first.primitive == "div" and report.first.kind == "inf"
+    assert (report.vanished.primitive, report.vanished.largest_inputs) == ("mul", (300.0, 300.0))
+    assert "(rms_norm)" in report.vanished.source
+    assert "Begin here" in str(report) and report.vanished.hint in str(report)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.log(jnp.exp(-1e3 * x) - jnp.exp(jnp.tanh(1e38 * x * 10)) * 0),  # tanh(inf)
+        lambda x: 1 / (jnp.zeros(2) / jnp.full(2, jnp.inf)) * x,  # written into the program
+        lambda x: jnp.log(x - x) + 1 / (x * 1e38 * 10),  # after what is to blame
+    ],
+)
+def test_other_infinities_that_became_finite_are_not_told(fun):
+    report = trace_overflow(fun)(jnp.full(2, 5.0))
+    assert report.first is not None and report.vanished is None
