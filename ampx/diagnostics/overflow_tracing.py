@@ -245,7 +245,9 @@ def _report(program: _Program) -> OverflowReport:
     if blame.rank <= MASKING:
         return OverflowReport(None, reached, blame.record)
     vanished = walk.find_vanished(blame)
-    return OverflowReport(blame.record, reached, vanished=vanished and vanished.record)
+    return OverflowReport(
+        blame.record, reached, vanished=None if vanished is None else vanished.record
+    )
 
 
 def _has_float16(jaxpr: Jaxpr) -> bool:
