@@ -154,3 +154,8 @@ __all__ = [
     "zero1",
     "zero1_specs",
 ]
+
+
+def __dir__() -> list[str]:
+    """What completion offers: public names, and not the modules that they come from."""
+    return [*__all__, *({"plotting"} & globals().keys())]  # if it has been imported

@@ -333,6 +333,12 @@ def check_callable(name: str, value: Any, call: str) -> None:
     """Refuses what is no function; `call` says how it is called, as in "loss_fn(params, batch)"."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, called as {call}, {describe(value)}")
+    # jnp.bfloat16 can be called, but is meant as a dtype, as in `@ampx.autocast(jnp.bfloat16)`.
+    if isinstance(value, type) and (hasattr(value, "dtype") or issubclass(value, np.generic)):
+        raise TypeError(
+            f"{name} must be a function, called as {call}, got the dtype {value.__name__}: give a "
+            "dtype by the name of its argument, such as half_dtype="
+        )
 
 
 def check_transformation(name: str, value: Any) -> None:

@@ -41,6 +41,7 @@ from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes, mark_varying
 from ampx.model_axes import as_model_axes
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_like, check_scalar
 from ampx.trees import find_nodes, has_mark, wider_dtype
 from ampx.updates.branching import run_unless
@@ -77,6 +78,8 @@ class MultiStepsState(NamedTuple):
     window_is_bad: jax.Array
     dropped_total: jax.Array
     inner_state: optax.OptState
+
+    __repr__ = show_fields
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ampx.summaries import show_fields
+
 
 class GradResult(NamedTuple):
     """What `ampx.value_and_grad` returns.
@@ -36,3 +38,5 @@ class GradResult(NamedTuple):
     aux: Any = None
     model_state: Any = None
     verdict: jax.Array | None = None
+
+    __repr__ = show_fields

@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 from ampx.checking import as_positive_int, check_callable, describe
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_memory
 from ampx.trees import map_by_path, wider_dtype
 
@@ -46,6 +47,8 @@ class SparseRows(NamedTuple):
     indices: jax.Array
     rows: jax.Array
     like: jax.Array
+
+    __repr__ = show_fields
 
     @classmethod
     def of(cls, indices: jax.Array, rows: jax.Array, *, num_rows: int) -> SparseRows:

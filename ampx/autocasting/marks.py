@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ from ampx.jaxprs import pure_calls
 from ampx.jaxprs.pure_calls import is_array, split_arrays
 from ampx.tree_checks import check_memory
 
+P = ParamSpec("P")
+R = TypeVar("R")
 # Names of jitted regions.
 NATIVE_MARK = "ampx_as_written"
 RELABEL_MARK = "ampx_half_under_the_name_of_float32"
@@ -94,21 +96,19 @@ def _cast_floating(tree: Any, dtype: Any, only: Any = None) -> Any:
     return jax.tree.map(cast_leaf, tree, is_leaf=flax_modules.is_nnx_object)
 
 
-def _under_autocast(
-    fun: Callable[..., Any], run: Callable[[Any, Any, Any], Any]
-) -> Callable[..., Any]:
+def _under_autocast(fun: Callable[P, R], run: Callable[[Any, Any, Any], Any]) -> Callable[P, R]:
     """`fun` outside of autocast, and `run(half_dtype, args, kwargs)` where autocast traces."""
     check_callable("fun", fun, "fun(*args)")
 
     @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         half = active_half_dtype()
         return fun(*args, **kwargs) if half is None else run(half, args, kwargs)
 
     return wrapped
 
 
-def half_function(fun: Callable[..., Any]) -> Callable[..., Any]:
+def half_function(fun: Callable[P, R]) -> Callable[P, R]:
     """`fun`, run in half under autocast: it gets its float32 arrays in half and is left as written.
 
     The function is traced with half arguments, so that a kernel that demands half gets it. Outside
@@ -151,7 +151,7 @@ _relabel.__name__ = _relabel.__qualname__ = RELABEL_MARK
 _relabel_half = jax.jit(_relabel)
 
 
-def float_function(fun: Callable[..., Any]) -> Callable[..., Any]:
+def float_function(fun: Callable[P, R]) -> Callable[P, R]:
     """`fun`, run as written under autocast: with its arguments and all operations in float32.
 
     Args:
@@ -172,7 +172,7 @@ def float_function(fun: Callable[..., Any]) -> Callable[..., Any]:
     return _under_autocast(fun, lambda _half, args, kwargs: as_written(fun, *args, **kwargs))
 
 
-def promote_function(fun: Callable[..., Any]) -> Callable[..., Any]:
+def promote_function(fun: Callable[P, R]) -> Callable[P, R]:
     """`fun`, run in the widest dtype of its arguments under autocast.
 
     With all of its float32 arrays in half it runs in half, whatever the rules say of the operations
@@ -201,7 +201,7 @@ def promote_function(fun: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def banned_function(fun: Callable[..., Any], instead: str = "") -> Callable[..., Any]:
+def banned_function(fun: Callable[P, R], instead: str = "") -> Callable[P, R]:
     """`fun`, refused under autocast.
 
     For functions that give wrong numbers in half, such as a cross entropy of probabilities.

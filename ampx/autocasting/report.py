@@ -23,7 +23,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +38,10 @@ from ampx.autocasting.values import AS_TRACED, is_float32
 from ampx.checking import check_callable
 from ampx.jaxprs import pure_calls, reading, source_info
 from ampx.jaxprs.reading import Jaxpr
+from ampx.summaries import show_fields, show_table
 from ampx.text_tables import format_rows
+
+P = ParamSpec("P")
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
@@ -91,6 +94,9 @@ class Explanation:
     half_dtype: str
     idle_rules: tuple[str, ...] = ()
 
+    __repr__ = show_fields
+    _repr_html_ = show_table
+
     @property
     def unknown(self) -> tuple[ExplainedEquation, ...]:
         """Equations that hold a function which autocast could not rewrite."""
@@ -124,8 +130,6 @@ class Explanation:
             lines.append(f"rules that decided nothing: {', '.join(self.idle_rules)}")
         return "\n".join(lines)
 
-    __repr__ = __str__
-
 
 def _abbreviate(dtype: str) -> str:
     """`float32` as `f32`, as in a printed jaxpr."""
@@ -153,13 +157,13 @@ def _pair_dtypes(atom: Any, in_half: bool, half: Any) -> tuple[str, str]:
 
 
 def explain(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     *,
     half_dtype: DTypeLike = jnp.bfloat16,
     rules: Rules = DEFAULT_RULES,
     output: Output = "as_is",
     custom_vjp: CustomVjp = "transform",
-) -> Callable[..., Explanation]:
+) -> Callable[P, Explanation]:
     """Shows what `ampx.autocast` makes of each equation of a function, without running it.
 
     Args:

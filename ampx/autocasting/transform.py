@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ from ampx.jaxprs.reading import Jaxpr
 
 Output = Literal["as_is", "original"]
 CustomVjp = Literal["transform", "opaque"]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 # One rewriter for equal settings, since it holds the plans. A program may make new rules at every
@@ -110,14 +112,14 @@ def make_settings(
 
 @overload
 def autocast(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     *,
     half_dtype: DTypeLike = ...,
     rules: Rules = ...,
     enabled: bool = ...,
     output: Output = ...,
     custom_vjp: CustomVjp = ...,
-) -> Callable[..., Any]: ...
+) -> Callable[P, R]: ...
 
 
 @overload
@@ -128,7 +130,7 @@ def autocast(
     enabled: bool = ...,
     output: Output = ...,
     custom_vjp: CustomVjp = ...,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def autocast(

@@ -52,6 +52,7 @@ from ampx.mesh_axes import (
     unreduced_axes,
     varying_axes,
 )
+from ampx.summaries import show_fields
 from ampx.trees import is_float0, is_floating, path_name, wider_dtype
 
 Op = Literal["mean", "sum"]
@@ -65,8 +66,7 @@ class ReductionState(NamedTuple):
 
     Attributes:
       num_buckets: int32 scalar, reductions of gradients: one for each bucket; one for each array
-        where the mesh has axes that are not mapped, or the gradients are unreduced over Explicit
-        axes.
+        where the mesh has unmapped axes, or the gradients are unreduced over Explicit axes.
       reduced_bytes: float32 scalar, the bytes that each device hands to these reductions, padding
         included, in the dtype in which they travel: for floating buckets `wire_dtype`, if there is
         one; else `reduce_dtype`, or that of the gradients if it is wider; over Explicit axes that
@@ -81,6 +81,7 @@ class ReductionState(NamedTuple):
     num_buckets: jax.Array
     reduced_bytes: jax.Array
 
+    __repr__ = show_fields
     # Read by `trees.has_mark`: a loss scale and `multi_steps` must know that a reduction happens
     # inside them, and must not import this module, which stands beside theirs.
     reduces_gradients = True

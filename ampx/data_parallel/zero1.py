@@ -51,6 +51,7 @@ from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
 from ampx.mesh_axes import as_axes, check_axes_of_mesh, count_devices, varying_axes
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
 from ampx.overwritten import split_optimized
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays
 from ampx.trees import find_nodes, path_name
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
@@ -78,6 +79,8 @@ class Zero1State(NamedTuple):
     reduction: ReductionState
     inner_state: Any
     gradient_norm: jax.Array
+
+    __repr__ = show_fields
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 

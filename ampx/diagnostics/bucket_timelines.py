@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ampx.checking import as_bool, as_number, as_number_array
+from ampx.summaries import show_fields
 
 Span = tuple[float, float]  # start and end, in seconds
 
@@ -47,6 +48,8 @@ class BucketTimeline(NamedTuple):
     backward: ArrayLike
     reduction: ArrayLike
     update: ArrayLike
+
+    __repr__ = show_fields
 
     @property
     def total_time(self) -> float:

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
-from typing import Any, get_args
+from typing import Any, ParamSpec, get_args
 
 from ampx.checking import check_callable, check_choice, join_first
 from ampx.diagnostics import half_checks, scale_checks
@@ -25,7 +25,10 @@ from ampx.diagnostics.dataflow import Flow, ReductionRecord
 from ampx.diagnostics.lint_findings import CheckName, LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output, trace_step
 from ampx.jaxprs import folds, reading
+from ampx.summaries import show_table
 from ampx.text_tables import format_table
+
+P = ParamSpec("P")
 
 _CALLBACKS = (
     "pure_callback",
@@ -57,10 +60,17 @@ class LintReport:
     findings: tuple[LintFinding, ...]
     reductions: tuple[ReductionRecord, ...] = ()
 
+    _repr_html_ = show_table
+
     @property
     def ok(self) -> bool:
         """Whether nothing was found."""
         return not self.findings
+
+    def __repr__(self) -> str:
+        """Names checks and lines: a test that fails on `ok` shows this."""
+        found = [f"{found.check} at {PurePath(found.source).name}" for found in self.findings]
+        return f"LintReport({join_first(found) or 'nothing found'})"
 
     def __str__(self) -> str:
         parts = ["Nothing found."]
@@ -79,12 +89,10 @@ class LintReport:
             parts.append(f"Reductions over devices in a step: {count}, of {total:,} bytes in all.")
         return "\n\n".join(parts)
 
-    __repr__ = __str__
-
 
 def lint_step(
-    step: Callable[..., Any], *, ignore: Sequence[CheckName] = ()
-) -> Callable[..., LintReport]:
+    step: Callable[P, Any], *, ignore: Sequence[CheckName] = ()
+) -> Callable[P, LintReport]:
     """Looks for faults in a training step that no figure of it shows.
 
     The step is traced and never run, so arrays may be `jax.ShapeDtypeStruct`. It may be any

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from ampx.summaries import show_fields
+
 CheckName = Literal[
     "loss_scale",
     "unscale_order",
@@ -40,3 +42,5 @@ class LintFinding(NamedTuple):
     message: str
     source: str
     fix: str
+
+    __repr__ = show_fields

@@ -26,6 +26,7 @@ from ampx.diagnostics.recommendations import (
     recommend,
     sum_histograms,
 )
+from ampx.summaries import show_fields, show_table
 from ampx.text_tables import format_rows
 
 
@@ -69,6 +70,8 @@ class NumericsRow(NamedTuple):
     subnormal: float
     overflow: float
 
+    __repr__ = show_fields
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NumericsReport:
@@ -104,6 +107,9 @@ class NumericsReport:
     opaque: tuple[str, ...]
     is_finite: bool
     loss_scale: float
+
+    __repr__ = show_fields
+    _repr_html_ = show_table
 
     @property
     def exponents(self) -> np.ndarray:
@@ -182,8 +188,6 @@ class NumericsReport:
             f"try first: {self.recommended}",
         ]
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def _format_percent(share: float) -> str:

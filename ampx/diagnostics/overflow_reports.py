@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from ampx.checking import join_first
+from ampx.summaries import show_fields, show_table
 
 # Stand where else the name of a primitive does: for what comes from outside of all equations.
 ARGUMENT, PROGRAM = "argument", "program"
@@ -73,6 +74,8 @@ class OverflowRecord:
     largest_inputs: tuple[float | None, ...]
     largest_output: float | None
     note: str = ""
+
+    __repr__ = show_fields
 
     @property
     def hint(self) -> str:
@@ -165,6 +168,9 @@ class OverflowReport:
     has_float16: bool = False
     vanished: OverflowRecord | None = None
 
+    __repr__ = show_fields
+    _repr_html_ = show_table
+
     def __bool__(self) -> bool:
         return self.first is not None
 
@@ -186,5 +192,3 @@ class OverflowReport:
         source = self.written and PurePath(self.written.source).name
         place = f"in {source}" if source else "into the program"
         return f"No overflow: infinities that are written {place} reach {reached}."
-
-    __repr__ = __str__

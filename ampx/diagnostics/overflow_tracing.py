@@ -18,7 +18,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -44,15 +44,17 @@ from ampx.jaxprs.pure_calls import PureCall, is_array, split_arrays
 from ampx.jaxprs.reading import Jaxpr
 from ampx.trees import path_name
 
+P = ParamSpec("P")
+
 
 def trace_overflow(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     *,
     half_dtype: DTypeLike | None = None,
     rules: Rules = DEFAULT_RULES,
     output: Output = "as_is",
     custom_vjp: CustomVjp = "transform",
-) -> Callable[..., OverflowReport]:
+) -> Callable[P, OverflowReport]:
     """Finds the first equation whose infinity or NaN reached a result of a function.
 
     The call is compiled and run. If all of its results are finite, that is the report. Otherwise it

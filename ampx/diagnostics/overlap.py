@@ -26,6 +26,7 @@ from ampx.diagnostics.dataflow import Culprit, Flow, ReductionRecord
 from ampx.diagnostics.hlo import CompiledReduction, find_waits_of_outputs
 from ampx.jaxprs import pure_calls
 from ampx.jaxprs.pure_calls import split_arrays
+from ampx.summaries import show_fields, show_table
 from ampx.text_tables import format_table
 from ampx.trees import path_name
 
@@ -94,6 +95,9 @@ class OverlapReport:
     scalars: tuple[OutputRecord, ...]
     culprits: tuple[Culprit, ...] = ()
     compiled: tuple[CompiledReduction, ...] | None = None
+
+    __repr__ = show_fields
+    _repr_html_ = show_table
 
     @property
     def gradient_reductions(self) -> tuple[ReductionRecord, ...]:
@@ -190,8 +194,6 @@ class OverlapReport:
         rows = [(*key, _list_some(paths)) for key, paths in groups.items()]
         tables.append(format_table([(*head, "paths"), *rows]))
         return "\n\n".join((*tables, self._summarize()))
-
-    __repr__ = __str__
 
 
 def _list_places(places: Iterable[int]) -> str:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ampx.diagnostics.exponents import FORMATS, Histogram
+from ampx.summaries import show_fields
 
 FORWARD, BACKWARD, PARAMETER = "forward", "backward", "parameter"
 Key = tuple[str, str]  # scope and direction
@@ -255,6 +256,8 @@ class Recommendation(NamedTuple):
     half_dtype: str | None
     loss_scale: float | str | None
     reason: str
+
+    __repr__ = show_fields
 
     def __str__(self) -> str:
         return f"{_format_choice(self.level, self.half_dtype, self.loss_scale)}: {self.reason}"

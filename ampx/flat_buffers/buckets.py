@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.checking import as_int, as_positive_int, check_callable
+from ampx.summaries import show_fields, show_table
+from ampx.text_tables import format_table
 from ampx.tree_checks import check_arrays, check_memory, describe_tree
 from ampx.trees import is_float0, path_name
 
@@ -60,6 +62,8 @@ class Bucket:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     size: int
+
+    __repr__ = show_fields
 
     def join(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """The buffer of shape (size,) with these leaves in it, and zeros in between.
@@ -120,6 +124,25 @@ class BucketLayout:
     buckets: tuple[Bucket, ...]
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
+
+    __repr__ = show_fields
+    _repr_html_ = show_table
+
+    def __str__(self) -> str:
+        """A table with a row for each bucket."""
+        head = ("bucket", "dtype", "leaves", "numbers", "padding", "bytes")
+        rows = [
+            (
+                b.dtype.name,
+                len(b.leaves),
+                sum(b.sizes),
+                b.size - sum(b.sizes),
+                b.size * b.dtype.itemsize,
+            )
+            for b in self.buckets
+        ]
+        cells = ([str(i), row[0], *map("{:,}".format, row[1:])] for i, row in enumerate(rows))
+        return format_table([head, *cells])
 
     def flatten(self, tree: Any) -> list[jax.Array]:
         """A flat buffer for each bucket, padded with zeros.

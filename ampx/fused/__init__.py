@@ -44,3 +44,8 @@ __all__ = [
     "split_masters",
     "stochastic_rounding",
 ]
+
+
+def __dir__() -> list[str]:
+    """What completion offers: public names, and not the modules that they come from."""
+    return __all__

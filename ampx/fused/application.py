@@ -38,6 +38,7 @@ from ampx.fused.kernels.pallas_updates import make_kernel_squares, resolve_backe
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, has_skipped
 from ampx.model_axes import as_model_axes
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_gradients, check_memory
 from ampx.trees import cast_castable
 from ampx.updates.gradient_norms import fold_clip, measure_and_judge
@@ -67,6 +68,8 @@ class ApplyReport(NamedTuple):
     overflow: jax.Array
     loss_scale: jax.Array
     half_params: Any
+
+    __repr__ = show_fields
 
 
 def can_apply(opt_state: optax.OptState) -> bool:

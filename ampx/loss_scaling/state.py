@@ -16,6 +16,7 @@ import optax
 
 from ampx import trees
 from ampx.checking import as_int, suggest
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays, check_like, check_opt_state, check_structure
 from ampx.trees import find_nodes
 from ampx.updates.extra_args import schedule_free_field
@@ -33,6 +34,8 @@ class GrowthIntervalState(NamedTuple):
     growth_interval: jax.Array
     growths_at_interval: jax.Array
     falls_in_a_row: jax.Array
+
+    __repr__ = show_fields
 
 
 class LossScaleState(NamedTuple):
@@ -82,6 +85,8 @@ class LossScaleState(NamedTuple):
     inner_state: optax.OptState
     interval: Any = ()
 
+    __repr__ = show_fields
+
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
 
@@ -112,6 +117,8 @@ class OptimizersState(NamedTuple):
     pending_bad_update: jax.Array
     pending_bad_loss: jax.Array
     inner_states: dict[str, optax.OptState]
+
+    __repr__ = show_fields
 
 
 def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:

@@ -20,6 +20,7 @@ import optax
 
 from ampx.checking import check_transformation
 from ampx.param_storage.wide_updates import answer_tail, update_wide
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays, check_like, check_opt_state
 from ampx.trees import cast_castable, cast_like, convert_numbers, find_nodes
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
@@ -44,6 +45,8 @@ class MasterWeightsState(NamedTuple):
 
     master_params: Any
     inner_state: optax.OptState
+
+    __repr__ = show_fields
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 

@@ -21,6 +21,7 @@ import optax
 from ampx.checking import as_int, check_transformation
 from ampx.param_storage.narrow_params import NarrowParam, SplitParam
 from ampx.param_storage.wide_updates import update_narrow, widen
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays, check_structure
 from ampx.trees import convert_numbers
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
@@ -45,6 +46,8 @@ class SplitMastersState(NamedTuple):
 
     error_bits: Any
     inner_state: optax.OptState
+
+    __repr__ = show_fields
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 

@@ -20,6 +20,7 @@ from ampx.checking import as_int, check_transformation
 from ampx.param_storage.narrow_params import NarrowParam, RoundedParam
 from ampx.param_storage.rounding import draw_words
 from ampx.param_storage.wide_updates import update_narrow, widen
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays
 from ampx.trees import convert_numbers, hold
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
@@ -45,6 +46,8 @@ class StochasticRoundingState(NamedTuple):
 
     rounding_count: jax.Array
     inner_state: optax.OptState
+
+    __repr__ = show_fields
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 

@@ -57,3 +57,8 @@ __all__ = [
     "zero_bubble",
     "zero_bubble_v",
 ]
+
+
+def __dir__() -> list[str]:
+    """What completion offers: public names, and not the modules that they come from."""
+    return __all__

@@ -9,3 +9,8 @@ from ampx.plotting.exponent_plots import plot_exponents
 from ampx.plotting.training_plots import plot_training
 
 __all__ = ["plot_buckets", "plot_exponents", "plot_schedule", "plot_training"]
+
+
+def __dir__() -> list[str]:
+    """What completion offers: public names, and not the modules that they come from."""
+    return __all__

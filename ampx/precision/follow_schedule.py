@@ -29,6 +29,7 @@ from ampx.checking import check_transformation
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_opt_state, check_scalar
 from ampx.trees import count_up, find_nodes, hold
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
@@ -60,6 +61,8 @@ class PrecisionScheduleState(NamedTuple):
     parked_scale: jax.Array
     recent_losses: jax.Array
     inner_state: Any
+
+    __repr__ = show_fields
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 

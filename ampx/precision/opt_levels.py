@@ -30,6 +30,7 @@ from ampx.checking import as_bool, as_dtype, check_callable
 from ampx.flat_buffers.flattening import on_tree
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.precision.policies import PathRule, Policy, cast_by_path, is_norm_path
+from ampx.summaries import show_fields
 
 LossScaleChoice = float | Literal["dynamic", "none"] | None
 
@@ -65,6 +66,8 @@ class Recipe:
     level: str | None = None
     autocast_dtype: Any = None
     rules: Rules = DEFAULT_RULES
+
+    __repr__ = show_fields
 
     def cast_params(self, params: Any) -> Any:
         """Casts parameters to the dtypes in which they are stored, norms in float32 at O2."""

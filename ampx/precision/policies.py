@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 
 from ampx import flax_modules
 from ampx.checking import SHORT_NAMES, as_bool, as_dtype, check_word, suggest
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_memory
 from ampx.trees import cast_castable, cast_leaf, is_overwritten, path_name
 
@@ -175,6 +176,8 @@ class Policy:
     param_dtype: DTypeLike = jnp.float32
     compute_dtype: DTypeLike = jnp.float32
     output_dtype: DTypeLike = jnp.float32
+
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         """Resolves names to dtypes."""

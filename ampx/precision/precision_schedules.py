@@ -32,6 +32,7 @@ from ampx.loss_scaling.dynamics import parse_choice
 from ampx.precision.opt_levels import Recipe, opt_level
 from ampx.precision.policies import Policy
 from ampx.precision.recipe_names import as_recipe
+from ampx.summaries import show_fields
 
 # The fields of "fast|step|0.9": the half type by its first, and by its second (least, most,
 # default) of its third, which is a share of all steps or a ratio of losses.
@@ -68,6 +69,7 @@ class Phase:
     until_step: int | None = None
     until_loss: float | None = None
     smoothing: int = 1
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         recipe = as_recipe(self.policy)
@@ -155,11 +157,9 @@ class PrecisionSchedule:
             )
 
     def __repr__(self) -> str:
-        """The phases in a line, since errors show what they were given."""
         return f"PrecisionSchedule({str(self)!r})"
 
     def __str__(self) -> str:
-        """The phases in a line."""
         parts = []
         for phase in self.phases[:-1]:
             ends = [f"step {phase.until_step}"] if phase.until_step is not None else []

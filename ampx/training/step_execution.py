@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ from ampx.overwritten import merge_optimized, split_optimized, split_overwritten
 from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.precision_schedules import PrecisionSchedule
+from ampx.summaries import show_fields
 from ampx.training import step_arguments, train_states
 from ampx.training.monitoring import find_figures
 from ampx.training.step_reports import StepReport, measure_groups
@@ -62,6 +63,8 @@ from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import explain_refused
 from ampx.updates.gradient_norms import compute_norm
 from ampx.updates.tails import Applied, Tail
+
+State = TypeVar("State")  # of any of the kinds that a step takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,8 @@ class TrainStep:
     schedule: PrecisionSchedule | None = None
     model_axes: ModelAxes = NOT_DIVIDED
 
+    __repr__ = show_fields
+
     def init(
         self, params: Any, *, key: jax.Array | None = None, model_state: Any = None
     ) -> TrainState:
@@ -141,8 +146,8 @@ class TrainStep:
         return train_states.place_beside(params, state)
 
     def __call__(
-        self, state: Any, batch: Any, *, key: jax.Array | None = None, **extra_args: Any
-    ) -> tuple[Any, StepReport]:
+        self, state: State, batch: Any, *, key: jax.Array | None = None, **extra_args: Any
+    ) -> tuple[State, StepReport]:
         """Takes one step.
 
         Args:
@@ -173,7 +178,7 @@ class TrainStep:
         train_states.check_has_one_loss(now.opt_state)
         scale = scale_or_one(now.opt_state)  # f32[], held from before this step
         is_nnx = train_states.is_nnx_pair(state)
-        model, wrt = (state[0], state[1].wrt) if is_nnx else (None, None)
+        model, wrt = (cast(Any, state)[0], cast(Any, state)[1].wrt) if is_nnx else (None, None)
         self._check_reduces_new_values(now, is_nnx)
         phase: dict[str, Any] = {}
         if self.schedule is not None:
@@ -216,7 +221,7 @@ class TrainStep:
             )
             new_state = train_states.write_back(state, following)
         report = self._report(now, new_opt_state, result, scale, norm)
-        return new_state, report._replace(**phase, **sent)
+        return cast(State, new_state), report._replace(**phase, **sent)
 
     def in_phase(self, number: int) -> TrainStep:
         """The step of one phase of its precision schedule, compiled without the others.

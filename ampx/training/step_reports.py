@@ -22,6 +22,7 @@ from ampx.model_axes import (
     axes_of_leaves,
     untracked_of_leaves,
 )
+from ampx.summaries import show_fields
 from ampx.trees import path_name
 from ampx.updates.gradient_norms import sum_squares
 
@@ -73,6 +74,8 @@ class StepReport(NamedTuple):
     phase: jax.Array | None = None
     num_buckets: jax.Array | None = None
     reduced_bytes: jax.Array | None = None
+
+    __repr__ = show_fields
 
 
 def measure_groups(

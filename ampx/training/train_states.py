@@ -26,6 +26,7 @@ from ampx.accumulation.multi_steps import MultiStepsState
 from ampx.loss_scaling.state import LossScaleState, find_scale, has_skipped
 from ampx.overwritten import replace_overwritten, split_optimized, split_overwritten
 from ampx.precision.follow_schedule import PrecisionScheduleState
+from ampx.summaries import show_fields
 from ampx.tree_checks import check_key, check_memory, check_trainable
 from ampx.trees import find_nodes, is_largest
 from ampx.updates.guards import check_made_by
@@ -55,6 +56,8 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     key: jax.Array | None = None
     model_state: Any = None
+
+    __repr__ = show_fields
 
 
 def place_beside(params: Any, state: Any) -> Any:

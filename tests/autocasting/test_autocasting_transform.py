@@ -260,3 +260,11 @@ def test_explaining_changes_no_nnx_module():
     net = make_net()
     ampx.explain(net)(X)
     assert net.dropout.rngs.count[...] == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["jax", "numpy"])
+def test_a_dtype_is_no_function(dtype):
+    with pytest.raises(
+        TypeError, match="fun must be a function.* got the dtype .*float16.*half_dtype="
+    ):
+        ampx.autocast(dtype)

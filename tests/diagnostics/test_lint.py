@@ -1,6 +1,7 @@
 """lint_step: planted faults are found, each by its check, and sound programs give nothing."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -495,6 +496,13 @@ def test_a_report_is_a_table_of_lines_and_fixes():
     step, args = SOUND["shard_map"]()
     report = lint_step(step)(*args)
     assert len(report.reductions) == 3 and str(report).endswith("3, of 76 bytes in all.")
+
+
+def test_a_failed_test_shows_checks_and_lines():
+    step, args = step_of(dynamic(optax.sgd(0.1)), scaled=False)
+    shown = repr(lint_step(step)(*args))
+    assert re.fullmatch(r"LintReport\(loss_scale at test_lint.py:\d+ \(step_of.step\)\)", shown)
+    assert repr(ampx.LintReport(())) == "LintReport(nothing found)"
 
 
 def test_checks_can_be_left_out():

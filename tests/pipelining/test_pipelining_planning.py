@@ -303,7 +303,6 @@ def test_a_plan_for_512_devices(large):
 def test_a_plan_can_be_read(large):
     text = str(large)
     print(text)
-    assert text == repr(large)
     assert "1f1b: 1.06 million parameters on 16 data x 32 stage devices, 32 stages" in text
     assert "device  stages  layers" in text and "\n31" in text
     assert "peak, by the compiler for" in text

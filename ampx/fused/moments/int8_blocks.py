@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from ampx.checking import as_positive_int
+from ampx.summaries import show_fields
 
 BLOCK = 256  # elements that share a scale, unless one says otherwise
 _ONE = 0x3F800000  # the bits of 1.0
@@ -65,6 +66,8 @@ class Int8Blocks(NamedTuple):
 
     codes: jax.Array
     scales: jax.Array
+
+    __repr__ = show_fields
 
     @property
     def signed(self) -> bool:

@@ -25,6 +25,7 @@ from ampx.pipelining.planning.footprints import WIRES, DevicePlan, Footprint
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.simulation import Cost, Simulation
 from ampx.pipelining.shard_map_program import PipelineGradients
+from ampx.summaries import show_fields, show_table
 from ampx.text_tables import format_table
 from ampx.tree_checks import check_arrays, check_key
 
@@ -75,6 +76,9 @@ class Plan:
     seconds: dict[str, float]
     backend: str
 
+    __repr__ = show_fields
+    _repr_html_ = show_table
+
     @property
     def peak_bytes(self) -> int:
         """Memory of a device at its fullest: arguments, results and all in between."""
@@ -119,8 +123,6 @@ class Plan:
         return "\n\n".join(
             ("\n".join(lines), format_table(rows), format_table(memory), format_table(wire))
         )
-
-    __repr__ = __str__
 
 
 def plan(

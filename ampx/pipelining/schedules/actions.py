@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast, get_args
 
 from ampx.checking import shorten
+from ampx.summaries import show_fields
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -40,6 +41,8 @@ class Action(NamedTuple):
     stage: int
     kind: Kind
     microbatch: int
+
+    __repr__ = show_fields
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"

@@ -17,6 +17,7 @@ from ampx.checking import as_bool, check_choice
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.intervals import Interval, Timeline, Value, assign_slots
 from ampx.pipelining.schedules.ticks import Placement, place_in_lockstep, placement_on_grid
+from ampx.summaries import show_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Liveness:
     live: np.ndarray
     peak: tuple[int, ...]
     peak_of_stage: tuple[int, ...]
+
+    __repr__ = show_fields
 
 
 def find_liveness(schedule: Grid, *, merge_chunks: bool, mode: str) -> Liveness:

@@ -28,6 +28,7 @@ from ampx.pipelining.schedules.liveness import Liveness, find_liveness
 from ampx.pipelining.schedules.rendering import render_grid
 from ampx.pipelining.schedules.simulation import Cost, Simulation, run_schedule
 from ampx.pipelining.schedules.validation import check_schedule
+from ampx.summaries import show_fields, show_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,6 +56,9 @@ class Schedule(Grid):
       device 0  F0 F1 .  B0 F2 B1 .  B2
       device 1  .  F0 B0 F1 B1 F2 B2 .
     """
+
+    __repr__ = show_fields
+    _repr_html_ = show_table
 
     def __str__(self) -> str:
         return self.render()

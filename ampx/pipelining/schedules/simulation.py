@@ -26,6 +26,7 @@ from ampx.checking import as_number, as_number_array, check_choice, join_first
 from ampx.pipelining.schedules.actions import Action, needs_of, result_of
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.ticks import place_in_lockstep
+from ampx.summaries import show_fields, show_table
 
 Cost = float | Sequence[float]
 _Costs = dict[str, list[float]]
@@ -54,6 +55,9 @@ class Simulation:
     makespan: float
     busy: tuple[float, ...]
     times: dict[Action, tuple[float, float]] = dataclasses.field(repr=False)
+
+    __repr__ = show_fields
+    _repr_html_ = show_table
 
     def __str__(self) -> str:
         return (
