@@ -20,6 +20,7 @@ from ampx.data_parallel.all_reduce import all_reduce
 from ampx.data_parallel.backward_reduction import reduce_in_backward
 from ampx.data_parallel.bucket_clipping import clip_by_bucket_norm
 from ampx.data_parallel.forward_order import forward_order
+from ampx.data_parallel.gradient_shards import GradientShard
 from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State, zero1, zero1_specs
 from ampx.diagnostics.bucket_timelines import BucketTimeline, bucket_timeline
@@ -75,6 +76,7 @@ __all__ = [
     "DEFAULT_RULES",
     "Explanation",
     "GradResult",
+    "GradientShard",
     "LintFinding",
     "LintReport",
     "LossScaleState",

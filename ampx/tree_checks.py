@@ -27,7 +27,7 @@ import optax
 
 from ampx.checking import check_hyperparameter, join_first, shorten
 from ampx.overwritten import refuse_overwritten, refuse_path
-from ampx.trees import is_float0, path_name, split_trainable
+from ampx.trees import has_mark, is_float0, path_name, split_trainable
 
 # What JAX has no arrays of: objects, words, dates and durations.
 _FOREIGN_KINDS = "OSUmM"
@@ -276,7 +276,13 @@ def broadcast_choice(name: str, choice: Any, tree: Any, is_leaf: Any = None) -> 
 
 
 def check_gradients(
-    name: str, grads: Any, params: Any, part: str = "gradient", *, may_be_many: bool = False
+    name: str,
+    grads: Any,
+    params: Any,
+    part: str = "gradient",
+    *,
+    may_be_many: bool = False,
+    may_be_shards: bool = False,
 ) -> None:
     """Refuses what are no gradients, or not those of `params`, if these are given.
 
@@ -286,6 +292,7 @@ def check_gradients(
       params: parameters, or None.
       part: what a leaf of `grads` is called.
       may_be_many: whether a gradient may be those of single examples, along a first axis.
+      may_be_shards: whether gradients may be `ampx.GradientShard`s, whose `shape` is the whole one.
 
     Raises:
       TypeError: for what are no arrays, and for bools and random keys.
@@ -295,6 +302,8 @@ def check_gradients(
     if grads is None:
         raise TypeError(f"{name} must be a tree of arrays like the parameters, got None")
     check_arrays(name, grads)
+    if not may_be_shards:
+        refuse_shards(name, grads)
     if params is None:
         refuse_overwritten(name, grads)
         return
@@ -313,6 +322,20 @@ def check_gradients(
                 f"{name}: the {part}{_at(path)} has dtype {dtypes[0]}, and is no number: leave its "
                 "parameter out, with optax.masked or optax.partition"
             )
+
+
+def refuse_shards(name: str, grads: Any) -> None:
+    """Refuses gradients of which each device holds its shard.
+
+    Raises:
+      ValueError: if they are.
+    """
+    if has_mark(grads, "is_gradient_shard"):
+        raise ValueError(
+            f"{name} are ampx.GradientShards, this device's shards of summed gradients, and only "
+            "ampx.zero1 takes these: put zero1 around this transformation, or leave out "
+            "scatter_gradients"
+        )
 
 
 def _at(path: Any) -> str:

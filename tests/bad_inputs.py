@@ -300,6 +300,9 @@ for name, make in {
     "dynamic_loss_scale": partial(ampx.dynamic_loss_scale, SGD),
     "static_loss_scale": partial(ampx.static_loss_scale, SGD, 8.0),
     "all_reduce": partial(ampx.all_reduce, "data"),
+    "value_and_grad": partial(
+        ampx.value_and_grad, loss_fn, axis_name="data", scatter_gradients=True
+    ),
 }.items():
     add(f"{name}.model_axes", lambda v, make=make: make(model_axes=v), NO_NAMES)
 ZERO = ampx.zero1(SGD, "data")

@@ -107,7 +107,7 @@ CALLS = {
     "static_loss_scale": partial(ampx.static_loss_scale, SGD, scale=2.0),
     "trace_overflow": partial(ampx.trace_overflow, fun=loss_fn),
     "train_step": partial(ampx.train_step, loss_fn=loss_fn, tx=SGD, axis_name="data"),
-    "value_and_grad": partial(ampx.value_and_grad, loss_fn=loss_fn),
+    "value_and_grad": partial(ampx.value_and_grad, loss_fn=loss_fn, axis_name="data"),
     "zero1": partial(ampx.zero1, SGD, axis_name="data"),
     "fused.adadelta": partial(fused.adadelta, learning_rate=0.1),
     "fused.adagrad": partial(fused.adagrad, learning_rate=0.1),
@@ -142,6 +142,9 @@ OWN_CALLS = {
     ("plotting.plot_exponents", "loss_scale"): exponents,
     ("plotting.plot_training", "smoothing"): training_plot,
     ("zero1_specs", "axis_name"): specs,
+    ("value_and_grad", "bucket_bytes"): partial(
+        ampx.value_and_grad, loss_fn, axis_name="data", scatter_gradients=True
+    ),
     ("half_function", "fun"): ampx.half_function,
     ("float_function", "fun"): ampx.float_function,
     ("promote_function", "fun"): ampx.promote_function,

@@ -51,6 +51,7 @@ from ampx.accumulation.normalization import (
     unpack_output,
 )
 from ampx.accumulation.results import GradResult
+from ampx.accumulation.scattering import GradientScatter, make_scattering
 from ampx.accumulation.sparse_rows import (
     as_tables,
     densify,
@@ -99,6 +100,9 @@ def value_and_grad(
     axis_name: str | Sequence[str] | None = None,
     remainder: Remainder = "error",
     sparse_rows: Mapping[str, Callable[[Any], jax.Array]] | None = None,
+    scatter_gradients: bool = False,
+    bucket_bytes: int | None = None,
+    model_axes: Any = None,
 ) -> Callable[..., GradResult]:
     """`jax.value_and_grad` at a precision, with a loss scale, over micro-batches.
 
@@ -137,6 +141,11 @@ def value_and_grad(
         from the batch to the indices it reads. In the place of that parameter `loss_fn` then gets
         the rows already read, `table[indices]`, and the gradient is a `SparseRows`. With
         `axis_name` it is dense, because a sum over devices would add up the indices too.
+      scatter_gradients: with `axis_name`, reduce-scatter the gradients of each micro-batch, bucket
+        by bucket, and add up shards (ZeRO-2): sums take 1/n of the memory on n devices, and k times
+        the bytes travel. `grads` are then `GradientShard`s, for `ampx.zero1` alone.
+      bucket_bytes: see `ampx.bucket_layout`; for `scatter_gradients`.
+      model_axes: as for `ampx.zero1`; for `scatter_gradients`.
 
     Returns:
       `g(params, batch, *, loss_scale=1.0, key=None, model_state=None) -> GradResult`. Micro-batch
@@ -169,6 +178,7 @@ def value_and_grad(
     accumulator_dtype = as_dtype("accumulator_dtype", accumulator_dtype, "sum")
     axes = as_axes(axis_name, may_be_empty=True)
     tables = as_tables(sparse_rows)
+    scattering = make_scattering(scatter_gradients, axes, bucket_bytes, model_axes, tables)
 
     def grads_at(
         recipe: Recipe | None,
@@ -191,8 +201,9 @@ def value_and_grad(
         if flax_modules.is_nnx_module(params):
             if model_state is not None:
                 raise ValueError("an nnx module brings its own state: leave model_state out")
-            if tables:
-                raise ValueError("sparse_rows needs a tree of parameters, not an nnx module")
+            if tables or scattering:
+                name = "sparse_rows" if tables else "scatter_gradients"
+                raise ValueError(f"{name} needs a tree of parameters, not an nnx module")
             fun, params, measured, model_state = _as_function(fun, params, has_aux, wrt)
         if has_flat(params):
             if tables:
@@ -206,6 +217,7 @@ def value_and_grad(
             fun = functools.partial(_call_merged, fun, rest)
         scale = as_scale(loss_scale)
         key = fold_in_device(key, axes)
+        scatter = scattering.begin(params) if scattering and differentiate else None
         # Under check_vma=True JAX sums the gradient of a replicated parameter over the devices by
         # itself, once a micro-batch; a sum by the caller would count every device n times.
         params = mark_varying(params, axes)
@@ -257,6 +269,7 @@ def value_and_grad(
         if num_microbatches == 1:
             # No scan and no accumulator of zeros: bit for bit what jax.value_and_grad gives.
             grads, model_state, (loss, weight, aux) = one(batch, mask, 0, model_state)
+            grads = grads if scatter is None else scatter.scatter(grads)
             per_microbatch = jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, weight, aux))
         else:
             split = split_microbatches((batch, mask), num_microbatches)
@@ -266,9 +279,9 @@ def value_and_grad(
                     params,
                     lambda name, leaf: None if name in tables else _zeros(leaf, accumulator_dtype),
                 )
-                zeros = lowest_overwritten(zeros)
+                zeros = lowest_overwritten(zeros if scatter is None else scatter.cut_zeros(zeros))
             grads, model_state, per_microbatch = _scan(
-                one, zeros, split, num_microbatches, model_state
+                one, zeros, split, num_microbatches, model_state, scatter
             )
         if axes:
             # A sum over devices adds arrays element by element. Rows of different indices must not
@@ -279,13 +292,16 @@ def value_and_grad(
         loss, grads, weight, aux = normalize_sums(
             grads, losses, weights, auxes, normalize, aux_reduction, axes, num_rows, rows_each
         )
+        sent = None
+        if scatter is not None:
+            grads, sent = scatter.finish(grads, num_microbatches)
         grads = merge_trainable(grads, take_largest(overwritten, axes))
         if measured is not None:
             # To whoever trains an nnx model these are a part of its state, which a step changes.
             if differentiate:
                 grads, measured = grads["params"], grads[flax_modules.OVERWRITE]
             model_state = flax_modules.merge_states(model_state, measured)
-        return GradResult(loss, grads, weight, aux, model_state)
+        return GradResult(loss, grads, weight, aux, model_state, reduction=sent)
 
     if isinstance(policy, PrecisionSchedule):
         return switch_by_phase([functools.partial(grads_at, recipe) for recipe in policy.recipes])
@@ -298,8 +314,9 @@ def _scan(
     split: Any,
     num_microbatches: int,
     model_state: Any,
+    scatter: GradientScatter | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Runs `one` on each micro-batch in turn, and adds its gradients to `zeros`.
+    """Runs `one` on each micro-batch in turn, and adds its gradients, or shards, to `zeros`.
 
     Returns:
       Gradients, the last model state, and (losses, weights, auxiliary outputs) with a leading axis
@@ -315,6 +332,7 @@ def _scan(
         (microbatch, mask), index = xs
         grads, state, outputs = one(microbatch, mask, index, state)
         dense, sparse = split_sparse(grads)
+        dense = dense if scatter is None else scatter.scatter(dense)
         sums = add_gradients(sums, dense)
         return (sums, state), (sparse, outputs)
 

@@ -42,7 +42,7 @@ from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes, mark_varying
 from ampx.model_axes import as_model_axes
 from ampx.summaries import show_fields
-from ampx.tree_checks import check_like, check_scalar
+from ampx.tree_checks import check_like, check_scalar, refuse_shards
 from ampx.trees import find_nodes, has_mark, wider_dtype
 from ampx.updates.branching import run_unless
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
@@ -173,6 +173,7 @@ def multi_steps(
                 "the transformation inside reduces gradients over mapped axes, so all devices must "
                 "agree on what to drop: give multi_steps axis_names, as in axis_names='data'"
             )
+        refuse_shards("updates", updates)  # sums of calls are whole; inside zero1 they are shards
         divided = as_model_axes(model_axes)
         extra_args |= divided.as_extra_args()
         named = (*settings.axes, *divided.names)

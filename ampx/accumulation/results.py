@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ampx.data_parallel.reduction import ReductionState
 from ampx.summaries import show_fields
 
 
@@ -17,13 +18,15 @@ class GradResult(NamedTuple):
       grads: in the shapes of the parameters, float32 (float64 for float64 gradients), divided by
         the total weight, and still multiplied by the loss scale; of leaves that are replaced by
         their gradient, as the scales of flax's layers in 8 bits, the new value as it is; None if
-        only the loss was asked for.
+        only the loss was asked for. With `scatter_gradients`, `GradientShard`s of these.
       weight: float32 scalar, the total weight over micro-batches and, with `axis_name`, devices.
       aux: auxiliary output, reduced over micro-batches; None without `has_aux`.
       model_state: the state after the last micro-batch; None where none was given.
       verdict: int32[2], what `ampx.count_nonfinite` found in the gradients before they were summed
         over devices: arrays with an infinity, arrays with a NaN. None where they have not been
-        summed yet, so that the optimizer can still look for itself.
+        summed yet, so that the optimizer can still look for itself, and with `scatter_gradients`.
+      reduction: with `scatter_gradients`, what each device handed to the reductions of all
+        micro-batches; else None.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -38,5 +41,6 @@ class GradResult(NamedTuple):
     aux: Any = None
     model_state: Any = None
     verdict: jax.Array | None = None
+    reduction: ReductionState | None = None
 
     __repr__ = show_fields

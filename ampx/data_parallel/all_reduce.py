@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from ampx.data_parallel.reduction import Op, ReductionState, make_reduction
 from ampx.model_axes import as_model_axes, find_own_axes
 from ampx.overwritten import refuse_overwritten
-from ampx.tree_checks import check_arrays
+from ampx.tree_checks import check_arrays, refuse_shards
 
 
 def all_reduce(
@@ -124,6 +124,7 @@ def all_reduce(
         **extra_args: Any,
     ) -> tuple[Any, ReductionState]:
         check_arrays("updates", updates)
+        refuse_shards("updates", updates)
         refuse_overwritten("updates", updates)
         axes = divided if model_axes is None else as_model_axes(model_axes)
         own_axes = find_own_axes(updates, params, axes)

@@ -14,21 +14,27 @@ joined side by side, so that one collective moves many leaves (here n = 2 device
     all-gather        f32[7] on device i        ->  row i of f32[2, 7] on each device
 
 No padding is needed, since n divides the axis. A leaf without such an axis stays whole everywhere.
+
+A leaf may be divided over some of the axes already, as experts are: a device's part of it is then a
+leaf of its own, and n counts the devices along the other axes, which hold the same part. Where no
+axis is left, the device keeps its part and its gradient, and nothing travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ampx.data_parallel.gradient_shards import GradientShard, is_gradient_shard
 from ampx.data_parallel.reduction import Reduction
 from ampx.data_parallel.shard_layouts import choose_shard_dim, take_own_shard
 from ampx.flat_buffers.buckets import bucket_layout
 from ampx.mesh_axes import count_devices, varying_axes
+from ampx.trees import path_name
 
 
 class ShardExchange:
@@ -36,53 +42,106 @@ class ShardExchange:
 
     Attributes:
       reduction: how gradients are widened, summed and put into buckets.
-      axes: the mapped axes over which leaves are divided.
-      count: devices along them, the n of the picture above.
+      own_axes: for each leaf the mapped axes over which it is divided already.
+      axes: for each leaf the other axes of the reduction, over which it is summed and divided.
+      counts: for each leaf the devices along these, the n of the picture above.
       shapes: whole shapes of the leaves.
       dims: for each leaf the axis along which it is divided; None for one that is not.
       divided: places and axes of those that are.
     """
 
-    def __init__(self, reduction: Reduction, params: Any) -> None:
+    def __init__(
+        self, reduction: Reduction, params: Any, own_axes: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        leaves = jax.tree.leaves(params)
         self.reduction = reduction
-        self.axes = reduction.axes
-        self.count = count_devices(self.axes)
-        self.shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-        self.dims = [choose_shard_dim(shape, self.count) for shape in self.shapes]
+        self.own_axes = own_axes or [()] * len(leaves)
+        self.axes = [tuple(a for a in reduction.axes if a not in own) for own in self.own_axes]
+        self.counts = [count_devices(axes) for axes in self.axes]
+        self.shapes = [jnp.shape(leaf) for leaf in leaves]
+        self.dims = [
+            choose_shard_dim(shape, count) if axes else None
+            for shape, count, axes in zip(self.shapes, self.counts, self.axes, strict=True)
+        ]
         self.divided = {i: dim for i, dim in enumerate(self.dims) if dim is not None}
 
     def take_own_shards(self, tree: Any) -> Any:
         """Cuts this device's shards out of a tree that all devices hold."""
-        shards = map(take_own_shard, jax.tree.leaves(tree), self.dims, [self.axes] * len(self.dims))
+        shards = map(take_own_shard, jax.tree.leaves(tree), self.dims, self.axes)
         return jax.tree.unflatten(jax.tree.structure(tree), list(shards))
+
+    def cut_zeros(self, zeros: Any) -> Any:
+        """Cuts zeros to the shapes of shards; those of one device are like those of any other."""
+        leaves, structure = jax.tree.flatten(zeros)
+        for i, dim in self.divided.items():
+            size = self.shapes[i][dim] // self.counts[i]
+            leaves[i] = lax.slice_in_dim(leaves[i], 0, size, axis=dim)
+        return structure.unflatten(leaves)
 
     def scatter(self, grads: Any) -> tuple[Any, list[int]]:
         """Reduces gradients to this device's shards, and counts the bytes handed over for them.
 
-        Leaves that are not divided are reduced as by `ampx.all_reduce`, and returned whole.
+        Leaves that are not divided are reduced as by `ampx.all_reduce`, and returned whole. What
+        was scattered before is taken as it is.
         """
-        leaves, structure = jax.tree.flatten(self.reduction.widen(grads))
-        rows = [self._rows(leaves[i], i) for i in self.divided]
-        whole = [leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None]
+        leaves, structure = jax.tree.flatten(grads, is_leaf=is_gradient_shard)
+        if any(map(is_gradient_shard, leaves)):
+            return structure.unflatten(self._scattered_before(grads)), []
+        shards, sent = self.scatter_divided(grads)
+        sums, sent_whole = self.sum_undivided(shards)
+        return sums, [*sent, *sent_whole]
 
+    def scatter_divided(self, grads: Any) -> tuple[Any, list[int]]:
+        """Does what `scatter` does with leaves that are divided, and leaves others as they are."""
+        given, structure = jax.tree.flatten(grads)
+        wide = jax.tree.leaves(self.reduction.widen(grads))
         sent: list[int] = []
 
         # On one device nothing travels, and nothing is counted.
-        def scatter_rows(rows: jax.Array) -> jax.Array:
-            if self.count > 1:
+        def scatter_rows(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+            if count_devices(axes) > 1:
                 sent.append(rows.nbytes)
-            return lax.psum_scatter(rows, self.axes)  # [n, width] -> this device's row, summed
+            return lax.psum_scatter(rows, axes)  # [n, width] -> this device's row, summed
 
-        received = self._in_buckets(rows, scatter_rows)
-        shards = dict(zip(self.divided, received, strict=True))
-        sums, sent_whole = self.reduction.sum_over_devices(whole)
-        rest = iter(sums)  # the sums of `whole`, in its order
-        parts = [
-            next(rest) if dim is None else self._shard(shards[i], i)
-            for i, dim in enumerate(self.dims)
-        ]
-        shards_of_tree = jax.tree.unflatten(structure, parts)
-        return self.reduction.narrow(shards_of_tree, grads), [*sent, *sent_whole]
+        received = self._in_buckets([self._rows(wide[i], i) for i in self.divided], scatter_rows)
+        for i, row in zip(self.divided, received, strict=True):
+            given[i] = self.reduction.narrow(self._shard(row, i), given[i])
+        return structure.unflatten(given), sent
+
+    def sum_undivided(self, grads: Any) -> tuple[Any, list[int]]:
+        """Sums the leaves that are not divided over devices, and counts the bytes sent."""
+        leaves, structure = jax.tree.flatten(grads)
+        places = [i for i in range(len(leaves)) if i not in self.divided]
+        whole = [leaves[i] for i in places]
+        own_axes = [self.own_axes[i] for i in places]
+        wide = self.reduction.widen(whole)
+        sums, sent = self.reduction.sum_over_devices(wide, own_axes=own_axes)
+        for i, leaf in zip(places, self.reduction.narrow(sums, whole), strict=True):
+            leaves[i] = leaf
+        return structure.unflatten(leaves), sent
+
+    def mark(self, grads: Any) -> Any:
+        """Marks what `scatter` returned, so that nobody takes a shard for the whole."""
+        leaves, structure = jax.tree.flatten(grads)
+        marked = map(GradientShard, leaves, self.shapes, self.axes)
+        return structure.unflatten(list(marked))
+
+    def _scattered_before(self, grads: Any) -> list[jax.Array]:
+        """The shards of marked gradients.
+
+        Raises:
+          ValueError: if they are divided in another way.
+        """
+        paths, _ = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_gradient_shard)
+        for (path, leaf), axes, shape in zip(paths, self.axes, self.shapes, strict=True):
+            if not is_gradient_shard(leaf) or (leaf.axes, leaf.shape) != (axes, shape):
+                found = f"over {leaf.axes}" if is_gradient_shard(leaf) else "over nothing"
+                raise ValueError(
+                    f"the gradient at {path_name(path) or 'the root'} was scattered {found}, and "
+                    f"zero1 divides its parameter over {axes}: give value_and_grad, or train_step, "
+                    "and zero1 the same axis_name and the same model_axes"
+                )
+        return [leaf.value for _, leaf in paths]
 
     def gather(self, updates: Sequence[Any]) -> list[Any]:
         """Gathers whole updates from every device's shards, in the dtypes that updates have.
@@ -91,8 +150,8 @@ class ShardExchange:
         """
         rows = [jnp.moveaxis(updates[i], dim, 0).reshape(-1) for i, dim in self.divided.items()]
 
-        def gather_row(row: jax.Array) -> jax.Array:
-            return lax.all_gather(row, self.axes, to="invarying")  # [width] -> [n, width]
+        def gather_row(row: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+            return lax.all_gather(row, axes, to="invarying")  # [width] -> [n, width]
 
         whole = dict(zip(self.divided, self._in_buckets(rows, gather_row), strict=True))
         return [
@@ -102,10 +161,10 @@ class ShardExchange:
 
     def _rows(self, leaf: jax.Array, place: int) -> jax.Array:
         """A matrix with a row for each device, which holds that device's shard: [n, size / n]."""
-        return jnp.moveaxis(leaf, self.divided[place], 0).reshape(self.count, -1)
+        return jnp.moveaxis(leaf, self.divided[place], 0).reshape(self.counts[place], -1)
 
     def _shard(self, row: jax.Array, place: int) -> jax.Array:
-        return self._restore(row, place, self.count)
+        return self._restore(row, place, self.counts[place])
 
     def _whole(self, rows: jax.Array, place: int) -> jax.Array:
         return self._restore(rows, place, 1)
@@ -116,19 +175,23 @@ class ShardExchange:
         length = shape.pop(dim) // parts
         return jnp.moveaxis(flat.reshape(length, *shape), 0, dim)
 
-    def _in_buckets(self, rows: Sequence[jax.Array], move: Any) -> list[jax.Array]:
+    def _in_buckets(
+        self, rows: Sequence[jax.Array], move: Callable[[jax.Array, tuple[str, ...]], jax.Array]
+    ) -> list[jax.Array]:
         """Applies `move` to the arrays of one bucket at a time, joined along the last axis."""
+        axes = [self.axes[i] for i in self.divided]
         # The layout is that of one row of each matrix, the same for every device's row. In a list
         # the path of a leaf is its place: "0", "1" and so on.
         layout = bucket_layout(
             [jax.ShapeDtypeStruct(row.shape[-1:], row.dtype) for row in rows],
             bucket_bytes=self.reduction.bucket_bytes,
-            group_of=lambda path, leaf: varying_axes(rows[int(path)]),
+            group_of=lambda path, leaf: (varying_axes(rows[int(path)]), axes[int(path)]),
         )
         moved: dict[int, jax.Array] = {}
         for number, bucket in enumerate(layout.buckets):
             with jax.named_scope(f"ampx.bucket_{number}"):
-                joined = move(jnp.concatenate([rows[i] for i in bucket.leaves], axis=-1))
+                joined = jnp.concatenate([rows[i] for i in bucket.leaves], axis=-1)
+                joined = move(joined, axes[bucket.leaves[0]])
             places = zip(bucket.leaves, bucket.offsets, bucket.sizes, strict=True)
             for i, offset, size in places:
                 moved[i] = lax.slice_in_dim(joined, offset, offset + size, axis=-1)

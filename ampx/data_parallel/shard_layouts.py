@@ -71,11 +71,23 @@ class Layout:
 
     def divided_by(self, axes: tuple[str, ...], dim: int | None) -> Layout:
         """The layout of the parts into which `axes` divide each part; None divides nothing."""
-        if dim is None:
+        if dim is None or not axes:
             return self
         entries = list(self.of_rank(max(dim + 1, len(self.entries))))
         entries[dim] = (*entries[dim], *axes)
         return dataclasses.replace(self, entries=tuple(entries))
+
+    def divided_further(
+        self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]
+    ) -> Layout:
+        """The layout of a whole array of this shape, after `zero1` over `axes` has divided it.
+
+        Devices along those of `axes` that divide it already hold different parts: these are divided
+        over the others alone.
+        """
+        left = tuple(axis for axis in axes if axis not in self.axes)
+        part = self.part_shape(shape, sizes)
+        return self.divided_by(left, choose_shard_dim(part, math.prod(sizes[a] for a in left)))
 
     def whole_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the whole array, from that of a part and the sizes of the mesh axes."""

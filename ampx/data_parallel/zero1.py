@@ -31,7 +31,7 @@ number of all elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +46,7 @@ from ampx.data_parallel.reduction import (
     make_reduction,
 )
 from ampx.data_parallel.shard_exchange import ShardExchange
-from ampx.data_parallel.shard_layouts import WHOLE, Layout, choose_shard_dim, layout_of_spec
+from ampx.data_parallel.shard_layouts import WHOLE, Layout, layout_of_spec
 from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
 from ampx.mesh_axes import as_axes, check_axes_of_mesh, count_devices, varying_axes
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
@@ -63,8 +63,8 @@ class Zero1State(NamedTuple):
 
     Attributes:
       reduction: what the last update handed to its reduce-scatters, and to the all-reduces of
-        parameters that are not divided; see `ReductionState`. The gather of the updates, which
-        travel in their own dtype, is not in it.
+        parameters that are not divided; see `ReductionState`. Nothing, if gradients came as
+        `GradientShard`s. The gather of the updates, which travel in their own dtype, is not in it.
       inner_state: the state of the wrapped transformation, in the shapes and dtypes that it has
         without sharding: outside of `shard_map` whole arrays, inside this device's shards.
       gradient_norm: float32 scalar, norm of the reduced gradients that the last update took; 0
@@ -85,6 +85,7 @@ class Zero1State(NamedTuple):
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
     holds_shards = True  # of the inner state, inside `shard_map`
+    takes_gradient_shards = True  # see `tree_checks.check_gradients`
 
 
 def zero1(
@@ -118,7 +119,11 @@ def zero1(
     that the devices along "model" share counts once. With `check_vma=True` types say which
     parameters are divided. With `check_vma=False`, and in `vmap`, name the axes as `model_axes`.
     Adafactor and others that sum over some axes of an array and not over all need to know which
-    of them is divided: give them a tree of `PartitionSpec` in both cases.
+    of them is divided: give them a tree of `PartitionSpec` in both cases. So do experts that are
+    divided over one of `axis_name`: they are summed and divided over the others alone.
+
+    Gradients may be `GradientShard`s, as `ampx.value_and_grad(scatter_gradients=True)` makes them:
+    that is ZeRO-2.
 
     Args:
       inner: an optax transformation.
@@ -138,7 +143,8 @@ def zero1(
       TypeError: if `inner` is not a gradient transformation, or `model_axes` names no axes.
       NameError: in `update`, outside of `shard_map`.
       ValueError: in `update`, without parameters, for gradients that are reduced already, for a
-        state that is not sharded, or for a parameter that `model_axes` divides over `axis_name`.
+        state that is not sharded, or for a parameter that differs along `axis_name` by its type and
+        not by `model_axes`.
       NotImplementedError: in `update`, for an operation that shards do not allow.
 
     References:
@@ -189,17 +195,18 @@ def zero1(
         if params is None:
             raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
         check_update("zero1", Zero1State, updates, state, params)
-        exchange = ShardExchange(reduction.with_op(reduce_op), params)
         # `train_step` hands its own setting down. `inner` gets none: it sees whole arrays.
         setting = own_setting if own_setting.names else as_model_axes(model_axes)
         model_layouts = _model_layouts(params, setting, axes)
+        own_axes = [layout.axes for layout in model_layouts]
+        exchange = ShardExchange(reduction.with_op(reduce_op), params, own_axes)
         sizes = {axis: count_devices([axis]) for each in model_layouts for axis in each.axes}
         sizes |= {axis: count_devices([axis]) for axis in axes}
         # How each leaf of the parameters is divided in the end, and the shapes with which `inner`
         # is traced: whole ones, with all that "model" has divided.
         layouts = [
-            layout.divided_by(axes, dim)
-            for layout, dim in zip(model_layouts, exchange.dims, strict=True)
+            layout.divided_by(left, dim)
+            for layout, left, dim in zip(model_layouts, exchange.axes, exchange.dims, strict=True)
         ]
         whole_params = _whole_shapes(params, model_layouts, sizes)
         # What a checkpoint holds. Shapes alone: nothing is allocated for it.
@@ -215,9 +222,9 @@ def zero1(
         # whole shapes with which it is traced.
         held = (grads, state.inner_state, exchange.take_own_shards(params))
         whole = (
-            _whole_shapes(updates, model_layouts, sizes, dtypes_of=grads),
+            _whole_shapes(params, model_layouts, sizes, like=grads),
             # An update may have given the state another dtype than `init` did.
-            _whole_shapes(whole_state, [WHOLE] * len(state_layouts), {}, state.inner_state),
+            _whole_shapes(whole_state, [WHOLE] * len(state_layouts), {}, like=state.inner_state),
             whole_params,
         )
 
@@ -246,31 +253,37 @@ def zero1(
 
 
 def _whole_shapes(
-    tree: Any, layouts: Sequence[Layout], sizes: Mapping[str, int], dtypes_of: Any = None
+    tree: Any, layouts: Sequence[Layout], sizes: Mapping[str, int], like: Any = None
 ) -> Any:
-    """The whole shapes of a tree of parts, with the dtypes of another tree if one is given."""
-    leaves, structure = jax.tree.flatten(tree)
-    like = leaves if dtypes_of is None else jax.tree.leaves(dtypes_of)
+    """The whole shapes of a tree of parts, with structure and dtypes of another if one is given."""
+    kinds, structure = jax.tree.flatten(tree if like is None else like)
     shapes = [
-        jax.ShapeDtypeStruct(layout.whole_shape(jnp.shape(leaf), sizes), of.dtype)
-        for leaf, layout, of in zip(leaves, layouts, like, strict=True)
+        jax.ShapeDtypeStruct(layout.whole_shape(jnp.shape(leaf), sizes), kind.dtype)
+        for leaf, layout, kind in zip(jax.tree.leaves(tree), layouts, kinds, strict=True)
     ]
     return jax.tree.unflatten(structure, shapes)
 
 
 def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list[Layout]:
-    """How each parameter is divided before `zero1` divides it over `axes`.
+    """How each parameter is divided before `zero1` divides it over the rest of `axes`.
 
     Raises:
-      ValueError: for a parameter that is divided over `axes` already, and for a scalar that differs
-        between the devices along others: the whole of which it is a part has no shape.
+      ValueError: for a parameter whose type says that it may differ along `axes` where the setting
+        does not, since a pcast makes such of any; and for a scalar that differs between the devices
+        along some axis: the whole of which it is a part has no shape.
     """
     layouts = []
     of_leaves = axes_of_leaves(params, setting)
     with_paths = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), further in zip(with_paths, of_leaves, strict=True):
         name = path_name(path)
-        _check_not_divided(name, {*setting.of_path(name), *varying_axes(leaf)}, axes)
+        if unnamed := sorted(varying_axes(leaf) & set(axes) - set(setting.of_path(name))):
+            raise ValueError(
+                f"the parameter at {name or 'the root'} may differ along {unnamed} by its type, "
+                "and zero1 is for parameters that are the same along its axes. If they divide this "
+                "one, as they do experts, name them for it in model_axes. Otherwise give zero1 the "
+                "parameters as they were before any lax.pcast"
+            )
         if further and not jnp.ndim(leaf):
             raise ValueError(
                 f"the parameter at {name or 'the root'} is a scalar that is divided over "
@@ -279,16 +292,6 @@ def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list
             )
         layouts.append(layout_of_spec(setting.spec_of_path(name), further, jnp.ndim(leaf)))
     return layouts
-
-
-def _check_not_divided(name: str, divided: Collection[str], axes: Sequence[str]) -> None:
-    if twice := sorted(set(divided) & set(axes)):
-        raise ValueError(
-            f"the parameter at {name or 'the root'} is divided over {twice}, by model_axes or by "
-            "its type, and zero1 over these axes is for parameters that are the same along them. "
-            "Give zero1 parameters as they were before any lax.pcast, and update one that is "
-            "divided outside of zero1, for example with optax.partition"
-        )
 
 
 def _match_parameters(
@@ -381,14 +384,11 @@ def zero1_specs(
     if not find_nodes(state, Zero1State):
         raise ValueError("there is no ampx.zero1 in this transformation: its state is not divided")
     model_layouts = [
-        _layout_on_mesh(path_name(path), jnp.shape(leaf), setting, axes, mesh.shape)
+        _layout_on_mesh(path_name(path), jnp.shape(leaf), setting, mesh.shape)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     ]
-    count = math.prod(mesh.shape[axis] for axis in axes)
     layouts = [
-        layout.divided_by(
-            axes, choose_shard_dim(layout.part_shape(jnp.shape(leaf), mesh.shape), count)
-        )
+        layout.divided_further(jnp.shape(leaf), axes, mesh.shape)
         for leaf, layout in zip(jax.tree.leaves(params), model_layouts, strict=True)
     ]
     of_shard, of_part = (_match_parameters(params, each) for each in (layouts, model_layouts))
@@ -412,7 +412,6 @@ def _layout_on_mesh(
     name: str,
     shape: Sequence[int],
     setting: ModelAxes,
-    axes: Sequence[str],
     sizes: Mapping[str, int],
 ) -> Layout:
     """How a whole parameter is divided over the axes of the setting.
@@ -420,7 +419,6 @@ def _layout_on_mesh(
     Raises:
       ValueError: if that is not known, or cannot be.
     """
-    _check_not_divided(name, setting.of_path(name), axes)
     spec, of_leaf = setting.spec_of_path(name), setting.of_path(name)
     if of_leaf and spec is None:
         raise ValueError(

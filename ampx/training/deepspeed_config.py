@@ -96,7 +96,8 @@ def read_deepspeed_config(
     `bf16.enabled`                      O2 in bfloat16, norm layers in half too, no loss scale
     `gradient_accumulation_steps` (1)   `num_microbatches`
     `gradient_clipping`                 `max_grad_norm`; 0 is off
-    `zero_optimization.stage` (0)       1: `ampx.zero1` around the optimizer, and the clip inside
+    `zero_optimization.stage` (0)       1: `ampx.zero1` around the optimizer, and the clip inside;
+                                        2: the same, and `scatter_gradients`
     ==================================  ===========================================================
 
     The numbers in brackets are the defaults. Two things stay ampx's own: gradients of micro-batches
@@ -144,13 +145,16 @@ def read_deepspeed_config(
         "num_microbatches": _read_accumulation(config),
         "axis_name": axes or None,
     }
-    if _read_zero_stage(config) == 0:
+    stage = _read_zero_stage(config)
+    if stage == 0:
         return tx, settings
     if not axes:
         raise ValueError(
-            "config['zero_optimization']['stage']=1 needs axis_name, the mapped axes of shard_map "
-            "that the batch is split over, as in axis_name='data'"
+            f"config['zero_optimization']['stage']={stage} needs axis_name, the mapped axes of "
+            "shard_map that the batch is split over, as in axis_name='data'"
         )
+    if stage == 2:
+        settings["scatter_gradients"] = True
     # Outside of `zero1` gradients are each device's own, so the clip moves inside.
     clip = settings.pop("max_grad_norm")
     inner = tx if clip is None else optax.chain(optax.clip_by_global_norm(clip), tx)
@@ -265,15 +269,14 @@ def _read_zero_stage(config: Mapping[str, Any]) -> int:
         },
     )
     stage = as_int(f"{where}['stage']", section.get("stage", 0))
-    if stage in (0, 1):
+    if stage in (0, 1, 2):
         return stage
     what = {
-        2: "gradients are divided only for the update: stage 1 gives the same numbers",
         3: "under plain jit parameters are divided by their shardings: write 0, and shard them",
     }
     raise ValueError(
         f"{where}['stage']={stage} is not translated: "
-        + what.get(stage, "stages are 0, 1, 2 and 3, and ampx has the first two")
+        + what.get(stage, "stages are 0, 1, 2 and 3, and ampx has the first three")
     )
 
 

@@ -22,7 +22,8 @@
 
 Every line is a pure function of those above it, so XLA is free to overlap them. Steps 3 and 4 are
 here only where `axis_name` is given. A pipeline does them inside step 2, `ampx.zero1` does step 4
-inside step 5, and under plain `jit` arrays are global and JAX reduces them.
+inside step 5, and under plain `jit` arrays are global and JAX reduces them. `scatter_gradients`
+does step 4 in step 2, after each micro-batch; the verdict is then taken from shards of the sums.
 
 A fused optimizer takes 5 and 6 in one pass over memory (`ampx.fused.apply`). Around any other, both
 stand in one branch, which a skipped step does not take (`loss_scaling.transitions`).
@@ -308,19 +309,25 @@ class TrainStep:
         counts, is_too_large = judge([grads], [scale], axes)
         about = {}
         inside = bool(find_nodes(opt_state, Zero1State))  # it reduces inside `tx`
+        if result.reduction is not None and not inside:
+            raise ValueError(
+                "scatter_gradients=True gives each device its shards of the gradients, and tx has "
+                "no ampx.zero1, which alone takes them: write zero1(tx, axis_name)"
+            )
         if is_judged:
             overlaps = self.reduction.overlaps and not inside
             about = {"verdict": Verdict(counts[0], axes, is_too_large, overlaps)}
         if inside:  # and must be told the op
-            return grads, {**about, "reduce_op": self.reduction.op}, {}
+            sent = {} if result.reduction is None else result.reduction._asdict()
+            return grads, {**about, "reduce_op": self.reduction.op}, sent
         if find_nodes(opt_state, ReductionState):
             raise ValueError(
                 "tx reduces gradients, and so does train_step(axis_name="
                 f"{self.reduction.axes}): leave all_reduce out of tx"
             )
         own_axes = find_own_axes(grads, split_optimized(now.params)[0], self.model_axes)
-        reduced, sent = self.reduction.reduce(grads, jnp.sum(counts), own_axes)
-        return reduced, about, sent._asdict()
+        reduced, state = self.reduction.reduce(grads, jnp.sum(counts), own_axes)
+        return reduced, about, state._asdict()
 
     @jax.named_scope("ampx.update")
     def _apply(

@@ -51,7 +51,7 @@ class StepReport(NamedTuple):
         without one.
       num_buckets: int32 scalar, the reductions of gradients over `axis_name`, see
         `ampx.ReductionState`; None where the step does none itself: without `axis_name`, or with
-        `ampx.zero1`, whose state has it.
+        `ampx.zero1`, whose state has it. With `scatter_gradients` those of all micro-batches.
       reduced_bytes: float32 scalar, the bytes that each device handed to them; None as
         `num_buckets`.
 

@@ -61,6 +61,7 @@ def train_step(
     bucket_bytes: int | None = None,
     tail_overlap: bool | None = None,
     model_axes: Any = None,
+    scatter_gradients: bool = False,
 ) -> TrainStep:
     """Builds a training step from a loss and an optimizer.
 
@@ -108,6 +109,7 @@ def train_step(
         `check_vma=True` types tell all this. Norms inside transformations of optax itself, such as
         `optax.clip_by_global_norm` in a chain, are those of the shard in either case; but inside
         `ampx.zero1` they are those of the whole.
+      scatter_gradients: see `ampx.value_and_grad`; with an `ampx.zero1` as `tx` that is ZeRO-2.
 
     Returns:
       A `TrainStep`.
@@ -148,6 +150,7 @@ def train_step(
             bucket_bytes=bucket_bytes,
             tail_overlap=tail_overlap,
             model_axes=model_axes,
+            scatter_gradients=scatter_gradients,
         )
         # It decides how parameters are stored, and what happens to the loss scale.
         policy = loss_fn.precision_schedule or loss_fn.recipe
@@ -171,6 +174,8 @@ def train_step(
             axis_name=axis_name,
             remainder=remainder,
             sparse_rows=sparse_rows,
+            scatter_gradients=scatter_gradients,
+            **_choose_scattering(scatter_gradients, bucket_bytes, model_axes),
         )
     )
     reduction = _choose_reduction(axis_name, bucket_bytes, tail_overlap)
@@ -226,6 +231,12 @@ def _refuse_options(**options: Any) -> None:
                 f"{name}={value!r} belongs to the pipeline: give it to "
                 "ampx.pipelining.value_and_grad, or leave it out if it has no such argument"
             )
+
+
+def _choose_scattering(scatter_gradients: Any, bucket_bytes: Any, model_axes: Any) -> Any:
+    """Further arguments of `value_and_grad`, which takes them for this alone."""
+    is_on = as_bool("scatter_gradients", scatter_gradients)
+    return dict(bucket_bytes=bucket_bytes, model_axes=model_axes) if is_on else {}
 
 
 def _choose_reduction(

@@ -48,7 +48,13 @@ def check_update(
     if kind is not None:
         check_state(owner, state, kind)
         check_memory("state", state)
-    check_gradients("updates", updates, _trained(params), may_be_many=may_be_many)
+    _check_gradients(updates, state, params, may_be_many=may_be_many)
+
+
+def _check_gradients(updates: Any, state: Any, params: Any, *, may_be_many: bool = False) -> None:
+    is_sharded = has_mark(state, "takes_gradient_shards")  # a zero1 is inside
+    many = {"may_be_many": may_be_many}
+    check_gradients("updates", updates, _trained(params), may_be_shards=is_sharded, **many)
 
 
 def _trained(params: Any) -> Any:
@@ -75,11 +81,11 @@ def guard(
         try:
             results, new_state = inner.update(updates, state, params, **extra_args)
         except Exception as error:
-            check_gradients("updates", updates, _trained(params))
+            _check_gradients(updates, state, params)
             _blame(owner, inner, updates, params, state, error)
             raise
         if params is not None and _same_but_for_shapes(results, params):
-            check_gradients("updates", updates, _trained(params))
+            _check_gradients(updates, state, params)
         is_wrong = _same_but_for_shapes(new_state, state)
         if is_wrong or _same_but_for_shapes(results, updates, may_be_summed=True):
             _blame(owner, inner, updates, params, state, None)

@@ -5,6 +5,7 @@ the undivided parameters on one device. One program updates with all optimizers 
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ampx
 from ampx.data_parallel.shard_layouts import Layout, merge
+from ampx.mesh_axes import axes_of_spec
 
 SPECS = {
     "columns": P(None, "model"),
@@ -39,6 +41,15 @@ THREE = SPECS | {
     "rows": P("model", "stage"),
     "bias": P(("stage", "model")),
     "stages": P("stage"),
+}
+# The batch is divided over "data" and "expert", and zero1 divides over both.
+EXPERTS = {
+    "columns": P(None, "expert"),  # a part is divided over "data" in addition
+    "rows": P("expert"),
+    "bias": P(("data", "expert")),  # nothing is left to divide: each device has its own
+    "stages": P("expert"),  # a part is whole on all devices along "data", which sum its gradient
+    "norm": P(),
+    "scale": None,
 }
 NAMES = {name: "model" if spec else None for name, spec in SPECS.items()}
 RANDOM = np.random.default_rng(0)
@@ -71,6 +82,7 @@ BY_AXIS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "unitwise": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
 }
+STAGED = QUICK | {"masters": SLOW["masters"]}
 SOME = QUICK | {"masters": SLOW["masters"]} | BY_AXIS
 
 
@@ -81,27 +93,32 @@ def specs_of(tree):
 class Sharded:
     """A program on a mesh that updates with several optimizers, and its first state."""
 
-    def __init__(self, sizes, check_vma, model_axes, inners, specs=SPECS):
+    def __init__(self, sizes, check_vma, model_axes, inners, specs=SPECS, axes=("data",)):
         self.mesh = make_mesh(tuple(sizes.values()), tuple(sizes))
         txs = {
             name: ampx.dynamic_loss_scale(
-                ampx.zero1(inner, "data", model_axes=model_axes, bucket_bytes=128),
+                ampx.zero1(inner, axes, model_axes=model_axes, bucket_bytes=128),
                 axis_names=tuple(sizes),
                 init_scale=2.0,
             )
             for name, inner in inners.items()
         }
         self.specs = {
-            name: ampx.zero1_specs(tx, PARAMS, self.mesh, model_axes=specs)
+            name: ampx.zero1_specs(tx, PARAMS, self.mesh, axes, model_axes=specs)
             for name, tx in txs.items()
         }
         of_params = specs_of(specs)
-        of_grads = jax.tree.map(lambda spec: P("data", *spec), of_params)
+        # A gradient has rows from each device that holds the same part. The mean over the devices
+        # of all axes divides by those, too, along which the parts differ.
+        own = {k: [a for a in axes if a in axes_of_spec(spec)] for k, spec in of_params.items()}
+        others = {k: tuple(a for a in axes if a not in own[k]) for k in own}
+        of_grads = {k: P(others[k] or None, *spec) for k, spec in of_params.items()}
+        factors = {k: 2 * math.prod(sizes[a] for a in own[k]) for k in own}
         self.state = {name: tx.init(PARAMS) for name, tx in txs.items()}
         self.params = dict.fromkeys(txs, PARAMS)
 
         def step(params, state, grads):
-            grads = jax.tree.map(lambda g: 2 * jnp.mean(g, 0), grads)
+            grads = {k: factors[k] * jnp.mean(g, 0) for k, g in grads.items()}
             results = {}
             for name, tx in txs.items():
                 updates, new = tx.update(grads, state[name], params[name])
@@ -129,12 +146,15 @@ class Sharded:
 @functools.cache
 def sharded(kind):
     """Programs that several tests share; each is compiled once."""
-    sizes = {"data": 2, "model": 2}
+    sizes, batch = {"data": 2, "model": 2}, {"data": 2, "expert": 2}
     return {
         "types": lambda: Sharded(sizes, True, None, QUICK),
         "names": lambda: Sharded(sizes, False, NAMES, QUICK),
         "types, all": lambda: Sharded(sizes, True, None, SLOW),
-        "three axes": lambda: Sharded(sizes | {"stage": 2}, True, None, QUICK, THREE),
+        "three axes": lambda: Sharded(sizes | {"stage": 2}, True, None, STAGED, THREE),
+        "three axes, specs": lambda: Sharded(sizes | {"stage": 2}, False, THREE, STAGED, THREE),
+        "experts": lambda: Sharded(batch, False, EXPERTS, STAGED, EXPERTS, tuple(batch)),
+        "experts, types": lambda: Sharded(batch, True, EXPERTS, QUICK, EXPERTS, tuple(batch)),
         "types and specs": lambda: Sharded(sizes, True, SPECS, BY_AXIS),
         "specs": lambda: Sharded(sizes, False, SPECS, SOME),
         "other mesh": lambda: Sharded({"data": 4, "model": 1}, False, SPECS, SOME),
@@ -172,7 +192,11 @@ def assert_close(tree, like):
 
 @pytest.mark.slow_but("types", "names")
 @pytest.mark.parametrize(
-    "kind", ["types", "names", "types, all", "three axes", "types and specs", "specs"]
+    "kind",
+    [
+        *("types", "names", "types, all", "types and specs", "specs"),
+        *("three axes", "three axes, specs", "experts", "experts, types"),
+    ],
 )
 def test_parts_are_updated_as_the_whole_is(kind):
     params, state = sharded(kind).train(GRADS)
@@ -212,9 +236,25 @@ def test_data_divides_the_state_on_top_of_model():
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_one_mesh_goes_on_on_another():
-    params, state = sharded("other mesh").train(GRADS[:2])
-    there = sharded("specs")
+def test_data_divides_the_state_of_stages_and_experts():
+    """The devices over which a moment is divided."""
+    found = {}
+    for kind in ("three axes", "experts"):
+        moments = optax.tree.get(sharded(kind).train(GRADS[:1])[1]["adamw"], "mu")
+        parts = {
+            k: leaf.nbytes / leaf.addressable_shards[0].data.nbytes for k, leaf in moments.items()
+        }
+        found[kind] = {name: int(count) for name, count in parts.items()}
+    same = {"stages": 2, "scale": 1}  # no axis of a stage is left that "data" divides
+    assert found["three axes"] == same | {"columns": 8, "rows": 8, "bias": 8, "norm": 2}
+    assert found["experts"] == same | {"columns": 4, "rows": 4, "bias": 4, "norm": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("here", "there"), [("other mesh", "specs"), ("three axes", "experts")])
+def test_a_checkpoint_of_one_mesh_goes_on_on_another(here, there):
+    params, state = sharded(here).train(GRADS[:2])
+    there = sharded(there)
     shardings = jax.tree.map(lambda spec: NamedSharding(there.mesh, spec), there.specs)
     # All arrays are whole in a checkpoint, whatever mesh they come from and go to.
     params, state = jax.tree.map(np.asarray, (params, state))
@@ -338,22 +378,24 @@ def test_a_sum_that_the_inner_optimizer_completes_is_refused():
         trace(inner, "model")
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_parameter_that_data_divides_already_is_refused(check_vma):
-    message = r"parameter at w is divided over \['data'\], by model_axes or by its type"
-    tx = ampx.zero1(optax.sgd(0.1), "data", model_axes=None if check_vma else P("data"))
+def test_a_parameter_that_differs_along_data_must_be_named():
+    """A pcast makes such of any parameter; only what is divided keeps a gradient of its own."""
     params, mesh = {"w": jnp.ones((8, 4))}, make_mesh((2, 2), ("data", "model"))
 
-    def step(params):
-        return tx.update(params, tx.init(params), params)[0]
+    def update(model_axes):
+        tx = ampx.zero1(optax.sgd(0.1), "data", model_axes=model_axes)
 
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
-    )
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(mapped, params)
-    with pytest.raises(ValueError, match=message):
-        ampx.zero1_specs(tx, params, mesh, model_axes=P("data"))
+        def step(params):
+            return tx.update(params, tx.init(params), params)[0]
+
+        jaxpr = jax.make_jaxpr(
+            jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        )
+        return str(jaxpr(params))
+
+    with pytest.raises(ValueError, match=r"at w may differ along \['data'\].*name them for it in"):
+        update(None)
+    assert "psum_scatter" not in update(P("data")) and "all_gather" not in update(P("data"))
 
 
 def test_a_scalar_that_differs_along_model_is_refused():

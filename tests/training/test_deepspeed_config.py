@@ -119,7 +119,8 @@ def loss_fn(params, batch):
 
 
 @pytest.mark.slow
-def test_stage_1_on_two_devices_is_stage_0_on_one():
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_on_two_devices_are_stage_0_on_one(stage):
     params = {"w": jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)}
     batch = jnp.linspace(-2.0, 2.0, 32).reshape(8, 4)
     config = {
@@ -128,12 +129,12 @@ def test_stage_1_on_two_devices_is_stage_0_on_one():
         "gradient_accumulation_steps": 2,
     }
     results = []
-    for stage, axis in ((0, None), (1, "data")):
-        zero = {"zero_optimization": {"stage": stage}}
+    for own, axis in ((0, None), (stage, "data")):
+        zero = {"zero_optimization": {"stage": own}}
         tx, settings = read({**config, **zero}, optax.adam(0.1), axis_name=axis)
         step = ampx.train_step(loss_fn, tx, **settings)
         state = step.init(params)
-        if stage:
+        if own:
             mesh = make_mesh((2,), ("data",))
             specs = ampx.TrainState(P(), P(), ampx.zero1_specs(step.tx, params, mesh), None, None)
             step = jax.shard_map(
@@ -176,7 +177,6 @@ REFUSED = {
     "hysteresis": ({"fp16": {"hysteresis": 0}}, "'hysteresis'.*got 0"),
     "a clip": ({"gradient_clipping": -1.0}, "'gradient_clipping'.*got -1.0"),
     "offload": ({"zero_optimization": {"offload_optimizer": {}}}, "'offload_optimizer'.*devices"),
-    "stage 2": ({"zero_optimization": {"stage": 2}}, "'stage'.*=2.*stage 1 gives the same"),
     "stage 3": ({"zero_optimization": {"stage": 3}}, "'stage'.*=3.*shardings"),
     "no axis": ({"zero_optimization": {"stage": 1}}, "'stage'.*=1 needs axis_name"),
     "a sum in half": ({"fp32_allreduce": False}, "'fp32_allreduce'.*only True.*float32"),
