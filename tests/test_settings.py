@@ -64,6 +64,11 @@ def specs(axis_name):
     return ampx.zero1_specs(ampx.zero1(SGD, "data"), P, mesh, axis_name)
 
 
+def scattered(bucket_bytes):
+    options = dict(axis_name="data", scatter_gradients=True)
+    return ampx.value_and_grad(loss_fn, bucket_bytes=bucket_bytes, **options)
+
+
 def exponents(loss_scale):
     return plotting.plot_exponents(np.arange(2), {"x": [1, 2]}, loss_scale=loss_scale)
 
@@ -142,9 +147,7 @@ OWN_CALLS = {
     ("plotting.plot_exponents", "loss_scale"): exponents,
     ("plotting.plot_training", "smoothing"): training_plot,
     ("zero1_specs", "axis_name"): specs,
-    ("value_and_grad", "bucket_bytes"): partial(
-        ampx.value_and_grad, loss_fn, axis_name="data", scatter_gradients=True
-    ),
+    ("value_and_grad", "bucket_bytes"): scattered,
     ("half_function", "fun"): ampx.half_function,
     ("float_function", "fun"): ampx.float_function,
     ("promote_function", "fun"): ampx.promote_function,
