@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 
+from ampx.summaries import show_fields
+
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["shape", "axes"]
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class GradientShard:
     """A gradient that is summed over devices, and of which this device holds its shard.
 
@@ -42,6 +44,8 @@ class GradientShard:
 
     # Read by `tree_checks.check_gradients`, which stands below this module.
     is_gradient_shard = True
+
+    __repr__ = show_fields
 
     @property
     def dtype(self) -> Any:
