@@ -6,6 +6,7 @@ from ampx.accumulation.microbatches import split_microbatches
 from ampx.accumulation.multi_steps import MultiStepsState, multi_steps
 from ampx.accumulation.results import GradResult
 from ampx.accumulation.sparse_rows import SparseRows, densify, densify_rows
+from ampx.autocasting.float8 import Float8
 from ampx.autocasting.marks import (
     banned_function,
     cast,
@@ -75,6 +76,7 @@ __all__ = [
     "BucketTimeline",
     "DEFAULT_RULES",
     "Explanation",
+    "Float8",
     "GradResult",
     "GradientShard",
     "LintFinding",

@@ -220,6 +220,9 @@ add("precision_schedule.policy", lambda v: SPEC(policy=v), POLICIES, {"None": No
 add("value_and_grad.policy", lambda v: ampx.value_and_grad(loss_fn, policy=v), POLICIES)
 add("train_step.policy", lambda v: ampx.train_step(loss_fn, SGD, policy=v), POLICIES)
 add("autocast.rules", lambda v: ampx.autocast(loss_fn, rules=v), RULES)
+NO_DOTS = {"a slip": "flaot8", "a dtype": jnp.float8_e4m3fn, "a number": 8, "a bool": True}
+add("autocast.dots", lambda v: ampx.autocast(loss_fn, dots=v), NO_DOTS)
+add("explain.dots", lambda v: ampx.explain(loss_fn, dots=v), NO_DOTS)
 add("explain.rules", lambda v: ampx.explain(loss_fn, rules=v), RULES)
 add("trace_overflow.rules", lambda v: ampx.trace_overflow(loss_fn, rules=v), RULES)
 add("opt_level.rules", lambda v: ampx.opt_level("O1", rules=v), RULES)
@@ -582,7 +585,7 @@ add(
 )
 
 # Records and rules.
-for name in ("half", "float32", "widest", "banned"):
+for name in ("half", "float8", "float32", "widest", "banned"):
     method = getattr(ampx.DEFAULT_RULES, name)
     NO_TARGETS = {"a number": 3, "None": None, "nothing": "", "a slip": "dot_genral"}
     NO_TARGETS |= {"another sign": "scatter_add", "built-in code": len, "a list": ["exp"]}

@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.autocasting import tables
+from ampx.autocasting import float8, tables
+from ampx.autocasting.float8 import Float8
 from ampx.autocasting.plans import Decision
 from ampx.autocasting.values import (
     AS_TRACED,
@@ -100,6 +101,31 @@ def decide(
             follows=name not in primitives.TRANSFERS,
         )
     return _decide_widest(eqn, values, rule, half)
+
+
+def decide_float8(
+    eqn: Any, values: tuple[Value, ...], decision: Decision, dots: Float8, wanted: bool
+) -> Decision:
+    """Decides whether a product that is to be half runs in float8 instead.
+
+    Args:
+      eqn: the product.
+      values: what is known of its operands.
+      decision: for half.
+      dots: which products can be float8.
+      wanted: whether its rule leaves it to `dots`; False if the rule says half.
+    """
+    obstacle = "rule"
+    if wanted:
+        is_product = eqn.primitive.name == "dot_general"
+        obstacle = float8.find_obstacle(dots, eqn) if is_product else "no matrix product"
+        if not all(map(is_float32, (*eqn.invars, *eqn.outvars))):
+            obstacle = "dtype"
+    if obstacle:
+        return decision._replace(not_float8=obstacle)
+    # A parameter is cast from what is stored, not from a half copy: one rounding fewer.
+    operands = tuple(None if value.vote is Vote.PARAMETER else True for value in values)
+    return decision._replace(precision="float8", operands=operands)
 
 
 def decide_opaque(eqn: Any, rule: str) -> Decision:

@@ -170,7 +170,14 @@ class Planner:
             elif rule == name:  # no rule says that float32 is meant
                 rule = HIDDEN_FUNCTION
             return operations.decide_opaque(eqn, rule)
-        return operations.decide(eqn, values, precision, rule, self.settings.half_dtype, lift)
+        dots, half = self.settings.dots, self.settings.half_dtype
+        in_float8 = precision == "float8"
+        decision = operations.decide(
+            eqn, values, "half" if in_float8 else precision, rule, half, lift
+        )
+        if dots is None or decision.precision != "half" or name not in tables.HALF_BY_DEFAULT:
+            return decision
+        return operations.decide_float8(eqn, values, decision, dots, in_float8 or rule == name)
 
     def _find_precision(
         self, eqn: Any, around: Surroundings

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from ampx.autocasting.float8 import Float8
 from ampx.autocasting.rules import Rules, Surroundings
 from ampx.autocasting.tables import HALF_BY_DEFAULT
 from ampx.autocasting.values import Demand, Value, is_float32
@@ -23,25 +24,29 @@ class Settings:
       half_dtype: float16 or bfloat16, as a numpy dtype.
       rules: the user's rules.
       custom_vjp: `"transform"` or `"opaque"`, as for `ampx.autocast`.
+      dots: how matrix products run in float8; None if they do not.
     """
 
     half_dtype: Any
     rules: Rules
     custom_vjp: str = "transform"
+    dots: Float8 | None = None
 
 
 class Decision(NamedTuple):
     """What becomes of one equation.
 
     Attributes:
-      precision: `"half"`, `"float32"`, or `"as traced"` where no float32 value is involved. For an
-        equation with bodies, `"recurse"`, or `"as traced"` where no body changes.
+      precision: `"half"`, `"float32"`, `"float8"` for a product whose operands are cast to it, or
+        `"as traced"` where no float32 value is involved. For an equation with bodies, `"recurse"`,
+        or `"as traced"` where no body changes.
       rule: what decided, for the report.
       operands: for each operand whether it is cast to half (True), to float32 (False) or left.
       outputs: what is known of each output.
       bodies: plans of the jaxprs that it holds, in the order of its parameters.
       follows: whether it is in half only because its operands are. If all of its readers compute
         in float32, the next pass lifts it to float32.
+      not_float8: why a product in half is not in float8, in a word, where products were to be.
     """
 
     precision: str
@@ -50,6 +55,7 @@ class Decision(NamedTuple):
     outputs: tuple[Value, ...]
     bodies: tuple[Plan, ...] = ()
     follows: bool = False
+    not_float8: str = ""
 
     def gives_float32(self, eqn: Any) -> bool:
         """Whether a matrix product or convolution takes half operands and gives float32."""

@@ -12,15 +12,19 @@ One row for each equation of the traced function, in the order in which it compu
 inside a call or a loop stand below it, indented. "rule" is the table in `tables.py` that decided, a
 rule of the user's, or the reason why the table was overruled. "f32>bf16" is a float32 of the trace
 that is bfloat16 under autocast. The conversions themselves have no rows: where an operand's dtype
-differs from that of the result it comes from, there is one.
+differs from that of the result it comes from, there is one. With `dots`, a product in float8 has
+operands "f32>f8_e4m3fn", and one that is half has the reason behind its rule: "half, not float8:
+batched".
 
 The report reads the plan and the traced jaxpr. Nothing is rewritten or run.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from typing import Any, NamedTuple, ParamSpec
@@ -29,8 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ampx.autocasting.float8 import Dots, Float8, casts_of
 from ampx.autocasting.planner import HIDDEN_FUNCTION
-from ampx.autocasting.plans import Decision, Plan
+from ampx.autocasting.plans import Decision, Plan, Settings
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.tables import DEFAULTS, HALF_BY_DEFAULT
 from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
@@ -56,6 +61,8 @@ class ExplainedEquation(NamedTuple):
       operands: (dtype as traced, dtype under autocast) of each operand.
       results: the same of each result.
       source: file, line and function it was written in.
+      not_float8: why a product that is half is not float8, if `dots` was given: `"batched"`,
+        `"size"`, `"rule"`, `"dtype"` or `"no matrix product"`.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -70,6 +77,7 @@ class ExplainedEquation(NamedTuple):
     operands: tuple[tuple[str, str], ...]
     results: tuple[tuple[str, str], ...]
     source: str
+    not_float8: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +88,7 @@ class Explanation:
       equations: every equation in order, those inside a call or loop after it.
       half_dtype: name of the half dtype.
       idle_rules: rules of the user's that decided nothing, as `"float32('head')"`.
+      dots: how matrix products run in float8, or None.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -93,6 +102,7 @@ class Explanation:
     equations: tuple[ExplainedEquation, ...]
     half_dtype: str
     idle_rules: tuple[str, ...] = ()
+    dots: Float8 | None = None
 
     __repr__ = show_fields
     _repr_html_ = show_table
@@ -104,16 +114,32 @@ class Explanation:
 
     def products_in_half(self) -> tuple[int, int]:
         """How many matrix products and convolutions run in half, and how many there are."""
-        products = [row for row in self.equations if row.primitive in HALF_BY_DEFAULT]
+        products = self._list_products()
         half = sum(all(after == self.half_dtype for _, after in r.operands) for r in products)
         return half, len(products)
+
+    def products_in_float8(self) -> tuple[int, int]:
+        """How many matrix products and convolutions run in float8, and how many there are."""
+        products = self._list_products()
+        return sum(map(_is_float8, products)), len(products)
+
+    def _list_products(self) -> list[ExplainedEquation]:
+        return [row for row in self.equations if row.primitive in HALF_BY_DEFAULT]
+
+    def _describe_float8(self, dots: Float8) -> str:
+        float8, products = self.products_in_float8()
+        others = [row for row in self._list_products() if not _is_float8(row)]
+        reasons = collections.Counter(row.not_float8 or row.rule for row in others)
+        why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+        line = f"{float8} of {products} in float8, {dots.recipe}"
+        return f"{line}; not: {why}" if why else line
 
     def __str__(self) -> str:
         rows = [("equation", "rule", "operands", "results", "written in")]
         rows += [
             (
                 "  " * len(row.inside) + row.primitive,
-                row.rule,
+                f"{row.rule}, not float8: {row.not_float8}" if row.not_float8 else row.rule,
                 _format_dtypes(row.operands),
                 _format_dtypes(row.results),
                 PurePath(row.source).name,
@@ -123,6 +149,8 @@ class Explanation:
         lines = format_rows(rows)
         half, products = self.products_in_half()
         lines.append(f"{half} of {products} matrix products and convolutions in {self.half_dtype}")
+        if self.dots is not None:
+            lines.append(self._describe_float8(self.dots))
         if self.unknown:
             names = ", ".join(sorted({row.primitive for row in self.unknown}))
             lines.append(f"functions that could not be rewritten: {names}")
@@ -133,8 +161,12 @@ class Explanation:
 
 def _abbreviate(dtype: str) -> str:
     """`float32` as `f32`, as in a printed jaxpr."""
-    letters = dtype.rstrip("0123456789")
+    letters = re.split("[^a-z]", dtype)[0]
     return _SHORT.get(letters, letters) + dtype[len(letters) :]
+
+
+def _is_float8(row: ExplainedEquation) -> bool:
+    return all(after.startswith("float8") for _, after in row.operands)
 
 
 def _format_dtypes(dtypes: Iterable[tuple[str, str]]) -> str:
@@ -163,6 +195,7 @@ def explain(
     rules: Rules = DEFAULT_RULES,
     output: Output = "as_is",
     custom_vjp: CustomVjp = "transform",
+    dots: Float8 | Dots | None = None,
 ) -> Callable[P, Explanation]:
     """Shows what `ampx.autocast` makes of each equation of a function, without running it.
 
@@ -172,6 +205,7 @@ def explain(
       rules: as for `autocast`.
       output: as for `autocast`.
       custom_vjp: as for `autocast`.
+      dots: as for `autocast`.
 
     Returns:
       A function with the signature of `fun` that gives an `Explanation`. Print it: one row for each
@@ -193,27 +227,28 @@ def explain(
       >>> explanation.products_in_half()
       (1, 1)
     """
-    settings = make_settings(half_dtype, rules, output, custom_vjp)
+    settings = make_settings(half_dtype, rules, output, custom_vjp, dots)
     check_callable("fun", fun, "fun(*args)")
 
     @functools.wraps(fun)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         call = trace_and_plan(pure_calls.as_pure_call(fun, args, kwargs), settings, output)
         half = np.dtype(settings.half_dtype)
-        rows = tuple(_list_equations(call.jaxpr, call.plan, half, ()))
+        rows = tuple(_list_equations(call.jaxpr, call.plan, settings, ()))
         deciding = {row.rule for row in rows}
         idle = tuple(rule for rule in rules.descriptions() if rule not in deciding)
-        return Explanation(rows, half.name, idle)
+        return Explanation(rows, half.name, idle, settings.dots)
 
     return explained
 
 
 def _list_equations(
-    jaxpr: Jaxpr, plan: Plan, half: Any, inside: tuple[str, ...]
+    jaxpr: Jaxpr, plan: Plan, settings: Settings, inside: tuple[str, ...]
 ) -> Iterator[ExplainedEquation]:
     """Gives a row for each equation of a jaxpr and of the jaxprs that its equations hold."""
     opened = reading.open_jaxpr(jaxpr)
     known = dict(zip(opened.invars, plan.inputs, strict=True))
+    half = np.dtype(settings.half_dtype)
 
     # An operand that is neither widened nor narrowed (None) is read as it is held.
     def dtypes(atom: Any, target: bool | None) -> tuple[str, str]:
@@ -223,17 +258,24 @@ def _list_equations(
     for eqn, decision in zip(opened.eqns, plan.decisions, strict=True):
         known.update(zip(eqn.outvars, decision.outputs, strict=True))
         name = eqn.primitive.name
+        operands = tuple(map(dtypes, eqn.invars, decision.operands))
+        if decision.precision == "float8" and settings.dots is not None:
+            casts = casts_of(settings.dots).forward
+            operands = tuple(
+                (before, str(cast.dtype)) for (before, _), cast in zip(operands, casts, strict=True)
+            )
         yield ExplainedEquation(
             inside,
             name,
             _name_rule(name, decision),
-            tuple(map(dtypes, eqn.invars, decision.operands)),
+            operands,
             tuple(dtypes(out, None) for out in eqn.outvars),
             source_info.line_of(eqn),
+            decision.not_float8,
         )
         if not decision.bodies:
             continue
         call = reading.call_name(eqn)
         around = (*inside, f"{name}:{call}" if call else name)
         for body, body_plan in zip(reading.bodies_of(eqn), decision.bodies, strict=True):
-            yield from _list_equations(body, body_plan, half, around)
+            yield from _list_equations(body, body_plan, settings, around)

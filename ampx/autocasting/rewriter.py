@@ -27,7 +27,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.autocasting import custom_rules, narrowing, tables
+from ampx.autocasting import custom_rules, float8_products, narrowing, tables
+from ampx.autocasting.float8 import Float8, casts_of
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK, tracing_for
 from ampx.autocasting.planner import Planner, warn_of_hidden_functions
 from ampx.autocasting.plans import Decision, Plan, Settings
@@ -160,6 +161,10 @@ class _BodyRewriter:
             return
         if decision.gives_float32(eqn):
             self._splice_product(eqn, decision)
+            return
+        dots = self.rewriter.settings.dots
+        if dots is not None and decision.precision == "float8":
+            self._splice_float8(eqn, decision, dots)
             return
         operands = [
             self._convert_operand(eqn, atom, target)
@@ -326,6 +331,30 @@ class _BodyRewriter:
             self.rewriter.run_autocast, around=Surroundings(forced="half_to_float32")
         )
         fun = custom_rules.make_differentiable(eqn, self.opened, body, run)
+        self._insert(eqn, decision, *building.splice_function(fun, operands, eqn))
+
+    def _splice_float8(self, eqn: Any, decision: Decision, dots: Float8) -> None:
+        """Puts in a product that casts its operands to float8, with a rule for its gradients."""
+        operands = [
+            self._convert(atom, target, eqn)
+            for atom, target in zip(eqn.invars, decision.operands, strict=True)
+        ]
+        first, second = (self._known_value(atom).vote is Vote.PARAMETER for atom in eqn.invars)
+        (value,) = decision.outputs
+        product = float8_products.Product(
+            dots,
+            casts_of(dots).forward,
+            eqn.params["dimension_numbers"],
+            eqn.params["out_sharding"],
+            # Of two parameters it is the second: a batch that is an argument, too, stands first.
+            weight=0 if first and not second else 1,
+            half=self.half,
+            result=actual_dtype(eqn.outvars[0].aval, value, self.half),
+        )
+
+        def fun(*operands: Any) -> Any:
+            return (product(*operands),)
+
         self._insert(eqn, decision, *building.splice_function(fun, operands, eqn))
 
     def _splice(self, eqn: Any, decision: Decision, operands: Sequence[Any]) -> None:

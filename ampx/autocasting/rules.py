@@ -77,12 +77,12 @@ class _Entry:
     @property
     def for_products_alone(self) -> bool:
         """Whether it is for matrix products and convolutions only, wherever they stand inside."""
-        return self.precision == "half_to_float32"
+        return self.precision in ("half_to_float32", "float8")
 
     @property
     def description(self) -> str:
         """The rule as it was written, e.g. `"float32('head')"`."""
-        if self.for_products_alone:
+        if self.precision == "half_to_float32":
             return f"half({self.label}, result=float32)"
         return f"{self.precision}({self.label})"
 
@@ -204,6 +204,26 @@ class Rules:
                 f"result must be float32, or be left out for results in half, got {result!r}"
             )
         return self._with("half_to_float32", targets, when)
+
+    def float8(self, *targets: Any, when: Callable[[Any], bool] | None = None) -> Rules:
+        """Runs the matrix products of the targets in float8, as the setting `dots` says.
+
+        With `dots`, all products that are half by default are float8 already. This rule takes some
+        back from an earlier one, and says nothing of other operations inside. Products that cannot
+        be float8 stay half, and `ampx.explain` says why.
+
+        Examples:
+          >>> import ampx, jax, jax.numpy as jnp
+          >>> def f(w, x):
+          ...     with jax.named_scope("mlp"):
+          ...         h = x @ w
+          ...     return h @ w
+          >>> rules = ampx.DEFAULT_RULES.half("dot_general").float8("mlp")
+          >>> x = jnp.ones((16, 16))
+          >>> ampx.explain(f, dots="float8", rules=rules)(x, x).products_in_float8()
+          (1, 2)
+        """
+        return self._with("float8", targets, when)
 
     def float32(self, *targets: Any, when: Callable[[Any], bool] | None = None) -> Rules:
         """Runs the targets in float32."""

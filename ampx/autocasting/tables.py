@@ -24,9 +24,10 @@ import numpy as np
 
 from ampx.jaxprs import primitives
 
-# "half_to_float32" is for products that a user wants with half operands and a float32 result.
+# Two that only a user's rule gives, and only to products: half operands with a float32 result, and
+# float8 operands where the setting `dots` says how.
 Precision = Literal[
-    "half", "half_to_float32", "float32", "widest", "pass", "recurse", "opaque", "banned"
+    "half", "half_to_float32", "float8", "float32", "widest", "pass", "recurse", "opaque", "banned"
 ]
 # Nearly all the arithmetic of a model. Matrix units take half operands at a multiple of the speed
 # of float32, and add up the products in float32: only operands and the final result are rounded.

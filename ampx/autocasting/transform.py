@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ampx.autocasting.float8 import Dots, Float8, as_float8
 from ampx.autocasting.marks import active_half_dtype, as_written, tracing_for
 from ampx.autocasting.planner import warn_of_hidden_functions
 from ampx.autocasting.plans import Plan, Settings
@@ -96,18 +97,29 @@ def trace_and_plan(call: PureCall, settings: Settings, output: Output) -> Traced
 
 
 def make_settings(
-    half_dtype: DTypeLike, rules: Rules, output: Output, custom_vjp: CustomVjp
+    half_dtype: DTypeLike,
+    rules: Rules,
+    output: Output,
+    custom_vjp: CustomVjp,
+    dots: Float8 | Dots | None = None,
 ) -> Settings:
     """Checks what the user chose and makes settings of it.
 
     Raises:
-      ValueError: for a dtype that is not half, or an unknown choice.
-      TypeError: if `rules` are not rules.
+      ValueError: for a dtype that is not half, an unknown choice, or rules about float8 without
+        `dots`.
+      TypeError: if `rules` are not rules, or `dots` is of another type.
     """
     half = as_dtype("half_dtype", half_dtype, "half")
     check_choice("output", output, get_args(Output))
     check_choice("custom_vjp", custom_vjp, get_args(CustomVjp))
-    return Settings(half, check_rules(rules), custom_vjp)
+    rules, float8 = check_rules(rules), as_float8(dots)
+    if float8 is None and any(entry.precision == "float8" for entry in rules.entries):
+        raise ValueError(
+            "rules name products for float8, but dots is None: give dots='float8', or another "
+            "recipe, beside them"
+        )
+    return Settings(half, rules, custom_vjp, float8)
 
 
 @overload
@@ -119,6 +131,7 @@ def autocast(
     enabled: bool = ...,
     output: Output = ...,
     custom_vjp: CustomVjp = ...,
+    dots: Float8 | Dots | None = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -130,6 +143,7 @@ def autocast(
     enabled: bool = ...,
     output: Output = ...,
     custom_vjp: CustomVjp = ...,
+    dots: Float8 | Dots | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -141,6 +155,7 @@ def autocast(
     enabled: bool = True,
     output: Output = "as_is",
     custom_vjp: CustomVjp = "transform",
+    dots: Float8 | Dots | None = None,
 ) -> Callable[..., Any]:
     """Runs each operation of `fun` in the precision that suits it: O1 as a transformation.
 
@@ -162,6 +177,10 @@ def autocast(
         that `fun` has without autocast.
       custom_vjp: `"transform"` runs a custom rule, forward and backward, under autocast too;
         `"opaque"` calls functions with a custom_vjp in their traced dtypes.
+      dots: `"float8"`, or an `ampx.Float8` with a recipe, runs the matrix products in float8 that
+        rules do not keep in half, forward and backward. Batched ones stay half, such as attention
+        scores, and those with a size that is no multiple of 16. Differentiate the function that
+        autocast gives, in reverse mode; forward mode raises a TypeError.
 
     Returns:
       A function with the signature of `fun`. It composes with every transformation; jit it, or what
@@ -169,8 +188,10 @@ def autocast(
       Without `fun`, a decorator that makes such a function.
 
     Raises:
-      ValueError: if `half_dtype` is not half, or for an unknown choice.
-      TypeError: if `fun` is no function, `rules` are not rules, or `enabled` is no bool.
+      ValueError: if `half_dtype` is not half, for an unknown choice, or for rules about float8
+        without `dots`.
+      TypeError: if `fun` is no function, `rules` are not rules, `enabled` is no bool, or `dots` is
+        of another type.
 
     References:
       `torch.autocast`; Apex O1 (`apex.amp.initialize(opt_level="O1")`).
@@ -189,7 +210,7 @@ def autocast(
       >>> product(w, x).dtype.name
       'float16'
     """
-    settings = make_settings(half_dtype, rules, output, custom_vjp)
+    settings = make_settings(half_dtype, rules, output, custom_vjp, dots)
     enabled = as_bool("enabled", enabled)
     if fun is None:
         return functools.partial(
@@ -199,6 +220,7 @@ def autocast(
             enabled=enabled,
             output=output,
             custom_vjp=custom_vjp,
+            dots=settings.dots,
         )
     check_callable("fun", fun, "fun(*args)")
 
