@@ -259,10 +259,17 @@ def find_equations_for(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> list[int]:
     needed = {atom for atom in outputs if not is_literal(atom)}
     chosen = []
     for number, eqn in reversed(list(enumerate(open_jaxpr(jaxpr).eqns))):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+        if has_effects(eqn) or not needed.isdisjoint(eqn.outvars):
             chosen.append(number)
             needed.update(atom for atom in eqn.invars if not is_literal(atom))
     return chosen[::-1]
+
+
+def has_effects(eqn: Equation) -> bool:
+    """Whether an equation does more than to compute its results, such as a print."""
+    # To name a mapped axis, as every collective does, is an effect to JAX. It only says where the
+    # equation may stand: one whose results nobody reads may be left out on all devices.
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def as_closed(jaxpr: Jaxpr) -> Jaxpr:

@@ -42,16 +42,19 @@ def make_specs(axis_name: str, param_specs: Any, is_divided: bool) -> dict[str, 
       param_specs: the caller's `PartitionSpec`s by part, or None.
       is_divided: whether the devices of the stages divide the layers.
     """
-    # Whole arrays for the ends, a part of the layers for each device. Layers that the devices do
-    # not divide are whole, too; axes behind the first keep what `param_specs` says.
+    # Whole arrays for the ends, a part of the layers for each device.
     specs: dict[str, Any] = dict.fromkeys(PARTS, P()) | {"stages": P(axis_name)}
     specs |= dict(param_specs or {})
-    if not is_divided:
-        specs["stages"] = jax.tree.map(
-            lambda spec: P(None, *spec[1:]) if spec[1:] else P(),
-            specs["stages"],
-            is_leaf=is_spec,
-        )
+    if is_divided:
+        return specs
+
+    # Layers that the devices do not divide are whole along the stages, and so are stages that
+    # differ, which have no axis of layers. Over other axes they are divided as `param_specs` says.
+    def whole_along_stages(spec: P) -> P:
+        entries = [None if entry == axis_name else entry for entry in spec]
+        return P(*entries) if any(entries) else P()
+
+    specs["stages"] = jax.tree.map(whole_along_stages, specs["stages"], is_leaf=is_spec)
     return specs
 
 

@@ -32,6 +32,7 @@ from ampx.pipelining import (
 from ampx.pipelining.runtime.buffers import ArrayType, Carrier, Pool
 from ampx.pipelining.runtime.executor import Executor
 from ampx.pipelining.runtime.lowering import lower
+from ampx.pipelining.runtime.stage_programs import StageInputs, StageOutputs, trace_stage
 
 KEY = jax.random.key(7)
 
@@ -145,6 +146,23 @@ def test_neighbours_exchange_only_what_somebody_sends(monkeypatch):
 
 
 # --- memory and traces
+
+
+@pytest.mark.parametrize("stash", ["inputs", "residuals"])
+def test_what_depends_on_no_input_is_made_again_and_not_kept(stash):
+    def layer(params, x):
+        return jnp.tanh(x @ (params * jnp.tril(jnp.ones((3, 3)))))
+
+    def compute(inputs):
+        apply = jax.checkpoint(layer) if stash == "inputs" else layer
+        return StageOutputs((apply(inputs.params, inputs.received[0]),))
+
+    inputs = StageInputs(jnp.ones((3, 3)), (jnp.ones((5, 3)),), None, None, jnp.int32(0))
+    program = trace_stage(compute, inputs, split=True)
+    assert program.deferred
+    shapes = [aval.shape for aval in (*program.kept, *program.deferred)]
+    # The product of mask and parameters is kept where all residuals are; the mask never is.
+    assert shapes.count((3, 3)) == (stash == "residuals")
 
 
 def compiled_temporaries(schedule, width=64, rows=16, **options):

@@ -280,7 +280,8 @@ WIDE_SPECS = {
 }
 
 
-@pytest.mark.slow_but("1f1b-2-Auto-True-None")
+# The quick case of these is in `test_pipelining_meshes.py`.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "data", "kind", "check_vma", "layers_per_stage"),
     [
@@ -354,17 +355,67 @@ def test_collectives_between_stages_are_refused(exchange, primitive, place, chec
         jax.eval_shape(grads_of, make_params(), make_batch(4))
 
 
-def test_collectives_over_the_data_are_allowed_in_stages():
-    def centered(params, x, key):
-        return stage(params, x - jax.lax.pmean(jnp.mean(x), "data"), key)
+def normalized(params, x, key, mean_over_data=lambda x: jax.lax.pmean(x, "data")):
+    """A layer with a mean over the rows of all data shards, and a mask that depends on nothing."""
+    mean = mean_over_data(jnp.mean(x))
+    variance = mean_over_data(jnp.mean((x - mean) ** 2))
+    mask = jnp.tril(jnp.ones((8, 8)))
+    kernel = params["kernel"] * (mask + jnp.cos(mask)) * mask
+    return stage({"kernel": kernel, "bias": params["bias"]}, x * jax.lax.rsqrt(variance + 1), None)
 
-    grads_of = pipeline(one_f_one_b(2, 1), 2, stage=centered)
+
+@pytest.mark.slow_but("1f1b-inputs")
+@pytest.mark.parametrize(
+    ("schedule", "stash"),
+    [
+        (one_f_one_b(2, 1), "inputs"),
+        (zero_bubble(2, 1), "inputs"),
+        (zero_bubble(2, 1), "residuals"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_collectives_over_the_data_are_allowed_in_stages(schedule, stash):
+    grads_of = pipeline(schedule, 2, stage=normalized, stash=stash)
     batch = make_batch(4)
     result = run(grads_of, make_params(), batch)
-    expected = sequential(
-        make_params(), batch, stage=lambda p, x, key: stage(p, x - jnp.mean(x), key)
-    )
+    whole = functools.partial(normalized, mean_over_data=lambda x: x)
+    expected = sequential(make_params(), batch, stage=whole)
     assert relative_error(jax.device_get(result.grads), expected.grads) < 1e-5
+
+
+def placed_by_hand(params, x, key):
+    start = 4 * jax.lax.axis_index("model")
+    own = jax.lax.dynamic_slice_in_dim(params["kernel"], start, 4, 1)
+    return x + jax.lax.psum(jnp.tanh(x @ own + params["bias"]) @ own.T, "model")
+
+
+@pytest.mark.slow_but(
+    "normalized-1f1b-residuals-that differ",
+    "normalized-zero-bubble-inputs-alike",
+    "placed_by_hand-zero-bubble-inputs-alike",
+    "placed_by_hand-zero-bubble-inputs-that differ",
+)
+@pytest.mark.parametrize("differ", [False, True], ids=["alike", "that differ"])
+@pytest.mark.parametrize("stash", ["inputs", "residuals"])
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 1), zero_bubble(2, 1)], ids=lambda s: s.name)
+@pytest.mark.parametrize("layer", [normalized, placed_by_hand], ids=lambda f: f.__name__)
+def test_what_differs_along_few_axes_goes_from_one_pass_to_the_next(layer, schedule, stash, differ):
+    """Traced: the types of what is kept must be those that the backward was made for."""
+    params, specs = make_params(4), {"kernel": P("stage"), "bias": P("stage", "model")}
+    if layer is normalized:
+        specs["bias"] = P("stage")
+    if differ:
+        one = jax.tree.map(lambda leaf: leaf[0], params["stages"])
+        params["stages"], specs = [one, one], jax.tree.map(lambda spec: P(*spec[1:]), specs)
+    grads_of = pipeline(
+        schedule,
+        2,
+        stage=[layer, layer] if differ else layer,
+        stash=stash,
+        mesh=stage_mesh(schedule, 2, model=2),
+        param_specs={"stages": [specs, specs] if differ else specs},
+    )
+    jax.eval_shape(grads_of, params, make_batch(4))
 
 
 def refused(error, message, schedule=None, params=None, rows=4, **options):

@@ -125,6 +125,10 @@ def assemble(
         )
         for given in _group_by_wire(p.outputs.sent for p in programs)
     ]
+    # What a device keeps for itself comes out of a branch that it takes by its number along the
+    # stages, and differs along no other axis than before: the backward was traced for that type,
+    # and would refuse a mean over the data that is marked as different along "data".
+    own = base & {axis_name}
     # Loss, weight and auxiliary output have one type for all programs: that of the last one that
     # has them, as a rule that of the last stage.
     outputs = [(p.outputs.loss, p.outputs.weight, p.outputs.aux) for p in programs]
@@ -142,8 +146,8 @@ def assemble(
         chunk_of=number_chunks(schedule),
         activations=activations,
         cotangents=cotangents,
-        kept=make_pool([[_type_on_wire(t, base) for t in p.kept] for p in programs]),
-        deferred=make_pool([[_type_on_wire(t, base) for t in p.deferred] for p in programs]),
+        kept=make_pool([[_type_on_wire(t, own) for t in p.kept] for p in programs]),
+        deferred=make_pool([[_type_on_wire(t, own) for t in p.deferred] for p in programs]),
         results=results,
         parameters=parameters,
         microbatches=microbatches,

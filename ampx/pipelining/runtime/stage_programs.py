@@ -6,6 +6,7 @@ variable, and which one says what to do about it:
   an input of the stage    fetched again at the backward: parameters and the micro-batch are at
                            hand, received activations lie in their buffer, keys are folded anew
   a constant               written into the program
+  made of constants alone  made again, such as a causal mask or the place of a shard
   anything else            kept from the forward to the backward, once for each micro-batch
 
 So parameters are never kept for each micro-batch, though nobody says which inputs are parameters.
@@ -83,9 +84,10 @@ class StageProgram:
       outputs: the outputs, as abstract values.
       num_params: how many of the inputs are parameters.
       pulled: which inputs have a gradient, by number; those of the parameters come first.
+      free: jaxpr of what depends on no input, and is made again instead of kept; None if nothing.
       kept: the abstract values of what is kept.
-      residuals: what the backward reads, in its order: the number of an input, the number of what
-        is kept plus the number of inputs, or a constant.
+      residuals: what the backward reads, in its order: a constant, or a number, counted through
+        inputs, free values and what is kept.
       backward: from residuals and cotangents to gradients.
       halves: the same in two parts, if asked for.
       deferred: the types of what the first half keeps for the second.
@@ -96,6 +98,7 @@ class StageProgram:
     outputs: StageOutputs
     num_params: int
     pulled: tuple[int, ...] = ()
+    free: Jaxpr | None = None
     kept: tuple[Any, ...] = ()
     residuals: tuple[Any, ...] = ()
     backward: Jaxpr | None = None
@@ -139,7 +142,8 @@ class StageProgram:
         return reading.evaluate(reading.as_closed(self.halves.weights), *early, *deferred)
 
     def _gather_residuals(self, inputs: StageInputs, kept: Sequence[Any]) -> list[Any]:
-        at_hand = [*jax.tree.leaves(inputs), *kept]
+        free = [] if self.free is None else reading.evaluate(reading.as_closed(self.free))
+        at_hand = [*jax.tree.leaves(inputs), *free, *kept]
         return [at_hand[r] if isinstance(r, int) else r.value for r in self.residuals]
 
     @property
@@ -238,22 +242,22 @@ def _add_backward(
     """Adds the backward to a program whose forward still returns all residuals."""
     body = reading.open_jaxpr(program.forward)
     num_outputs = len(jax.tree.leaves(program.outputs))
-    # Numbers 0 to len(invars) - 1 are inputs, those from there on what is kept. A value that is a
-    # residual twice gets one number, and is kept once.
-    number_of = {variable: i for i, variable in enumerate(body.invars)}
+    # Numbers count inputs, then values that are free, then what is kept. A value that is a residual
+    # twice gets one number, and is kept once.
     constants = dict(zip(body.constvars, reading.as_closed(program.forward).consts, strict=True))
-    kept: list[Any] = []
-    residuals: list[Any] = []
-    for atom in body.outvars[num_outputs:]:
-        if reading.is_literal(atom):
-            residuals.append(_Constant(atom.val))
-        elif atom in constants:
-            residuals.append(_Constant(constants[atom]))
-        else:
-            if atom not in number_of:
-                number_of[atom] = len(body.invars) + len(kept)
-                kept.append(atom)
-            residuals.append(number_of[atom])
+    made = [a for a in body.outvars[num_outputs:] if not reading.is_literal(a)]
+    made = [a for a in dict.fromkeys(made) if a not in body.invars and a not in constants]
+    made_free = {out for i in _find_free_equations(body) for out in body.eqns[i].outvars}
+    free, kept = ([a for a in made if (a in made_free) is which] for which in (True, False))
+    number_of = {variable: i for i, variable in enumerate([*body.invars, *free, *kept])}
+    residuals: list[Any] = [
+        _Constant(atom.val)
+        if reading.is_literal(atom)
+        else _Constant(constants[atom])
+        if atom in constants
+        else number_of[atom]
+        for atom in body.outvars[num_outputs:]
+    ]
     types = [atom.aval for atom in body.outvars]
     structure = jax.tree.structure(pullback)
     sent, loss = _find_cotangent_types(program.outputs, types)
@@ -280,10 +284,12 @@ def _add_backward(
     forward = building.rebuild(
         program.forward, body.invars, [*body.outvars[:num_outputs], *kept], body.eqns
     )
+    of_free = [body.eqns[i] for i in reading.find_equations_for(body, free)]
     return dataclasses.replace(
         program,
         forward=forward,
         pulled=pulled,
+        free=building.rebuild(program.forward, [], free, of_free) if free else None,
         kept=tuple(atom.aval for atom in kept),
         residuals=tuple(residuals),
         backward=traced,
@@ -319,7 +325,8 @@ def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
       num_weights: how many of its outputs are gradients of weights.
 
     Returns:
-      Two jaxprs that together compute each equation that is needed once.
+      Two jaxprs that together compute each equation that is needed once; twice those that depend
+      on no operand.
     """
     # Calls are opened first: an equation inside one could not go to another half than the call.
     # Those of `jax.checkpoint` are among them, so what is recomputed is divided, too.
@@ -327,10 +334,18 @@ def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
     body = reading.open_jaxpr(whole)
     of_weights, of_inputs = body.outvars[:num_weights], body.outvars[num_weights:]
     first = reading.find_equations_for(body, of_inputs)
-    second = [i for i in reading.find_equations_for(body, body.outvars) if i not in set(first)]
+    free = _find_free_equations(body)
+    # Backwards from the gradients of weights: what the first half does is taken from it, but for
+    # what depends on no operand, such as a causal mask or the place of a shard. That costs less to
+    # make again than to keep for each micro-batch.
+    made_first = {out for i in set(first) - free for out in body.eqns[i].outvars}
+    needed, second = {v for v in of_weights if not reading.is_literal(v)}, []
+    for i, eqn in reversed(list(enumerate(body.eqns))):
+        if not (needed - made_first).isdisjoint(eqn.outvars):
+            second.insert(0, i)
+            needed.update(atom for atom in eqn.invars if not reading.is_literal(atom))
     # What crosses from the first half to the second: made there, and wanted here as an operand or
     # as a result. In order and without repetition, so that a trace is the same every time.
-    made_first = {out for i in first for out in body.eqns[i].outvars}
     made_second = {out for i in second for out in body.eqns[i].outvars}
     wanted = [atom for i in second for atom in body.eqns[i].invars] + list(of_weights)
     wanted = [v for v in dict.fromkeys(a for a in wanted if not reading.is_literal(a))]
@@ -346,3 +361,16 @@ def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
         ),
         tuple(reads),
     )
+
+
+def _find_free_equations(body: Jaxpr) -> set[int]:
+    """Finds the equations, by number, whose results are the same for all operands."""
+    dependent = set(body.invars)
+    free = set()
+    for number, eqn in enumerate(body.eqns):
+        operands = {atom for atom in eqn.invars if not reading.is_literal(atom)}
+        if reading.has_effects(eqn) or not operands.isdisjoint(dependent):
+            dependent.update(eqn.outvars)
+        else:
+            free.add(number)
+    return free
