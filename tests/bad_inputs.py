@@ -223,6 +223,7 @@ add("autocast.rules", lambda v: ampx.autocast(loss_fn, rules=v), RULES)
 NO_DOTS = {"a slip": "flaot8", "a dtype": jnp.float8_e4m3fn, "a number": 8, "a bool": True}
 add("autocast.dots", lambda v: ampx.autocast(loss_fn, dots=v), NO_DOTS)
 add("explain.dots", lambda v: ampx.explain(loss_fn, dots=v), NO_DOTS)
+add("opt_level.dots", lambda v: ampx.opt_level("O1", dots=v), NO_DOTS)
 add("explain.rules", lambda v: ampx.explain(loss_fn, rules=v), RULES)
 add("trace_overflow.rules", lambda v: ampx.trace_overflow(loss_fn, rules=v), RULES)
 add("opt_level.rules", lambda v: ampx.opt_level("O1", rules=v), RULES)

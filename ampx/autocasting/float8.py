@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax.numpy as jnp
 
@@ -156,7 +156,7 @@ def _fits(sizes: list[Any], in_blocks: bool) -> bool:
     return math.prod(sizes) > 0 and math.prod(sizes) % MULTIPLE == 0
 
 
-def as_float8(dots: Float8 | Dots | None) -> Float8 | None:
+def as_float8(dots: Float8 | str | None) -> Float8 | None:
     """Converts what `dots` may be to the setting itself; None stays.
 
     Raises:
@@ -173,4 +173,4 @@ def as_float8(dots: Float8 | Dots | None) -> Float8 | None:
             f"dots must be one of {words}, ampx.Float8(recipe) or None, got {dots!r}"
             f"{suggest(dots, words)}"
         )
-    return Float8() if dots == "float8" else Float8(dots)
+    return Float8() if dots == "float8" else Float8(cast(RecipeName, dots))

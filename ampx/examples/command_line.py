@@ -74,7 +74,7 @@ def _configs(given: dict[str, Any]) -> list[Config]:
             )
         return [config]
     # Flags that have a meaning for one precision only.
-    alone = ("half", "loss_scale", "init_scale", "final_loss")
+    alone = ("half", "dots", "loss_scale", "init_scale", "final_loss")
     alone = [name for name in alone if name in given]
     if alone:
         flag = "--" + alone[0].replace("_", "-")
@@ -106,6 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     flag("--final-loss", type=float, metavar="X", help="that a 'fast|loss|1.05' is relative to")
     flag("--half", choices=("float16", "bfloat16"), help="half type of O1, O2 and O3 (bfloat16)")
+    flag("--dots", metavar="RECIPE", help="float8, or a recipe of it: products of O1 in 8 bits")
     flag("--loss-scale", metavar="SCALE", help="dynamic, none or a number (the precision's own)")
     flag("--init-scale", type=float, metavar="SCALE", help="first dynamic loss scale (65536)")
     flag(

@@ -29,6 +29,7 @@ class Config:
       precision: `"O0"` to `"O3"`, a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`, or a
         schedule such as `"fast|step|0.9"`.
       half: float16 or bfloat16, for O1, O2 and O3.
+      dots: how matrix products of O1 run in float8: `"float8"`, a recipe of `ampx.Float8`, or None.
       loss_scale: `"dynamic"`, `"none"`, a number, or `"policy"` for the precision's own.
       init_scale: first dynamic scale.
       growth_interval: finite steps before a dynamic scale grows. The default of ampx is 2000, more
@@ -62,6 +63,7 @@ class Config:
 
     precision: str = "float32"
     half: str = "bfloat16"
+    dots: Any = None
     loss_scale: Any = "policy"
     init_scale: float = 2.0**16
     growth_interval: int = 100
@@ -106,6 +108,8 @@ class Config:
             raise ValueError(
                 f"loss_scale={self.loss_scale}: each phase of {self.precision} has its own"
             )
+        if self.dots is not None and self.precision != "O1":
+            raise ValueError(f"dots={self.dots} is for precision O1, not for {self.precision}")
         meshes.check(self.mesh, self.batch_size, self.num_microbatches, self.zero1)
 
     @property
@@ -131,6 +135,7 @@ class Config:
         # A policy names its dtypes itself; of an opt level the half dtype has to be told.
         has_half = self.precision in ("O1", "O2", "O3")
         name = f"{self.precision} {self.half}" if has_half else self.precision
+        name += "" if self.dots is None else f" and {self.dots}"
         scales = {"policy": "", "none": "", "dynamic": ", dynamic scale"}
         scale = scales.get(self.loss_scale, f", scale {self.loss_scale}")
         return name + scale + ("" if self.optimizer == "adamw" else f", {self.optimizer}")
@@ -160,7 +165,7 @@ class Config:
         if self.phases is not None:
             return self.phases.recipes[-1]
         if self.precision.startswith("O"):
-            recipe = ampx.opt_level(self.precision, half_dtype=self.half)
+            recipe = ampx.opt_level(self.precision, half_dtype=self.half, dots=self.dots)
         else:
             recipe = ampx.Recipe(ampx.get_policy(self.precision))
         if self.loss_scale == "policy":

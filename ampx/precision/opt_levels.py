@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
-from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
-from ampx.autocasting.transform import autocast
+from ampx.autocasting.float8 import Dots, Float8
+from ampx.autocasting.rules import DEFAULT_RULES, Rules
+from ampx.autocasting.transform import autocast, make_settings
 from ampx.checking import as_bool, as_dtype, check_callable
 from ampx.flat_buffers.flattening import on_tree
 from ampx.loss_scaling.dynamics import parse_choice
@@ -49,6 +50,7 @@ class Recipe:
       autocast_dtype: the half dtype of `ampx.autocast`, or None for a level without it. The policy
         of a level with autocast is float32 throughout: operations are cast, not trees.
       rules: the rules of autocast.
+      dots: how matrix products of autocast run in float8; None if they do not.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -66,6 +68,7 @@ class Recipe:
     level: str | None = None
     autocast_dtype: Any = None
     rules: Rules = DEFAULT_RULES
+    dots: Float8 | None = None
 
     __repr__ = show_fields
 
@@ -179,7 +182,11 @@ class Recipe:
         if self.autocast_dtype is not None:
             # "original": results keep the dtypes that `fun` has without autocast.
             cast_operations = autocast(
-                fun, half_dtype=self.autocast_dtype, rules=self.rules, output="original"
+                fun,
+                half_dtype=self.autocast_dtype,
+                rules=self.rules,
+                output="original",
+                dots=self.dots,
             )
             return cast_operations(params, *args, **kwargs)
         casts: dict[str, Any] = dict(
@@ -215,6 +222,7 @@ def opt_level(
     keep_norm_float32: bool | PathRule = _LEVEL_DEFAULT,
     master_weights: bool = _LEVEL_DEFAULT,
     rules: Rules = _LEVEL_DEFAULT,
+    dots: Float8 | Dots | None = None,
 ) -> Recipe:
     """Makes a recipe of one of Apex's opt levels.
 
@@ -237,12 +245,15 @@ def opt_level(
         path to bool replaces the rule that finds them (`ampx.is_norm_path`).
       master_weights: overrides whether weights are kept in float32.
       rules: which operations O1 runs in half and in float32; `ampx.DEFAULT_RULES` by default.
+      dots: `"float8"` or an `ampx.Float8` runs matrix products of O1 in float8, see
+        `ampx.autocast`. float8 itself needs no loss scale; float16 beside it does.
 
     Returns:
       A `Recipe`.
 
     Raises:
-      ValueError: for an unknown level or dtype, or an override that contradicts the level.
+      ValueError: for an unknown level, dtype or recipe of float8, or an override that contradicts
+        the level.
       TypeError: for an override of another type.
 
     References:
@@ -272,12 +283,19 @@ def opt_level(
     # The other levels are a matter of trees.
     if level == "O1":
         rules = DEFAULT_RULES if rules is _LEVEL_DEFAULT else rules
+        checked = make_settings(half, rules, "original", "transform", dots)
         return Recipe(
             Policy(jnp.float32, jnp.float32, jnp.float32),
             loss_scale="dynamic" if loss_scale is _LEVEL_DEFAULT else loss_scale,
             level=level,
             autocast_dtype=half,
-            rules=check_rules(rules),
+            rules=checked.rules,
+            dots=checked.dots,
+        )
+    if dots is not None:
+        raise ValueError(
+            f"{level} contradicts an override: dots says how autocast runs matrix products, and "
+            "only O1 uses autocast"
         )
     if rules is not _LEVEL_DEFAULT:
         raise ValueError(

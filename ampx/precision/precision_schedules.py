@@ -406,10 +406,10 @@ def _check_original(spec: str, original: Recipe, low: Recipe) -> None:
         return
     # Of the half types float16 is the more precise one, with 11 significant bits to bfloat16's 8.
     half = low.autocast_dtype or low.policy.compute_dtype
-    if original.autocast_dtype == jnp.bfloat16 and half == jnp.float16:
+    if original.dots or (original.autocast_dtype == jnp.bfloat16 and half == jnp.float16):
         raise ValueError(
-            f"policy={_name(original)} is less precise than the float16 of {spec!r}, which returns "
-            "to it: take 'float32', or 'O1', which is O1 float16 here"
+            f"policy={_name(original)} is less precise than the {half} of {spec!r}, which returns "
+            f"to it: take 'float32', or 'O1', which is O1 {half} here"
         )
     if (original.autocast_dtype, original.rules) == (low.autocast_dtype, low.rules):
         raise ValueError(
@@ -444,7 +444,7 @@ def _check_ends(phases: Sequence[Phase]) -> None:
 
 def _name(recipe: Recipe) -> str:
     """What a message calls a precision: its opt level with the half dtype, or its three dtypes."""
-    half = recipe.autocast_dtype or recipe.policy.compute_dtype
-    if recipe.level is None:
-        return str(recipe.policy)
-    return recipe.level if recipe.level == "O0" else f"{recipe.level} {np.dtype(half)}"
+    if recipe.level in (None, "O0"):
+        return recipe.level or str(recipe.policy)
+    dots = "" if recipe.dots is None else f", float8 {recipe.dots.recipe}"
+    return f"{recipe.level} {np.dtype(recipe.autocast_dtype or recipe.policy.compute_dtype)}{dots}"

@@ -21,11 +21,13 @@ parameter of 1 in bfloat16 does not move by less than 0.004. So these are refuse
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from ampx.autocasting.float8 import as_float8
 from ampx.checking import suggest
 from ampx.precision.opt_levels import Recipe, opt_level
 from ampx.precision.policies import Policy, get_policy
@@ -41,6 +43,7 @@ _WORDS: dict[str, Callable[[], Recipe]] = {
     "no": lambda: Recipe(Policy()),
 }
 _FLOAT8 = ("fp8", "float8", "transformer-engine", "transformer-engine-float16")
+_DOTS = ",dots="  # stands behind a word for a recipe with autocast, as in "O1,dots=float8"
 
 
 def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
@@ -50,7 +53,8 @@ def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
       policy: an opt level such as `"O2"`, a string that `ampx.get_policy` reads, such as
         `"p=f32,c=bf16"`, a `Policy`, a `Recipe`, or None. Also the words of other libraries:
         `"mixed_float16"` and `"mixed_bfloat16"` (Keras), `"16-mixed"`, `"bf16-mixed"`, `"16-true"`,
-        `"bf16-true"` and `"32-true"` (Lightning), `"no"` (Accelerate).
+        `"bf16-true"` and `"32-true"` (Lightning), `"no"` (Accelerate). A word for O1 may go on with
+        what `ampx.autocast` takes for `dots`, as in `"O1,dots=float8"`.
 
     Returns:
       A `Recipe`; None for None.
@@ -67,6 +71,8 @@ def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
       p=f32,c=bf16,o=f32
       >>> print(ampx.as_recipe("bf16-mixed").level)
       O1
+      >>> ampx.as_recipe("bf16-mixed,dots=tensorwise").dots
+      Float8(recipe='tensorwise')
     """
     if isinstance(policy, str) and "|" in policy:
         raise ValueError(
@@ -88,6 +94,15 @@ def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
 
 def _read_word(name: str) -> Recipe:
     """Reads a string that is no precision schedule."""
+    name, is_float8, dots = name.partition(_DOTS)
+    if is_float8:
+        recipe = _read_word(name)
+        if recipe.autocast_dtype is None:
+            raise ValueError(
+                f"policy={name + _DOTS + dots!r}: dots says how autocast runs matrix products, and "
+                f"{name!r} has no autocast: write 'O1{_DOTS}{dots}' or 'bf16-mixed{_DOTS}{dots}'"
+            )
+        return dataclasses.replace(recipe, dots=as_float8(dots))
     # "00" and "o2" are taken for levels, so that `opt_level` can say what is wrong with them.
     if re.fullmatch(r"[oO0]\d", name):
         return opt_level(name)
@@ -95,7 +110,8 @@ def _read_word(name: str) -> Recipe:
         return _WORDS[name]()
     if name.lower() in _FLOAT8:
         raise ValueError(
-            f"policy={name!r}: ampx has no precision of eight bits; the nearest is 'bf16-mixed'"
+            f"policy={name!r} does not say what is to be float8: write 'bf16-mixed,dots=float8' "
+            "for matrix products in float8 and all else by autocast in bfloat16"
         )
     try:
         policy = get_policy(name)

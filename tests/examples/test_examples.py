@@ -349,6 +349,7 @@ def configs_of(monkeypatch):
             "--precision O2 --init-scale 1024 --batch-size 8 --learning-rate 0.1 --seed 3",
             Config("O2", init_scale=1024.0, batch_size=8, learning_rate=0.1, seed=3),
         ),
+        ("--precision O1 --dots float8", Config(precision="O1", dots="float8")),
         ("--precision O3 --max-grad-norm 0.5", Config(precision="O3", max_grad_norm=0.5)),
         ("--precision fast|step|0.5", Config(precision="fast|step|0.5")),
         (

@@ -59,8 +59,9 @@ def test_a_half_type_alone_is_refused_with_both_readings(word):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("fp8", "eight bits"),
-        ("transformer-engine", "eight bits"),
+        ("fp8", "write 'bf16-mixed,dots=float8'"),
+        ("O1,dots=flaot8", "did you mean 'float8'"),
+        ("O2,dots=float8", "has no autocast: write 'O1,dots=float8'"),
         ("mixed_bf16", "did you mean 'mixed_bfloat16'"),
         ("bf16_mixed", "did you mean 'bf16-mixed'"),
         ("p=bf17", "did you mean 'bf16'"),
@@ -70,3 +71,28 @@ def test_a_half_type_alone_is_refused_with_both_readings(word):
 def test_other_words_are_refused(word, message):
     with pytest.raises(ValueError, match=message):
         ampx.as_recipe(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "recipe", "loss_scale"),
+    [
+        ("O1,dots=float8", "rowwise", "dynamic"),
+        ("bf16-mixed,dots=tensorwise", "tensorwise", None),
+        ("16-mixed,dots=mxfp8", "mxfp8", "dynamic"),
+    ],
+)
+def test_a_word_for_o1_takes_a_recipe_of_float8(word, recipe, loss_scale):
+    found = ampx.as_recipe(word)
+    assert (found.level, found.dots, found.loss_scale) == ("O1", ampx.Float8(recipe), loss_scale)
+    assert ampx.opt_level("O1", dots=recipe).dots == found.dots
+
+
+def test_only_o1_takes_float8_and_no_schedule_returns_to_it():
+    with pytest.raises(ValueError, match="O2 contradicts an override: dots"):
+        ampx.opt_level("O2", dots="float8")
+    with pytest.raises(ValueError, match=r"O1 bfloat16, float8 rowwise is less precise than"):
+        ampx.precision_schedule("fast1|step", total_steps=9, policy="O1,dots=float8")
+    phases = (ampx.Phase("O1,dots=float8", until_step=2), ampx.Phase("O1"))
+    assert str(ampx.PrecisionSchedule(phases)) == (
+        "O1 bfloat16, float8 rowwise until step 2, then O1 bfloat16"
+    )
