@@ -29,7 +29,6 @@ class Config:
       precision: `"O0"` to `"O3"`, a policy such as `"float32"` or `"p=f32,c=bf16,o=f32"`, or a
         schedule such as `"fast|step|0.9"`.
       half: float16 or bfloat16, for O1, O2 and O3.
-      dots: how matrix products of O1 run in float8: `"float8"`, a recipe of `ampx.Float8`, or None.
       loss_scale: `"dynamic"`, `"none"`, a number, or `"policy"` for the precision's own.
       init_scale: first dynamic scale.
       growth_interval: finite steps before a dynamic scale grows. The default of ampx is 2000, more
@@ -49,6 +48,7 @@ class Config:
       schedule: who computes what when in a mesh with stages, one of `pipelined.SCHEDULES`; None is
         `"1f1b"`.
       final_loss: what the ratio is to in a precision such as `"fast|loss|1.05"`.
+      dots: how matrix products of O1 run in float8: `"float8"`, a recipe of `ampx.Float8`, or None.
 
     Examples:
       >>> from ampx.examples.configs import Config
@@ -63,7 +63,6 @@ class Config:
 
     precision: str = "float32"
     half: str = "bfloat16"
-    dots: Any = None
     loss_scale: Any = "policy"
     init_scale: float = 2.0**16
     growth_interval: int = 100
@@ -79,6 +78,7 @@ class Config:
     layers: int = 2
     schedule: str | None = None
     final_loss: float | None = None
+    dots: Any = None
 
     # Everything that can be wrong is refused here, before a device has been touched.
     def __post_init__(self) -> None:
