@@ -5,8 +5,19 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import ampx
+from ampx import fused
 from benchmarks.aot import Counts, counted
-from benchmarks.fused_traffic import LEAF, LEAVES, Traffic, by_update, compiled_traffic, traffic
+from benchmarks.fused_traffic import (
+    FLOORS,
+    LEAF,
+    LEAVES,
+    Traffic,
+    by_apply,
+    by_update,
+    compiled_traffic,
+    traffic,
+)
 from benchmarks.optax_updates import build_steps, count
 
 # A fusion with two outputs (one gradient given twice, one number), a copy, a call, a conditional.
@@ -92,6 +103,16 @@ def test_optax_on_a_cpu_with_one_output_a_kernel(tx, expected):
         expected = {12: 12, 24: 20}[expected]
     found = compiled_traffic(by_update(tx), tx)
     assert found.moved / (LEAVES * LEAF) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_scaled_update_reads_each_array_as_often_as_it_must():
+    """It took the gradient a third time, to ask for each element whether its square is finite."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the count is that of XLA's CPU backend")
+    tx = ampx.dynamic_loss_scale(fused.adamw(1e-3))
+    found = compiled_traffic(by_apply(tx, max_norm=1.0), tx)
+    _, floor = FLOORS["AdamW, scaled, clipped, skipping"]
+    assert found.moved / (LEAVES * LEAF) == pytest.approx(floor, rel=1e-3)
 
 
 def test_a_skip_around_a_clip_moves_no_more_than_the_fused_update():

@@ -10,10 +10,12 @@ and `nu` and writes the last three: 16 + 12 = 28 bytes a parameter, the least po
 
 `compute_direction` is also what a kernel does to a block of a parameter.
 
-What is held is held together: one predicate, whether the square of the gradient is finite, decides
-for all slots of an element and for the parameter. Were each slot to decide by itself, a gradient of
-1e20 would enter Adam's `mu` and not its `nu`, where its square is infinite; and mu / sqrt(nu) would
-throw the parameter to -1e17. Behind a finite square all slots stay finite, see `UpdateRule`.
+What is held is held together: `skip`, one bool for the whole step, decides for all slots and for
+the parameter. Were each number to decide by itself, a gradient of 1e20 would enter Adam's `mu` and
+not its `nu`, where its square is infinite; and mu / sqrt(nu) would throw the parameter to -1e17. A
+step that is not skipped has gradients whose squares are finite, as the loss scale has seen, and
+behind finite squares all slots stay finite, see `UpdateRule`. Gradients are not asked again: on
+CPUs, where a loop has one output, the parameter's loop would read them for nothing else.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ def _update(
         scaled = g if h.factor is None else g * h.factor
         h = h._replace(squares=sum_parameter(scaled * scaled, leaf.segments, untracked))
     wide_leaf = leaf._replace(grad=g, param=p, slots=slots)
-    step, new_slots, takes = compute_direction(rule, h, wide_leaf, skip)
+    step, new_slots = compute_direction(rule, h, wide_leaf, skip)
     if rule.direction_again is not None:
         # LAMB. XLA is free to write the direction out or to compute it twice; kernels compute it
         # twice.
@@ -129,7 +131,7 @@ def _update(
         narrow_slot(new, old, leaf.step, leaf.place, saturates=skip is not None)
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
-    return _answer_tail(p, step, leaf, takes, coefficients.is_bad, new_params), kept
+    return _answer_tail(p, step, leaf, skip, coefficients.is_bad, new_params), kept
 
 
 # `jit` inside the caller's `jit` is a cache here: parameters of one shape, dtype and rule are
@@ -143,7 +145,7 @@ def compute_direction(
     leaf: Leaf,
     skip: jax.Array | None,
     sqrt: Callable[[jax.Array], jax.Array] = jnp.sqrt,
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """All that kernels share with XLA, of numbers in the compute dtype.
 
     Args:
@@ -154,31 +156,18 @@ def compute_direction(
       sqrt: the platform's square root.
 
     Returns:
-      The direction; the new slots, of which elements that are not taken are the old ones; and
-      whether an element is taken, a bool scalar or of the direction's shape. None: all are.
+      The direction, and the new slots; on a skip, the old ones.
     """
     # 1 / loss scale and the clip, in the wide dtype: float16 gradients lose nothing here.
     g = leaf.grad if h.factor is None else leaf.grad * h.factor
     operations = Operations(sqrt)
     if leaf.segments is not None:
         operations = operations._replace(spread=leaf.segments.spread)
-    takes = None
     if skip is not None:
-        # NovoGrad divides by the norm of the whole parameter, so a parameter is held whole.
-        squares = h.squares if rule.needs_squares else g * g
-        takes_number = is_finite(squares) & ~skip
-        takes = operations.spread(takes_number) if rule.needs_squares else takes_number
-
-        def keep(new: jax.Array, old: jax.Array) -> jax.Array:
-            # A slot of one number a parameter has the shape of the sum of squares. A select, and no
-            # arithmetic such as `old + keep * (new - old)`: 0 times infinity is NaN, and -0.0 would
-            # lose its sign. It costs nothing in a loop that has both numbers at hand.
-            own = takes_number if new.shape == takes_number.shape else takes
-            return jnp.where(own, new, old)
-
-        operations = operations._replace(keep=keep)
-    direction, slots = rule.direction(g, leaf.param, leaf.slots, h, operations)
-    return direction, slots, takes
+        # A select, and no arithmetic such as `old + keep * (new - old)`: 0 times infinity is NaN,
+        # and -0.0 would lose its sign. It costs nothing in a loop that has both numbers at hand.
+        operations = operations._replace(keep=lambda new, old: jnp.where(~skip, new, old))
+    return rule.direction(g, leaf.param, leaf.slots, h, operations)
 
 
 def keep_leaf(leaf: Leaf, tail: Tail) -> TailResult:
@@ -187,7 +176,7 @@ def keep_leaf(leaf: Leaf, tail: Tail) -> TailResult:
 
 
 def _answer_tail(
-    p: Any, step: jax.Array, leaf: Leaf, takes: Any, bad: jax.Array, new_params: bool
+    p: Any, step: jax.Array, leaf: Leaf, skip: Any, bad: jax.Array, new_params: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The update or the new parameter, and whether something is wrong with it.
 
@@ -198,7 +187,7 @@ def _answer_tail(
     # The sum in the wide dtype, rounded once.
     new = step if p is None else (p + step).astype(leaf.param.dtype)
     # Nobody judges the gradients: infinities go through, as they do in optax.
-    if takes is None:
+    if skip is None:
         return new if new_params else step.astype(_update_dtype(leaf)), bad
     if p is not None:
         bad |= overflows(new, leaf.param)
@@ -206,7 +195,7 @@ def _answer_tail(
     # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
     value, stays = (new, leaf.param) if new_params else (step, jnp.full_like(step, -0.0))
     is_sound = is_finite(new if is_floating(new) else step)  # an integer is always finite
-    return jnp.where(is_sound & takes, value, stays), bad
+    return jnp.where(is_sound & ~skip, value, stays), bad
 
 
 def is_finite(x: jax.Array) -> jax.Array:

@@ -32,9 +32,8 @@ class Operations(NamedTuple):
     Attributes:
       sqrt: a square root; not every kernel language has one.
       keep: a function of (new slot, old slot) that returns the one that stays: the old one on a
-        skipped step, and where the square of the gradient is not finite. A rule must go on with
-        what it returns. If it went on with the new slot, new and old would both be needed at once,
-        and XLA would copy every moment.
+        skipped step. A rule must go on with what it returns. If it went on with the new slot, new
+        and old would both be needed at once, and XLA would copy every moment.
       spread: from numbers of which there is one a parameter to what the parameter's elements are
         combined with. For one array that is the number itself, of shape (); for a flat buffer it
         is from shape (parameters,) to the buffer's.
@@ -58,7 +57,7 @@ class UpdateRule:
         wide dtype, to what the step is a multiple of and the new slots. It works element by
         element, except on slots that are one number a parameter. The parameter may be None if
         nothing decays. Finite slots, coefficients and a finite square of the gradient must give
-        finite slots: nothing else is asked before they are kept.
+        finite slots: a loss scale asks whether squares are finite, and nothing else is asked.
       slots: names of the fields of optax's state that a parameter has, such as `("mu", "nu")`.
       direction_again: a function of (parameter, new slots, coefficients, operations) to the same
         direction. A rule that has one multiplies its direction by the trust ratio, the norm of the

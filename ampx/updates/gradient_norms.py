@@ -35,6 +35,8 @@ from ampx.updates.tails import Tail
 # vanish in it, its square being below 2**-126. That does not matter: 2**40 of them contribute 2**94
 # to a sum of squares that was found to be at least 2**128.
 _LARGE_UNIT = 2.0**90
+# Gradients of this norm have squares that add up in float32, also where rounding doubles the sum.
+_LARGEST_CLIP = 2.0**63
 
 
 class JudgedNorm(NamedTuple):
@@ -167,6 +169,10 @@ def fold_clip(tail: Tail, grads: Any, model_axes: ModelAxes = NOT_DIVIDED) -> Ta
     if tail.max_norm is None:
         return tail
     norm = measure_norm(tail, grads, model_axes)
-    clip = compute_clip_factor(norm, tail.max_norm)
+    # A loss scale asks nothing of what is clipped but that its norm is finite, so what comes out
+    # must have squares that add up.
+    is_number = isinstance(tail.max_norm, int | float)
+    limit = (min if is_number else jnp.minimum)(tail.max_norm, _LARGEST_CLIP)
+    clip = compute_clip_factor(norm, limit)
     factor = clip if tail.factor is None else tail.factor * clip
     return dataclasses.replace(tail, factor=factor, max_norm=None, norm=norm * clip)

@@ -61,15 +61,15 @@ class KernelStep(NamedTuple):
         """Reads the gradient, writes parameter and slots."""
         block = self._read_scalars(scalars, cell)
         param, *slots = written
-        direction, new_slots, takes = self._update_slots(block, read[0], param, slots)
-        new, overflows = self._write_param(block, param, direction, takes)
+        direction, new_slots = self._update_slots(block, read[0], param, slots)
+        new, overflows = self._write_param(block, param, direction)
         return [new, *new_slots], overflows
 
     def update_slots(self, scalars: Any, read: Any, written: Any, cell: Any) -> Written:
         """Reads gradient and parameter, writes the slots; sums the squares of both norms."""
         block = self._read_scalars(scalars, cell)
         grad, param = read
-        direction, new_slots, _ = self._update_slots(block, grad, param, written)
+        direction, new_slots = self._update_slots(block, grad, param, written)
         wide = widen_item(param)
         return new_slots, [wide * wide, direction * direction]
 
@@ -79,10 +79,7 @@ class KernelStep(NamedTuple):
         again: Any = self.rule.direction_again
         wide, slots = widen_item(written[0]), tuple(map(widen_item, read))
         direction = again(wide, slots, block.h, Operations(cell.sqrt))
-        # The gradient is not read again. Where its square was not finite, the slots are the old
-        # ones, and this step goes on in their direction.
-        takes = None if block.skip is None else ~block.skip
-        new, overflows = self._write_param(block, written[0], direction * block.ratio, takes)
+        new, overflows = self._write_param(block, written[0], direction * block.ratio)
         return [new], overflows
 
     def _read_scalars(self, scalars: tuple[Any, ...], cell: Any) -> _BlockContext:
@@ -110,30 +107,26 @@ class KernelStep(NamedTuple):
 
     def _update_slots(
         self, block: _BlockContext, grad: Any, param: Any, slots: Sequence[Any]
-    ) -> tuple[jax.Array, list[Any], Any]:
+    ) -> tuple[jax.Array, list[Any]]:
         wide = Leaf(widen_item(grad), widen_item(param), tuple(map(widen_item, slots)))
-        direction, new, takes = compute_direction(
-            self.rule, block.h, wide, block.skip, block.cell.sqrt
-        )
+        direction, new = compute_direction(self.rule, block.h, wide, block.skip, block.cell.sqrt)
         # On a skip `new` is what was widened, and narrows to the bits that it came from: codes of
         # 8 bits too, see `int8_blocks.encode`.
         pairs = enumerate(zip(slots, new, strict=True), start=1)
-        return direction, [block.narrow(k, slot, value) for k, (slot, value) in pairs], takes
+        return direction, [block.narrow(k, slot, value) for k, (slot, value) in pairs]
 
-    def _write_param(
-        self, block: _BlockContext, param: Any, direction: Any, takes: Any
-    ) -> tuple[Any, list]:
+    def _write_param(self, block: _BlockContext, param: Any, direction: Any) -> tuple[Any, list]:
         """The new parameter, or the old one; and ones where a finite one would not stay so."""
         h = block.h
         step = direction if h.step_size is None else h.step_size * direction
         old = widen_item(param)
         new = block.narrow(0, param, old + step)
-        if takes is None:
+        if block.skip is None:
             return new, []
         # In float32, since not every accelerator compares halves.
         # All parts of a form stay or go together: error bits belong to their half.
         fits = is_finite(_half_of(new).astype(jnp.float32))
-        kept = jax.tree.map(functools.partial(_where, fits & takes), new, param)
+        kept = jax.tree.map(functools.partial(_where, fits & ~block.skip), new, param)
         if not self.counts:
             return kept, []
         return kept, [jnp.where(is_finite(old) & ~fits, jnp.float32(1), jnp.float32(0))]
