@@ -74,6 +74,8 @@ SLOW = QUICK | {
     "masters": ampx.master_weights(chain(optax.clip_by_global_norm(0.5))),
     # Its mean divides by the number of elements of the whole.
     "rms": chain(optax.clip_by_block_rms(0.2)),
+    # Over calls it adds up shards: a call that is not due, one that is, and one more.
+    "multi_steps": ampx.multi_steps(chain(optax.clip_by_global_norm(0.5)), 2),
     # Zeros that come whole out of one branch, and a verdict of all parts.
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
 }

@@ -184,6 +184,65 @@ def test_optimizers_need_not_know_of_stages(name):
     assert not np.array_equal(found[0][0]["first"]["position"], make_params()["first"]["position"])
 
 
+DIVIDED = {
+    "adamw": optax.adamw(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)),
+    "masters": ampx.master_weights(optax.adamw(1e-2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_zero1_of_a_pipeline_is_a_sharding_of_the_state(check_vma):
+    """Two steps on data x stage, the second of which is skipped; then one on one device."""
+    grads_of = make_grads_of(one_f_one_b(2, 4), check_vma=check_vma)
+    txs = {k: ampx.dynamic_loss_scale(tx, init_scale=2.0**10) for k, tx in DIVIDED.items()}
+    params = make_params()
+    of_params = grads_of.shardings(params)
+    model_axes = jax.tree.map(lambda sharding: sharding.spec, of_params)
+
+    def divided(tx):
+        zero = ampx.zero1(tx, "data")
+        specs = ampx.zero1_specs(zero, params, grads_of.mesh, model_axes=model_axes).inner_state
+        return jax.tree.map(lambda spec: jax.NamedSharding(grads_of.mesh, spec), specs)
+
+    # All take the gradients of one of them, so that there is one pipeline to compile.
+    def step(function, params, states, batch):
+        scale = ampx.current_loss_scale(states["adamw"])
+        grads = function(params["adamw"], batch, key=None, loss_scale=scale).grads
+        for name, tx in txs.items():
+            updates, states[name] = tx.update(grads, states[name], params[name])
+            params[name] = ampx.apply_updates(params[name], updates)
+        return params, states
+
+    layouts = dict.fromkeys(txs, of_params), {name: divided(tx) for name, tx in txs.items()}
+    pipelined = jax.jit(functools.partial(step, grads_of), out_shardings=layouts)
+    alone = jax.jit(functools.partial(step, ampx.value_and_grad(loss_fn, normalize="weights")))
+    first = dict.fromkeys(txs, params), {name: tx.init(params) for name, tx in txs.items()}
+    batches = [make_batch(0), make_batch(1, spoilt=(3, 1)), make_batch(2)]
+    found, expected = jax.device_put(first, layouts), first
+    for number, batch in enumerate(batches):
+        if number == 2:  # a checkpoint holds whole arrays
+            found = alone(*jax.tree.map(np.asarray, found), batch)
+        else:
+            found = pipelined(*found, batch)
+            for state in found[1].values():
+                assert state.overflow == (number == 1)
+                kernel, gain = (
+                    next(
+                        leaf
+                        for path, leaf in jax.tree_util.tree_leaves_with_path(state.inner_state)
+                        if name in jax.tree_util.keystr(path)
+                    )
+                    for name in ("kernel", "gain")
+                )
+                assert kernel.nbytes == 4 * kernel.addressable_shards[0].data.nbytes
+                assert gain.nbytes == 2 * gain.addressable_shards[0].data.nbytes
+        expected = alone(*expected, batch)
+        assert_close(found, expected)
+
+
 # --- overflow ------------------------------------------------------------------------------------
 
 
