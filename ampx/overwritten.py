@@ -48,7 +48,13 @@ def split_overwritten(tree: Any) -> tuple[Any, Any]:
       in the place of the others, which `merge_trainable` joins; the tree itself and None, if no
       leaf is overwritten.
     """
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+
+    # A marked shard of a gradient is one leaf here: where it is left out stands None, as in the
+    # parameters, and not a node around None.
+    def is_shard(node: Any) -> bool:
+        return getattr(type(node), "is_gradient_shard", False)
+
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)
     marks = [is_overwritten(path) for path, _ in pairs]
     if not any(marks):
         return tree, None

@@ -258,6 +258,52 @@ def test_zero1_takes_them_around_every_optimizer_and_over_its_own_axes_alone():
         by_hand(ampx.zero1(optax.sgd(0.1), "data", model_axes={"w": P("data")}), zero)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_experts_are_scattered_over_the_other_axes(check_vma):
+    """Beside a dense layer four experts, divided over an axis that divides the rows, too."""
+    specs = {"dense": P(), "experts": P("expert")}
+    params = {name: RANDOM.normal(size=(4, 6)).astype(np.float32) for name in specs}
+    mesh, axes = make_mesh((2, 2), ("data", "expert")), ("data", "expert")
+
+    def loss(params, x, mix=lambda x, experts: jnp.sum(jnp.tanh(x @ experts.T), 1)):
+        return jnp.mean((mix(x, params["experts"]) + x @ params["dense"][0] - 1) ** 2)
+
+    def exchange(x, experts):  # all rows along "expert" to the experts of this device, and back
+        x = jax.lax.all_gather(x, "expert", tiled=True)
+        out = jnp.sum(jnp.tanh(x @ experts.T), 1)
+        return jax.lax.psum_scatter(out, "expert", tiled=True)
+
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    options = dict(loss_scale="dynamic", num_microbatches=2)
+    step = ampx.train_step(
+        functools.partial(loss, mix=exchange),
+        ampx.zero1(inner, axes),
+        axis_name=axes,
+        model_axes=specs,
+        scatter_gradients=True,
+        **options,
+    )
+    alone = ampx.train_step(loss, inner, **options)
+    of_state = ampx.zero1_specs(step.tx, params, mesh, axes, model_axes=specs)
+    states = ampx.TrainState(P(), specs, of_state, None, None)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(states, P(axes)), out_specs=(states, P()), check_vma=check_vma
+    )
+    mapped, jitted, state, expected = (
+        jax.jit(mapped),
+        jax.jit(alone),
+        *[s.init(params) for s in (step, alone)],
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
+    for number in range(2):
+        x = np.random.default_rng(number).normal(size=(16, 6)).astype(np.float32)
+        (state, report), (expected, expected_report) = mapped(state, x), jitted(expected, x)
+        jax.tree.map(close, state.params, expected.params)
+        close(report.global_norm, expected_report.global_norm)
+    assert report.num_buckets == 2 * 2, "one of experts, one of the dense layer"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -441,11 +441,13 @@ def test_a_chain_of_reductions_keeps_the_last_parameter_and_the_padding(first):
     assert not any(np.any(padding) for padding in padding_of(reduced))
 
 
-def test_zero1_divides_the_buffers():
+@pytest.mark.slow_but("zero1")
+@pytest.mark.parametrize("scattered", [False, True], ids=["zero1", "zero2"])
+def test_zero1_divides_the_buffers(scattered):
     mesh = make_mesh((4,), ("data",))
     params = make_params()
     tx = ampx.zero1(fused.adamw(1e-2, weight_decay=0.1, mask=matrices), "data")
-    step = ampx.train_step(loss_fn, tx, axis_name="data")
+    step = ampx.train_step(loss_fn, tx, axis_name="data", scatter_gradients=scattered)
     flat = fused.flatten(params, mask=matrices)
     one = ampx.train_step(loss_fn, fused.adamw(1e-2, weight_decay=0.1, mask=matrices))
     expected = one.init(params)

@@ -243,6 +243,7 @@ OPTIONS = {
     "axis": dict(axis_name="data", num_microbatches=2),
     "zero1": dict(tx=ampx.zero1(ADAMW, "data"), axis_name="data", loss_scale="dynamic"),
 }
+OPTIONS["zero2"] = OPTIONS["zero1"] | dict(num_microbatches=2, scatter_gradients=True)
 
 
 @pytest.mark.slow_but("O2", "micro-batches")
