@@ -848,6 +848,11 @@ NO_HISTORY = {"a number": 3, "None": None, "nothing": {}, "a list": [1], "a word
 NO_HISTORY |= {"a number as a run": {"a": 3}, "no loss": {"a": {}}, "words": {"a": {"loss": ["x"]}}}
 add("plotting.plot_training.histories", plotting.plot_training, NO_HISTORY)
 RUN = {"a": {"loss": [1.0, 2.0]}}
+add(
+    "plotting.plot_training.reference",
+    lambda v: plotting.plot_training(RUN, reference=v),
+    {"a number": 3, "another run": "b", "a list": ["a"], "nothing": ""},
+)
 NO_PANELS = {**NO_AXES, "one": (1,), "two words": ("a", "b")}
 add("plotting.plot_training.axes", lambda v: plotting.plot_training(RUN, axes=v), NO_PANELS)
 

@@ -190,6 +190,7 @@ def train(
         state=state,
         devices=meshes.device_count(config.mesh),
         schedule=config.pipeline,
+        characters=config.batch_size * CONTEXT,
     )
 
 
@@ -264,8 +265,10 @@ def compare(
         return runs
     print(reporting.format_table(runs, text.unigram_entropy(corpus)))
     if output is not None:
-        axes, _ = plotting.plot_training({run.label: run.history for run in runs})
-        axes.set_ylabel("training loss (nats per character)")
+        histories = {run.label: run.history for run in runs}
+        reference = runs[0].label if len(histories) > 1 else None
+        axes, *_ = plotting.plot_training(histories, reference=reference)
+        axes.set_ylabel("training loss\n(nats per character)")
         plt.savefig(output, dpi=120)
         plt.close()
         print(f"Picture: {output}")

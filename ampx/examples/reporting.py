@@ -32,9 +32,10 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
     Examples:
       >>> from ampx.examples import reporting
       >>> print(reporting.format_table([], 3.25).splitlines()[0])
-      run  held-out loss  difference  ms/step  temp MiB  skipped  final scale
+      run  held-out loss  difference  ms/step  GFLOP/s  temp MiB  saved  skipped  final scale
     """
-    header = ("run", "held-out loss", "difference", "ms/step", "temp MiB", "skipped", "final scale")
+    header = ("run", "held-out loss", "difference", "ms/step", "GFLOP/s", "temp MiB", "saved")
+    header = (*header, "skipped", "final scale")
     rows, notes = [header], []
     for run in runs:
         # What needs a sentence goes below the table, and is marked by a number.
@@ -42,14 +43,17 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
         if note := _note(run):
             notes.append(note)
             mark = f" [{len(notes)}]"
+        is_other, before = run is not runs[0], runs[0].temporary_bytes
         difference = run.held_out_loss / runs[0].held_out_loss - 1  # NaN for a run that failed
         rows.append(
             (
                 run.label,
                 f"{run.held_out_loss:.4f}{mark}",
-                f"{difference:+.2%}" if np.isfinite(difference) and run is not runs[0] else "-",
+                f"{difference:+.2%}" if np.isfinite(difference) and is_other else "-",
                 f"{run.milliseconds:.1f}",
+                f"{run.gigaflops:.1f}",
                 f"{run.temporary_bytes / 2**20:.1f}",
+                f"{1 - run.temporary_bytes / before:.0%}" if is_other and before else "-",
                 str(run.skipped),
                 drawing.format_scale(run.final_scale),
             )
@@ -64,6 +68,7 @@ def format_table(runs: Sequence[Run], unigram_entropy: float) -> str:
         f"frequencies alone give {unigram_entropy:.2f}.",
         f"ms/step: without compilation. jax {jax.__version__}, {os.cpu_count()} CPUs, "
         f"backend {jax.default_backend()}.",
+        "GFLOP/s: 6 operations for each parameter and character; saved: share of temporary memory.",
     ]
     if runs and runs[0].devices > 1:
         lines.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 import ampx
@@ -24,6 +25,7 @@ class Run(NamedTuple):
         over a mesh.
       devices: how many there were.
       schedule: of the pipeline, or None.
+      characters: that a step trains on.
 
     Examples:
       >>> from ampx.examples import language_model, text
@@ -44,11 +46,23 @@ class Run(NamedTuple):
     state: ampx.TrainState
     devices: int = 1
     schedule: pipelining.Schedule | None = None
+    characters: int = 0
 
     @property
     def skipped(self) -> int:
         """Steps that were undone."""
         return int(np.sum(self.history.overflow))
+
+    @property
+    def gigaflops(self) -> float:
+        """Useful work: 1e9 floating-point operations a second, of all devices together.
+
+        Each parameter takes part in a product and a sum for each character, forward, and in two of
+        both backward: 6 operations, as is usual for the utilization of a model ("MFU"). Attention's
+        products of activations and what remat repeats are left out.
+        """
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
+        return 6 * parameters * self.characters / self.milliseconds / 1e6
 
     @property
     def final_scale(self) -> float:

@@ -1,7 +1,9 @@
 """Pictures of training: losses above, loss scales and skipped steps below.
 
-The two panels share the axis of steps. A jump of the loss, a fall of the scale and a change of the
-precision can so be seen to belong together.
+The panels share the axis of steps. A jump of the loss, a fall of the scale and a change of the
+precision can so be seen to belong together. Runs that agree lie on one another, so a panel between
+the two may show how far each is from a reference. Names stand at the ends of their lines, and each
+skipped step is a tick above the scales, in a row for each run.
 """
 
 from __future__ import annotations
@@ -11,19 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ampx.checking import as_positive_int
+from ampx.checking import as_positive_int, suggest
 from ampx.drawing import COLORS, check_axes, import_pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_LINE = 0.055  # height of a line of small print, as a share of the panel of losses
+_RUG_ROW = 0.08  # and of a row of ticks, as one of the panel of scales
 
 
 def plot_training(
     histories: Mapping[str, Any],
     *,
     smoothing: int | None = None,
+    reference: str | None = None,
     axes: Sequence[Axes] | None = None,
-) -> tuple[Axes, Axes]:
+) -> tuple[Axes, ...]:
     """Draws loss curves and, below them, the loss scale with every skipped step marked.
 
     The curves are drawn from wide to narrow, so that runs which agree show as one striped line. A
@@ -38,14 +44,19 @@ def plot_training(
         `"phase"`. Lists and arrays are welcome.
       smoothing: number of steps to average over; 1 shows the raw losses alone. The default is a
         twenty-fifth of the longest run.
-      axes: two axes to draw on; a new figure by default.
+      reference: the name of a run: a panel between the two shows the difference of each other
+        run's smoothed loss from that run's.
+      axes: two axes to draw on, three with a reference; a new figure by default.
 
     Returns:
-      The axes of the losses and of the scales. Their `figure` has `savefig`.
+      The axes of the losses, of the differences if there is a reference, and of the scales. Their
+      `figure` has `savefig`.
 
     Raises:
       ImportError: if matplotlib is missing.
-      ValueError: if there is no history, or one whose arrays do not fit together.
+      TypeError: for `axes` that are not as many of matplotlib's as there are panels.
+      ValueError: if there is no history, or one whose arrays do not fit together, or no run of the
+        reference's name.
 
     Examples:
       >>> import ampx.plotting
@@ -68,14 +79,20 @@ def plot_training(
         raise ValueError("histories is empty: give at least one run, as in {'O2': reports}")
     longest = max(len(run.loss) for run in runs.values())
     width = max(1, longest // 25) if smoothing is None else as_positive_int("smoothing", smoothing)
-    panels = _new_axes() if axes is None else axes
-    try:
-        loss_axes, scale_axes = panels
-    except (TypeError, ValueError):
-        raise TypeError(f"axes must be a pair of matplotlib's, got {axes!r}") from None
-    check_axes(loss_axes)
-    check_axes(scale_axes)
+    if reference is not None and not (isinstance(reference, str) and reference in runs):
+        raise ValueError(
+            f"reference={reference!r} is none of the runs {sorted(runs)}{suggest(reference, runs)}"
+        )
+    number = 2 if reference is None else 3
+    panels = _new_axes(number) if axes is None else axes
+    if not isinstance(panels, Sequence | np.ndarray) or len(panels) != number:
+        count = {2: "a pair", 3: "three"}[number]
+        raise TypeError(f"axes must be {count} of matplotlib's, got {axes!r}")
+    for panel in panels:
+        check_axes(panel)
+    loss_axes, *between, scale_axes = panels
 
+    rows = 0  # of ticks for skipped steps
     for index, (name, run) in enumerate(runs.items()):
         # The first run is the widest line and lies at the bottom.
         style = dict(
@@ -85,36 +102,51 @@ def plot_training(
         )
         _draw_loss(loss_axes, name, run.loss, width, style)
         if np.any(run.scale != 1) or np.any(run.skipped):  # else there is no loss scale to show
-            _draw_scale(scale_axes, name, run.scale, run.skipped, style)
-        _mark_switches((loss_axes, scale_axes), run.phase, style["color"])
+            _draw_scale(scale_axes, run.scale, style)
+        if np.any(run.skipped):
+            _draw_skips(scale_axes, name, run.skipped, rows, style["color"])
+            rows += 1
+        _mark_switches(panels, run.phase, style["color"])
     _name_switches(loss_axes, [run.phase for run in runs.values()])
 
     # Ends are marked once the limits are known: a loss that has left the picture ends at its top.
     bottom, top = _limits([run.loss for run in runs.values()], width)
     loss_axes.set_ylim(bottom, top)
     curves = {name: _moving_average(run.loss, width) for name, run in runs.items()}
-    _mark_exits(loss_axes, curves, top)
+    left = _mark_exits(loss_axes, curves, top)
     for index, run in enumerate(runs.values()):
         _mark_end(loss_axes, run.loss, top, COLORS[index % len(COLORS)])
+    _name_ends(
+        loss_axes,
+        {
+            _describe(name, runs[name].loss): curve
+            for name, curve in curves.items()
+            if name not in left
+        },
+    )
     loss_axes.set_ylabel("training loss")
+    for panel in between:
+        _draw_differences(panel, curves, reference, [name for name in runs if name not in left])
     scale_axes.set_yscale("log", base=2)
     scale_axes.set_ylabel("loss scale")
     scale_axes.set_xlabel("step")
-    for panel in (loss_axes, scale_axes):
-        if panel.get_legend_handles_labels()[1]:
-            panel.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-    return loss_axes, scale_axes
+    return tuple(panels)
 
 
-def _new_axes() -> tuple[Axes, Axes]:
-    _, (loss_axes, scale_axes) = import_pyplot().subplots(
-        2, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
+def _new_axes(number: int) -> list[Axes]:
+    heights = {2: (3, 2), 3: (3, 2, 2)}[number]
+    _, found = import_pyplot().subplots(
+        number,
+        sharex=True,
+        figsize=(8, 6 if number == 2 else 8),
+        height_ratios=heights,
+        layout="constrained",
     )
-    for axes in (loss_axes, scale_axes):
+    for axes in found:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
-    return loss_axes, scale_axes
+    return list(found)
 
 
 class _Run(NamedTuple):
@@ -175,11 +207,14 @@ def _field(history: Any, field: str) -> np.ndarray | None:
 
 def _draw_loss(axes: Axes, name: str, loss: np.ndarray, width: int, style: dict[str, Any]) -> None:
     steps = np.arange(1, len(loss) + 1)
-    if not np.isfinite(loss[-1]):
-        name += f" (not finite after step {_last_finite(loss)})"
-    axes.plot(steps, _moving_average(loss, width), label=name, **style)
+    axes.plot(steps, _moving_average(loss, width), label=_describe(name, loss), **style)
     if width > 1:
         axes.plot(steps, loss, color=style["color"], linewidth=0.5, alpha=0.2, zorder=1)
+
+
+def _describe(name: str, loss: np.ndarray) -> str:
+    is_finite = np.isfinite(loss[-1])
+    return name if is_finite else f"{name} (not finite after step {_last_finite(loss)})"
 
 
 def _limits(losses: list[np.ndarray], width: int) -> tuple[float, float]:
@@ -202,9 +237,13 @@ def _learns(loss: np.ndarray, width: int) -> bool:
     return bool(all(end.size for end in ends) and ends[1].mean() <= ends[0].mean())
 
 
-def _mark_exits(axes: Axes, runs: Mapping[str, np.ndarray], top: float) -> None:
-    """Names each curve that has left the picture for good, and tells where and how high it ends."""
-    below = 0
+def _mark_exits(axes: Axes, runs: Mapping[str, np.ndarray], top: float) -> list[str]:
+    """Names each curve that has left the picture for good, and tells where and how high it ends.
+
+    Returns:
+      The names of these runs.
+    """
+    left: list[str] = []
     for index, (name, curve) in enumerate(runs.items()):
         finite = np.flatnonzero(np.isfinite(curve))
         inside = finite[curve[finite] <= top]
@@ -217,7 +256,7 @@ def _mark_exits(axes: Axes, runs: Mapping[str, np.ndarray], top: float) -> None:
         axes.annotate(
             f"{name} leaves at step {step}, ends at {curve[-1]:.3g}",
             (step, top),
-            xytext=(-6 if is_late else 6, -4 - 11 * below),  # below the last label, in points
+            xytext=(-6 if is_late else 6, -4 - 11 * len(left)),  # below the last label, in points
             textcoords="offset points",
             ha="right" if is_late else "left",
             va="top",
@@ -226,7 +265,83 @@ def _mark_exits(axes: Axes, runs: Mapping[str, np.ndarray], top: float) -> None:
             bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=0.5),
             zorder=21,
         )
-        below += 1
+        left.append(name)
+    return left
+
+
+def _name_ends(axes: Axes, curves: Mapping[str, np.ndarray]) -> None:
+    """Writes each run's label beside the end of its line, apart where lines end together."""
+    bottom, top = axes.get_ylim()
+    ends = {}  # from name to step and height of the last finite loss, as a share of the panel
+    for name, curve in curves.items():
+        if last := _last_finite(curve):
+            ends[name] = (last, (curve[last - 1] - bottom) / (top - bottom))
+    names = sorted(ends, key=lambda name: ends[name][1])
+    places = _spread([ends[name][1] for name in names])
+    for name, place in zip(names, places, strict=True):
+        step, height = ends[name]
+        color = next(line.get_color() for line in axes.lines if line.get_label() == name)
+        axes.annotate(
+            name,
+            (step, bottom + height * (top - bottom)),
+            xytext=(1.03, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            color=color,
+            annotation_clip=False,
+            arrowprops=dict(
+                relpos=(0, 0.5), arrowstyle="-", color=color, linewidth=0.5, shrinkA=1, shrinkB=1
+            ),
+        )
+
+
+def _spread(heights: list[float]) -> list[float]:
+    """Moves ascending heights apart until a line of text fits between each two."""
+    # What overlaps is joined into a block around its own middle; blocks that then overlap are
+    # joined in turn. Each block: its heights.
+    blocks: list[list[float]] = []
+    for height in heights:
+        block = [height]
+        while blocks and _bottom_of(block) - _LINE < _bottom_of(blocks[-1]) + _LINE * (
+            len(blocks[-1]) - 1
+        ):
+            block = blocks.pop() + block
+        blocks.append(block)
+    return [_bottom_of(block) + _LINE * row for block in blocks for row in range(len(block))]
+
+
+def _bottom_of(block: list[float]) -> float:
+    """The height of the lowest of lines that stand close together around the mean of `block`."""
+    return sum(block) / len(block) - _LINE * (len(block) - 1) / 2
+
+
+def _draw_differences(
+    axes: Axes, curves: Mapping[str, np.ndarray], reference: str | None, inside: list[str]
+) -> None:
+    """Draws each run's distance from the reference; those `inside` decide about the limits."""
+    base = curves[reference or ""]
+    found = []
+    for index, (name, curve) in enumerate(curves.items()):
+        steps = min(len(base), len(curve))
+        difference = curve[:steps] - base[:steps]
+        if name == reference:
+            axes.axhline(0, color=COLORS[index % len(COLORS)], linewidth=1)
+            continue
+        axes.plot(
+            np.arange(1, steps + 1),
+            difference,
+            color=COLORS[index % len(COLORS)],
+            linewidth=1.2,
+            label=name,
+        )
+        found += [difference] if name in inside else []
+    sizes = np.abs(np.concatenate(found)) if found else np.zeros(1)
+    sizes = sizes[np.isfinite(sizes)]
+    # The first steps of a run differ most and matter least: 2% may lie outside.
+    size = float(np.quantile(sizes, 0.98)) if sizes.size else 0.0
+    axes.set_ylim(-1.2 * size or -1, 1.2 * size or 1)
+    axes.set_ylabel(f"difference from\n{reference}")
 
 
 def _mark_end(axes: Axes, loss: np.ndarray, top: float, color: str) -> None:
@@ -241,23 +356,20 @@ def _last_finite(loss: np.ndarray) -> int:
     return int(np.max(np.flatnonzero(np.isfinite(loss)) + 1, initial=0))
 
 
-def _draw_scale(
-    axes: Axes, name: str, scale: np.ndarray, skipped: np.ndarray, style: dict[str, Any]
-) -> None:
+def _draw_scale(axes: Axes, scale: np.ndarray, style: dict[str, Any]) -> None:
     # A step's scale holds until the next step, so the line moves at the next one.
     steps = np.arange(1, len(scale) + 1)
     axes.plot(steps, scale, drawstyle="steps-post", color=style["color"], linewidth=1.5)
-    if np.any(skipped):
-        label = f"{name}: {np.sum(skipped)} skipped"
-        axes.plot(
-            steps[skipped],
-            scale[skipped],
-            linestyle="none",
-            marker="x",
-            markersize=6,
-            color=style["color"],
-            label=label,
-        )
+
+
+def _draw_skips(axes: Axes, name: str, skipped: np.ndarray, row: int, color: str) -> None:
+    """Draws a tick for each skipped step, above the panel, in a row for each run."""
+    steps = np.flatnonzero(skipped) + 1
+    label, height = f"{name}: {len(steps)} skipped", 1.04 + _RUG_ROW * row
+    place = axes.get_xaxis_transform()  # steps, and shares of the panel's height
+    style = dict(linestyle="none", marker="|", markersize=6, color=color, clip_on=False)
+    axes.plot(steps, np.full(len(steps), height), transform=place, label=label, **style)
+    axes.text(1.03, height, label, transform=axes.transAxes, va="center", fontsize=8, color=color)
 
 
 def _switches(phase: np.ndarray) -> list[int]:

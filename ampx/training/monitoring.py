@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +173,9 @@ def progress_bar(
     refresh_every: int = 10,
     disable: bool = False,
 ) -> Iterator[Callable[[StepReport], None]]:
-    """A progress bar with loss, loss scale, skipped steps and speed, for any training loop.
+    """A progress bar with loss, loss scale, skipped steps, speed and the time that is left.
+
+    For any training loop. In notebooks it is tqdm's widget, if ipywidgets is installed.
 
     Args:
       total_steps: number of steps to come.
@@ -209,9 +212,13 @@ def progress_bar(
     if as_bool("disable", disable):
         yield lambda report: None
         return
-    # No rate of tqdm's own: it would count compilation, and the reports that are still unread.
-    layout = "{desc:<26}{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
-    bar = _tqdm()(desc=label, total=total_steps, bar_format=layout)
+    tqdm = _tqdm()
+    # No rate and no estimate of tqdm's own: they would count compilation, and the reports that are
+    # still unread. A widget has a bar of its own length.
+    is_widget = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
+    drawn = "{bar}" if is_widget else "{bar:20}"
+    layout = "{desc:<26}{percentage:3.0f}%|" + drawn + "| {n_fmt}/{total_fmt} {elapsed}{postfix}"
+    bar = tqdm(desc=label, total=total_steps, bar_format=layout)
     # Reports wait here unread: `float(report.loss)` blocks until the device has taken the step, and
     # the device would then stand still while Python prepares the next.
     unread: list[StepReport] = []
@@ -232,7 +239,10 @@ def progress_bar(
             if tokens_per_step is None
             else f"{speed * tokens_per_step:,.0f} tokens/s"
         )
-        bar.set_postfix_str(f"loss {loss:.3f}, scale {scale}, {skipped} skipped, {pace}")
+        left = bar.format_interval((total_steps - bar.n) / speed)
+        bar.set_postfix_str(
+            f"loss {loss:.3f}, scale {scale}, {skipped} skipped, {pace}, {left} left"
+        )
 
     def on_step(report: StepReport) -> None:
         nonlocal started
@@ -250,7 +260,10 @@ def progress_bar(
 
 def _tqdm() -> Any:
     try:
-        from tqdm import tqdm
+        with warnings.catch_warnings():
+            # In a notebook without ipywidgets it warns, and is a bar of text then.
+            warnings.simplefilter("ignore")
+            from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError(
             "a progress bar needs tqdm, which comes with the extra ampx-jax[examples]; or give "

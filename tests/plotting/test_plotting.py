@@ -30,13 +30,12 @@ SKIPPING = {
 }
 
 
-def skip_marks(axes: Axes) -> list[tuple[float, float]]:
-    return [
-        tuple(point)
-        for line in axes.lines
-        if line.get_marker() == "x"
-        for point in line.get_xydata()
-    ]
+def skip_marks(axes: Axes) -> list[list[float]]:
+    """The steps of each row of ticks, from the panel upwards."""
+    rows = [line for line in axes.lines if line.get_marker() == "|"]
+    heights = [float(line.get_ydata()[0]) for line in rows]
+    assert heights == sorted(set(heights)) and all(height > 1 for height in heights)
+    return [line.get_xdata().tolist() for line in rows]
 
 
 def labels(axes: Axes) -> list[str]:
@@ -46,7 +45,7 @@ def labels(axes: Axes) -> list[str]:
 def test_marks_as_many_skips_as_there_are() -> None:
     losses, scales = plot_training({"O2": SKIPPING})
     assert isinstance(losses, Axes) and isinstance(scales, Axes)
-    assert skip_marks(scales) == [(1, 8), (3, 4)]
+    assert skip_marks(scales) == [[1, 3]]
     assert labels(losses) == ["O2"]
     assert labels(scales) == ["O2: 2 skipped"]
     assert losses.get_ylabel() and scales.get_ylabel() and scales.get_xlabel()
@@ -77,7 +76,7 @@ def test_takes_what_training_returns() -> None:
     for history in (collected, stacked, as_mapping):
         losses, scales = plot_training({"run": history}, smoothing=1)
         drawn.append([line.get_xydata() for line in (*losses.lines, *scales.lines)])
-        assert skip_marks(scales) == [(3, 2.0**16)]
+        assert skip_marks(scales) == [[3]]
     for other in drawn[1:]:
         jax.tree.map(np.testing.assert_array_equal, drawn[0], other)
 
@@ -107,12 +106,57 @@ def test_runs_that_blow_up_leave_the_picture_of_those_that_learn() -> None:
     assert bottom < learns.min() < learns.max() < top < 4
     texts = [text.get_text() for text in losses.texts]
     first = int(np.flatnonzero(explodes[60:] > top)[0]) + 61
-    assert texts == [
+    assert texts[:2] == [
         f"explodes leaves at step {first}, ends at {explodes[-1]:.3g}",
         "jumps leaves at step 151, ends at 90",
     ]
     marks = [line.get_xydata()[0] for line in losses.lines if line.get_marker() == "^"]
     np.testing.assert_allclose(marks, [(first, top), (151, top)])
+
+
+def test_names_stand_at_the_ends_of_lines_and_never_on_each_other() -> None:
+    ends = {"a": 2.0, "b": 2.001, "c": 2.002, "d": 1.0, "e": 3.0}
+    losses, _ = plot_training(
+        {name: {"loss": np.linspace(4, end, 50)} for name, end in ends.items()}, smoothing=1
+    )
+    assert [text.get_text() for text in losses.texts] == ["d", "a", "b", "c", "e"]
+    for text in losses.texts:
+        name = text.get_text()
+        (line,) = (line for line in losses.lines if line.get_label() == name)
+        assert text.get_color() == line.get_color()
+        np.testing.assert_allclose(text.xy, (50, ends[name]))
+    heights = [text.xyann[1] for text in losses.texts]
+    assert np.diff(heights).min() >= 0.054
+    bottom, top = losses.get_ylim()
+    of_block = (np.mean([ends[name] for name in "abc"]) - bottom) / (top - bottom)
+    np.testing.assert_allclose(np.mean(heights[1:4]), of_block)  # apart around their middle
+
+
+def test_differences_from_a_reference_have_a_panel() -> None:
+    base = np.linspace(4, 2, 50)
+    away = np.where(np.arange(50) < 25, base, 1e3)
+    histories = {
+        "float32": {"loss": base},
+        "O1": {"loss": base + 0.01},
+        "short": {"loss": base[:20] - 0.02},
+        "O3": {"loss": away},
+    }
+    losses, between, scales = plot_training(histories, smoothing=1, reference="float32")
+    assert len({axes.get_position().y0 for axes in (losses, between, scales)}) == 3
+    drawn = {line.get_label(): line for line in between.lines}
+    assert "float32" in between.get_ylabel() and labels(between) == ["O1", "short", "O3"]
+    np.testing.assert_allclose(drawn["O1"].get_ydata(), 0.01)
+    np.testing.assert_allclose(drawn["short"].get_xydata()[-1], (20, -0.02))
+    bottom, top = between.get_ylim()
+    assert 0.02 < top == -bottom < 0.03, "what leaves the picture above decides nothing here"
+    # Alone, or equal to the reference, runs have a panel, too.
+    for others in ({}, {"same": {"loss": base}}):
+        _, between, _ = plot_training({"float32": {"loss": base}, **others}, reference="float32")
+        assert between.get_ylim() == (-1, 1)
+    with pytest.raises(ValueError, match="reference='float' is none.*did you mean 'float32'"):
+        plot_training(histories, reference="float")
+    with pytest.raises(TypeError, match="axes must be three of matplotlib's"):
+        plot_training(histories, reference="O1", axes=[losses, scales])
 
 
 def test_a_picture_of_a_diverged_run_alone_shows_it_whole() -> None:
@@ -193,14 +237,14 @@ def dashed(axes: Axes) -> list[float]:
 def test_switches_of_precision_are_marked_in_both_panels(phase, ends) -> None:
     losses, scales = plot_training({"O2": SKIPPING | {"phase": phase}})
     assert dashed(losses) == dashed(scales) == [end + 0.5 for end in ends]
-    named = [text.get_text() for text in losses.texts]
+    named = [text.get_text() for text in losses.texts if text.get_text() != "O2"]
     assert named == [f"precision switches after step {end}" for end in ends]
 
 
 def test_runs_that_switch_together_are_named_once() -> None:
     runs = {name: SKIPPING | {"phase": [0, 1, 1, 1]} for name in ("O2", "O1")}
     losses, _ = plot_training(runs)
-    assert len(dashed(losses)) == 2 and len(losses.texts) == 1
+    assert len(dashed(losses)) == 2 and len(losses.texts) == 1 + len(runs)
 
 
 def test_phases_are_checked() -> None:

@@ -289,13 +289,17 @@ def test_bar_tells_loss_scale_skips_and_speed(capsys):
 
 
 def test_bar_without_tokens_tells_steps_a_second(capsys, monkeypatch):
-    now = iter([0.0, 10.0, 12.0])  # made, first step on its way, all steps done
+    # Made, first step on its way, two steps done, all steps done.
+    now = iter([0.0, 10.0, 11.0, 12.0])
     clock = types.SimpleNamespace(perf_counter=lambda: next(now))
     monkeypatch.setattr(monitoring, "time", clock)
-    with progress_bar(4) as on_step:
+    shown = []
+    with progress_bar(4, refresh_every=2) as on_step:
         for _ in range(4):
             on_step(report())
-    assert "2.0 steps/s" in last_bar(capsys)
+            shown.append(last_bar(capsys))
+    assert "2/4 " in shown[1] and "2.0 steps/s, 00:01 left" in shown[1]
+    assert "4/4 " in shown[3] and "2.0 steps/s, 00:00 left" in shown[3]
 
 
 def test_bar_reads_reports_some_at_a_time(capsys):
