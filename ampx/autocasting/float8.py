@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import jax.numpy as jnp
 
 from ampx.checking import check_choice, suggest
+from ampx.summaries import show_fields
 
 Sharing = Literal["tensor", "row", "block"]
 RecipeName = Literal["rowwise", "tensorwise", "rowwise_half_dw", "mxfp8"]
@@ -119,6 +120,8 @@ class Float8:
     """
 
     recipe: RecipeName = "rowwise"
+
+    __repr__ = show_fields
 
     def __post_init__(self) -> None:
         """Refuses unknown recipes."""
