@@ -120,6 +120,9 @@ CALLS = {
     "fused.adamw": partial(fused.adamw, learning_rate=0.1),
     "fused.apply": apply,
     "fused.flatten": partial(fused.flatten, P),
+    "fused.from_rule": partial(
+        fused.from_rule, direction=lambda g, p, s, n, o: (g, {}), learning_rate=0.1
+    ),
     "fused.lamb": partial(fused.lamb, learning_rate=0.1),
     "fused.lion": partial(fused.lion, learning_rate=0.1),
     "fused.novograd": partial(fused.novograd, learning_rate=0.1),

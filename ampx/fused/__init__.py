@@ -21,6 +21,7 @@ from ampx.fused.optimizers.lamb import lamb
 from ampx.fused.optimizers.lion import lion
 from ampx.fused.optimizers.novograd import novograd
 from ampx.fused.optimizers.sgd import sgd
+from ampx.fused.own_rules import from_rule
 from ampx.param_storage.split_masters import SplitMastersState, split_masters
 from ampx.param_storage.stochastic_rounding import StochasticRoundingState, stochastic_rounding
 
@@ -36,6 +37,7 @@ __all__ = [
     "adamw",
     "apply",
     "flatten",
+    "from_rule",
     "lamb",
     "lion",
     "novograd",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,18 @@ class FusedNovogradState(optax.ScaleByNovogradState, TakesTail):
     """
 
 
+class _OwnSlots(NamedTuple):
+    count: jax.Array
+    slots: dict[str, Any]
+
+
+class FusedRuleState(_OwnSlots, TakesTail):
+    """A rule of the user's, see `from_rule`: `count`, int32; `slots`, trees like the parameters.
+
+    Slots stand in a dict by their names, in the order of these.
+    """
+
+
 # From optax's class of an optimizer's own part to the marked one.
 _KINDS = {
     kind.__bases__[0]: kind
@@ -128,14 +140,14 @@ def fused_transformation(
         state = mark_own_part(reference.init(params))
         at = find_own_part(state)
         kept = {
-            name: jax.tree.map(_as_floating, as_per_parameter(getattr(state[at], name)))
-            for name in rule.slots
+            name: jax.tree.map(_as_floating, as_per_parameter(slot))
+            for name, slot in _read_slots(rule, state[at]).items()
         }
         for name, dtype in (slot_dtypes or {}).items():
             # Among the slots that can be int8 only `nu` is a mean of squares, without signs to
             # store.
             kept[name] = as_format(kept[name], dtype, signed=name != "nu")
-        return (*state[:at], state[at]._replace(**kept), *state[at + 1 :])
+        return (*state[:at], _write_slots(state[at], kept), *state[at + 1 :])
 
     def update(
         updates: Any,
@@ -165,7 +177,7 @@ def fused_transformation(
             raise ValueError("this optimizer needs params: call tx.update(grads, state, params)")
         if tail.skip is not None:
             next_state = _hold_counts(tail.skip, next_state, state)
-        slots = {name: getattr(state[at], name) for name in rule.slots}
+        slots = _read_slots(rule, state[at])
         # One row for each leaf of the gradients. Slots may be trees below a leaf (`Int8Blocks`), so
         # they are cut where the gradients end, not flattened by themselves.
         structure = jax.tree.structure(updates)
@@ -195,10 +207,21 @@ def fused_transformation(
             name: structure.unflatten([own[i] for _, own in results])
             for i, name in enumerate(slots)
         }
-        own = next_state[at]._replace(**kept)
+        own = _write_slots(next_state[at], kept)
         return new_updates, (*next_state[:at], own, *next_state[at + 1 :])
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _read_slots(rule: UpdateRule, own: Any) -> dict[str, Any]:
+    """The slots in an optimizer's own part of the state, by name."""
+    if isinstance(own, FusedRuleState):
+        return {name: own.slots[name] for name in rule.slots}
+    return {name: getattr(own, name) for name in rule.slots}
+
+
+def _write_slots(own: Any, slots: dict[str, Any]) -> Any:
+    return own._replace(slots=slots) if isinstance(own, FusedRuleState) else own._replace(**slots)
 
 
 def _as_floating(slot: jax.Array) -> jax.Array:
@@ -217,14 +240,15 @@ def _check_own_part(rule: UpdateRule, own: Any, updates: Any) -> None:
       ValueError: if what it keeps is no tree like the gradients, or has no memory any more.
     """
     check_memory("state", own)
-    for name in rule.slots:
-        if not hasattr(own, name):
-            raise TypeError(
-                f"got a state with the part {type(own).__name__}, and this optimizer keeps "
-                f"{', '.join(rule.slots)} in its own: give the state that init(params) of the same "
-                "optimizer made"
-            )
-        check_structure(f"{name} in the state", getattr(own, name), "updates", updates)
+    fields = own.slots if isinstance(own, FusedRuleState) else own._asdict()
+    if lacking := [name for name in rule.slots if name not in fields]:
+        raise TypeError(
+            f"got a state with the part {type(own).__name__}, which has no {', '.join(lacking)}, "
+            f"and this optimizer keeps {', '.join(rule.slots)} in its own: give the state that "
+            "init(params) of the same optimizer made"
+        )
+    for name, slot in _read_slots(rule, own).items():
+        check_structure(f"{name} in the state", slot, "updates", updates)
 
 
 def _check_shapes(rule: UpdateRule, updates: Any, leaves: list[Leaf]) -> None:

@@ -176,16 +176,18 @@ def judge(
     ]
     with jax.named_scope("ampx.verdict"):
         # Multiplied in the same fusion that squares and adds. A report of the norm is the same sum.
-        squares = sum_squares(_floating([unscale(grads, scale) for grads, scale in given]))
+        squares = [sum_squares(_floating(unscale(grads, scale))) for grads, scale in given]
         is_fine = jnp.ones((), bool)
-        if squares:
-            widest = max((s.dtype for s in squares), key=lambda dtype: dtype.itemsize)
-            total = sum(s.astype(widest) for s in squares)
+        if every := [s for own in squares for s in own]:
+            total = sum(s.astype(_widest(every)) for s in every)
             is_fine = jnp.isfinite(total * _headroom(axis_names, len(given)))
 
         def look() -> jax.Array:
-            counts = [count_nonfinite(g, saturation_dtype=saturation_dtype) for g in per_loss]
-            return jnp.stack(counts)
+            if saturation_dtype is not None:
+                counts = [count_nonfinite(g, saturation_dtype=saturation_dtype) for g in per_loss]
+                return jnp.stack(counts)
+            own = iter(squares)
+            return jnp.stack([_count_again(g, [] if g is None else next(own)) for g in per_loss])
 
         # A finite sum has finite terms. Saturated numbers are finite, too, and are looked for.
         # Outside of `jit` a branch would be compiled anew in every call.
@@ -196,6 +198,26 @@ def judge(
     found = jnp.append(counts, (~is_fine).astype(jnp.int32))
     found = agree_on(found, axis_names)
     return found[:-1].reshape(counts.shape), found[-1] > 0
+
+
+def _count_again(grads: Any, squares: Sequence[jax.Array]) -> jax.Array:
+    """Counts the arrays with an infinity, and those with a NaN, whose sums of squares are known.
+
+    An array with both counts as one with a NaN. Squares have no sign, so their sum is NaN only if a
+    gradient is; and one that is infinite may be a sum of finite gradients. Then the largest tells.
+    Of arrays without a NaN a maximum is right, while of others XLA's CPU backend may lose the NaN.
+    A maximum of magnitudes is a loop that this backend need not compile, as codes of elements are.
+    """
+    if not squares:
+        return jnp.zeros(2, jnp.int32)
+    largest = [jnp.max(jnp.abs(leaf)).astype(_widest(squares)) for leaf in _floating(grads)]
+    is_nan = jnp.isnan(jnp.stack([s.astype(_widest(squares)) for s in squares]))
+    is_inf = jnp.isinf(jnp.stack(largest)) & ~is_nan
+    return jnp.sum(jnp.stack([is_inf, is_nan]), axis=1, dtype=jnp.int32)
+
+
+def _widest(numbers: Sequence[jax.Array]) -> Any:
+    return max((number.dtype for number in numbers), key=lambda dtype: dtype.itemsize)
 
 
 def largest_norm(axis_names: Sequence[str]) -> float:

@@ -169,3 +169,22 @@ def test_landing_foresees_an_overflow_of_half_parameters_only():
     np.testing.assert_array_equal(nonfinite.mark_overflowing(updates, half), [INF, -10000.0, 1.0])
     assert nonfinite.mark_overflowing(updates, half.astype(jnp.float32)) is updates
     assert nonfinite.mark_overflowing(updates, None) is updates
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_second_look_tells_apart(dtype):
+    """Infinities, NaN and finite gradients whose squares overflow, in loops of some thousands."""
+    largest = float(jnp.finfo(dtype).max)
+    cases = {
+        (0, 0, False): (1.0, -2.0),
+        (0, 0, dtype != "float16"): (largest, -largest),
+        (1, 0, True): (1.0, -INF),
+        (0, 1, True): (largest, NAN),
+        # An array with both counts as one with a NaN, as in `measure_and_judge`.
+        (0, 1, True, "both"): (INF, NAN),
+    }
+    judge = jax.jit(lambda grads: nonfinite.judge([grads], [jnp.float32(1)]))
+    for expected, (first, second) in cases.items():
+        leaf = jnp.ones(8192, dtype).at[5].set(first).at[4100].set(second)
+        counts, is_too_large = judge({"a": jnp.ones(3), "b": leaf})
+        assert (*map(int, counts[0]), bool(is_too_large)) == expected[:3]
