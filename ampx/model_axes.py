@@ -79,6 +79,11 @@ class ModelAxes:
             "that it is in, a PartitionSpec, a name, or None if it is not divided"
         )
 
+    def named_for(self, path: str) -> tuple[str, ...]:
+        """The axes that a tree names for the leaf at a path; none where one name is for all."""
+        below = (axes for start, axes in self.entries if start and _reaches(start, path))
+        return next(below, ())
+
     def spec_of_path(self, path: str) -> PartitionSpec | None:
         """The spec of the leaf at a path; None if none was given."""
         below = (spec for start, spec in self.specs if _reaches(start, path))

@@ -11,7 +11,8 @@ backward pass, so the backward pass of such a layer hands out what these variabl
 An optimizer must not see them: it would add a scale to a scale. Nor may they be averaged, clipped,
 divided by a loss scale or counted in a norm. In ampx they are split off where gradients are made:
 
-    value_and_grad     the maximum over micro-batches and devices, as far as it is finite
+    value_and_grad     the maximum over micro-batches and devices, as far as it is finite; so do
+                       pipelines
     train_step         gives the optimizer the other leaves alone, then replaces these; holds them
                        on a skip
     policies           never cast them
@@ -30,7 +31,8 @@ import jax
 import jax.numpy as jnp
 
 from ampx.flax_modules import OVERWRITE
-from ampx.mesh_axes import mark_varying
+from ampx.mesh_axes import mark_varying, untracked_axes
+from ampx.model_axes import ModelAxes
 from ampx.trees import (
     is_overwritten,
     keep_finite,
@@ -139,6 +141,38 @@ def take_largest(overwritten: Any, axes: Sequence[str]) -> Any:
     if not axes:
         return overwritten
     return jax.tree.map(lambda x: jax.lax.pmax(mark_varying(x, axes), axes), overwritten)
+
+
+def take_largest_of_shards(overwritten: Any, model_axes: ModelAxes) -> Any:
+    """The maximum of overwritten leaves over axes that divide the weights, where types do not tell.
+
+    Devices that hold shards of a layer's weights measure different parts of its operands. A scale
+    that they share must fit all of them, and stay the same on all.
+
+    Args:
+      overwritten: the second part of a split.
+      model_axes: over which axes parameters are divided. Along those that a tree names for an
+        overwritten leaf itself, each device keeps its own.
+    """
+    untracked = untracked_axes(model_axes.names)
+
+    def take(path: Any, leaf: jax.Array) -> jax.Array:
+        own = model_axes.named_for(path_name(path))
+        return take_largest(leaf, tuple(axis for axis in untracked if axis not in own))
+
+    return jax.tree_util.tree_map_with_path(take, overwritten) if untracked else overwritten
+
+
+def axes_of_optimized(model_axes: ModelAxes, params: Any) -> ModelAxes:
+    """The setting for what an optimizer sees: of flax's variables what is under `"params"`.
+
+    Args:
+      model_axes: a tree like the variables, or like what is under `"params"`.
+      params: the parameters.
+    """
+    tops = {path.split("/")[0] for path, _ in model_axes.entries}
+    is_of_all = _is_flax_pair(params) and tops & set(params)
+    return model_axes.below("params") if is_of_all else model_axes
 
 
 def refuse_overwritten(name: str, tree: Any, fix: str = "") -> None:

@@ -50,7 +50,7 @@ from ampx.data_parallel.shard_layouts import WHOLE, Layout, layout_of_spec
 from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
 from ampx.mesh_axes import as_axes, check_axes_of_mesh, count_devices, varying_axes
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
-from ampx.overwritten import split_optimized
+from ampx.overwritten import axes_of_optimized, split_optimized
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays
 from ampx.trees import find_nodes, path_name
@@ -379,6 +379,7 @@ def zero1_specs(
     check_axes_of_mesh("axis_name", axes, mesh)
     check_axes_of_mesh("model_axes", setting.names, mesh)
     check_arrays("params", params, may_be_shapes=True)
+    setting = axes_of_optimized(setting, params)
     params = split_optimized(params)[0]
     state = jax.eval_shape(tx.init, params)
     if not find_nodes(state, Zero1State):

@@ -8,12 +8,13 @@
 
 A caller may leave out all but `"stages"`. Floating leaves are trained. All others, such as
 counters, flags and the random keys of nnx modules, are read and keep their values; in trees of
-gradients None is in their places.
+gradients None is in their places. Leaves that are replaced by their gradient, as those of flax's
+layers in 8 bits, have in these trees their new value: the largest of all micro-batches and devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from ampx import flax_modules
 from ampx.mesh_axes import axes_of_spec, is_spec
-from ampx.overwritten import refuse_overwritten
+from ampx.overwritten import refuse_overwritten, split_overwritten, take_largest
 from ampx.pipelining.runtime.buffers import is_key
 from ampx.tree_checks import check_arrays, check_key, check_memory
-from ampx.trees import fill_floating, path_name
+from ampx.trees import fill_floating, merge_trainable, path_name
 
 PARTS = ("first", "stages", "last", "shared")
 NO_STATE = (
@@ -58,17 +59,29 @@ def make_specs(axis_name: str, param_specs: Any, is_divided: bool) -> dict[str, 
     return specs
 
 
-def sum_over_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
-    """Sums gradients over those of the axes along which their parameters are not divided."""
+def join_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
+    """Joins what the devices along some axes found for parameters that are not divided over them.
+
+    Args:
+      grads: gradients, which are summed; of overwritten leaves (`ampx.overwritten`) the largest new
+        value is taken.
+      specs: `PartitionSpec`s by part, or finer.
+      axes: the axes.
+    """
     if grads is None or not axes:
         return grads
 
-    # Specs are a prefix of the gradients' tree: one for each part, or finer.
-    def add_up(spec: P, part: Any) -> Any:
-        divided = axes_of_spec(spec)
-        return lax.psum(part, tuple(axis for axis in axes if axis not in divided))
+    def join_all(tree: Any, join: Callable[[Any, tuple[str, ...]], Any]) -> Any:
+        # Specs are a prefix of the gradients' tree: one for each part, or finer.
+        def join_part(spec: P, part: Any) -> Any:
+            divided = axes_of_spec(spec)
+            return join(part, tuple(axis for axis in axes if axis not in divided))
 
-    return jax.tree.map(add_up, specs, grads, is_leaf=is_spec)
+        return jax.tree.map(join_part, specs, tree, is_leaf=is_spec)
+
+    others, new = split_overwritten(grads)
+    summed = join_all(others, lax.psum)
+    return summed if new is None else merge_trainable(summed, join_all(new, take_largest))
 
 
 def check_parts(params: Any) -> None:
@@ -98,12 +111,13 @@ def check_params(params: Any, key: Any, *, draws: bool) -> None:
         raise ValueError(
             f"{state} is no parameter, and {NO_STATE}. What is to be trained is an nnx.Param"
         )
-    refuse_overwritten(
-        "params",
-        dict(params),
-        "Pipelines do not take such layers yet: give the pipeline layers in bfloat16, or train "
-        "with ampx.train_step alone",
-    )
+    if isinstance(params["stages"], list | tuple):
+        refuse_overwritten(
+            "params",
+            {"stages": params["stages"]},
+            "Stages that differ cannot have such layers: their parameters are packed together. "
+            "Stages of equal layers can, and so can first and last",
+        )
     if draws:
         _check_keys(params, key)
 

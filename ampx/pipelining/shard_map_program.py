@@ -47,14 +47,15 @@ from ampx.mesh_axes import (
     mark_varying,
     place,
 )
+from ampx.overwritten import split_overwritten, take_largest
 from ampx.pipelining.model_parts import (
     NO_STATE,
     PARTS,
     as_whole_gradients,
     check_params,
     check_parts,
+    join_replicas,
     make_specs,
-    sum_over_replicas,
 )
 from ampx.pipelining.runtime.assembly import assemble, make_stage_parameters
 from ampx.pipelining.runtime.buffers import store_keys
@@ -65,6 +66,7 @@ from ampx.pipelining.schedules.schedule import Schedule
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.precision_schedules import PrecisionSchedule
+from ampx.trees import merge_trainable
 
 
 # Compared and hashed by identity: functions of a model have no other equality, and `jax.jit` caches
@@ -198,8 +200,8 @@ class PipelineGradients:
         Returns:
           A `GradResult` whose `grads` and `verdict` are None.
         """
-        # The same stages on the same devices, so parameters need not move. Nothing is kept.
-        # Aligned, as there is nothing to wait for where the backwards were.
+        # The same stages on the same devices, so parameters need not move. Nothing is kept, and
+        # aligned rows do not wait where the backwards were.
         rows = tuple(tuple(a for a in row if a and a.kind == "F") for row in self.schedule.rows)
         forward = dataclasses.replace(self.schedule, rows=rows, has_backward=False).aligned()
         scale = jnp.ones((), jnp.float32)
@@ -294,10 +296,9 @@ class PipelineGradients:
                 "shardings needs a mesh with devices: give it here or to value_and_grad"
             )
         check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, mesh)
-        whole = {part: specs[part] for part in params}
         return jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part),
-            whole,
+            {part: specs[part] for part in params},
             dict(params),
             is_leaf=is_spec,
         )
@@ -316,25 +317,23 @@ class PipelineGradients:
         # A part that is left out is None, a tree without leaves. Half-precision copies are made
         # once a step, outside of the loop: all micro-batches read the same ones.
         parts = {part: params.get(part) for part in PARTS}
-        computed = parts if self.recipe is None else self.recipe.half_params(parts)
-        computed = store_keys(computed)
+        computed = store_keys(self.recipe.half_params(parts) if self.recipe else parts)
         layout = self._make_layout(model, computed["stages"])
         self._check_batch(batch)
         specs = make_specs(self.axis_name, self.param_specs, layout.is_divided)
         kinds = model.kinds(layout)
-        # Unchecked, a sum over devices is differentiated as if each of them had a loss of its own,
-        # and the gradient of a `psum` is summed again: n devices find n times the gradient. The
-        # loss scale is therefore divided by n, and gradients of parameters that all n have are
-        # summed (`sum_over_replicas`): what the checked mode does by types.
+        # Unchecked, a sum over devices is differentiated as if each of them had its own loss, and
+        # the gradient of a `psum` is summed again: n devices find n times the gradient. So the loss
+        # scale is divided by n, and gradients of parameters that all n have are summed
+        # (`join_replicas`): what the checked mode does by types.
         own = (self.axis_name, *self.data_axes)
         replicas = () if self.check_vma else tuple(a for a in self._axes if a not in own)
 
         def local(params: Any, batch: Any, key: Any, scale: jax.Array) -> GradResult:
             key = fold_in_device(key, self.data_axes)
-            # Everything that a branch touches is made varying here, before any of it is
-            # differentiated. JAX keeps the gradient of an unvarying value unvarying: it adds a
-            # `psum` where the value became varying. That would be inside a branch, where only some
-            # devices are, and they would wait for the others for ever.
+            # All that a branch touches is made varying here, before any of it is differentiated.
+            # JAX sums the gradient of an unvarying value, by a `psum` where it became varying: in a
+            # branch, where only some devices are, and they would wait for the others for ever.
             params, batch, key, scale = mark_varying((params, batch, key, scale), own)
             if replicas:
                 scale = scale / math.prod(map(lax.axis_size, replicas))
@@ -357,31 +356,31 @@ class PipelineGradients:
                 observe(executor)
             rows_each = batch_size(batch) // model.schedule.num_microbatches
             result = self._reduce_over_devices(executor.run(), layout, rows_each)
-            return result._replace(grads=sum_over_replicas(result.grads, specs, replicas))
+            return result._replace(grads=join_replicas(result.grads, specs, replicas))
 
-        # Results: loss, gradients, weight, auxiliary output, state and verdict. All but gradients
-        # of the stages are the same on all devices, which `P()` promises and `check_vma` checks.
+        # Results: loss, gradients, weight, auxiliary output, state, verdict. All but gradients of
+        # the stages are the same on all devices, as `P()` promises and `check_vma` checks.
         out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
-        place_params = functools.partial(place, mesh=self.mesh, axes=self._axes)
         in_specs = (specs, P(self.data_axes or None), P(), P())
-        result = jax.shard_map(
+        placed = place((computed, batch, key, scale), in_specs, self.mesh, self._axes)
+        return jax.shard_map(
             local,
             mesh=mesh,
             in_specs=in_specs,
             out_specs=GradResult(*out_specs),
             axis_names=set(self._axes),
             check_vma=self.check_vma,
-        )(*place_params((computed, batch, key, scale), in_specs))
-        return result
+        )(*placed)
 
     def _reduce_over_devices(self, totals: Totals, layout: Layout, rows_each: int) -> GradResult:
         """Sums over devices: loss and weight, then the verdict, then gradients."""
-        # Each micro-batch has its loss and weight on the device of the last stage, and zeros
-        # elsewhere (losses of layers where these are): the sum over stages collects them.
+        # The last stage's device has loss and weight of each micro-batch, others zeros (and losses
+        # of their layers): the sum over stages collects them.
         losses, weights, aux = lax.psum(totals.results, self.axis_name)
         kinds, axes = choose_aux_reductions(self.aux_reduction, aux, rows_each), self.data_axes
+        own, new = split_overwritten(totals.grads)  # `new` is neither divided, judged nor summed
         loss, grads, weight, aux = normalize_sums(
-            totals.grads, losses, weights, aux, self.model.normalize, kinds, axes, None, rows_each
+            own, losses, weights, aux, self.model.normalize, kinds, axes, None, rows_each
         )
         aux = jax.tree.map(
             lambda kind, leaf: join_shards(leaf, axes) if kind == "concat" else leaf, kinds, aux
@@ -389,14 +388,16 @@ class PipelineGradients:
         if grads is None:
             return GradResult(loss, None, weight, aux)
         verdict = count_nonfinite(grads, axis_names=self._axes)
-        over_data, over_all = self.reductions
-        first = jnp.sum(verdict)
-        # Gradients of layers only lack the sum over the data axes. Those of the ends are made by
-        # one or two devices along the stage axis, and are zeros on the others: one sum over all
-        # axes completes them, ties (`"shared"`) included, and leaves them the same everywhere.
+        (over_data, over_all), first = self.reductions, jnp.sum(verdict)
+        # Gradients of layers only lack the sum over the data axes. Those of the ends are zeros on
+        # all devices along the stage axis but one or two: one sum over all axes completes them,
+        # ties (`"shared"`) included.
         stages = over_data(grads["stages"], first) if over_data.axes else grads["stages"]
-        stages = layout.as_stored(stages, self.axis_name)
         rest = over_all({part: grads[part] for part in grads if part != "stages"}, first)
+        if new is not None:
+            stages = merge_trainable(stages, take_largest(new.pop("stages"), over_data.axes))
+            rest = merge_trainable(rest, take_largest(new, over_all.axes))
+        stages = layout.as_stored(stages, self.axis_name)
         return GradResult(loss, rest | {"stages": stages}, weight, aux, None, verdict)
 
     def _make_layout(self, model: Model, stages: Any) -> Layout:

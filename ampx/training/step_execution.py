@@ -49,7 +49,13 @@ from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, find_verdict_axes, judge, unscale
 from ampx.loss_scaling.state import OptimizersState, find_outermost_loss_scale, scale_or_one
 from ampx.model_axes import NOT_DIVIDED, ModelAxes, find_own_axes
-from ampx.overwritten import merge_optimized, split_optimized, split_overwritten
+from ampx.overwritten import (
+    axes_of_optimized,
+    merge_optimized,
+    split_optimized,
+    split_overwritten,
+    take_largest_of_shards,
+)
 from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.precision_schedules import PrecisionSchedule
@@ -190,7 +196,7 @@ class TrainStep:
         grads, overwritten = densify(result.grads), None
         if not is_nnx:
             # New values and no gradients: all that follows is not for them.
-            overwritten = split_overwritten(grads)[1]
+            overwritten = take_largest_of_shards(split_overwritten(grads)[1], self.model_axes)
             grads = split_optimized(grads)[0]
         result = result._replace(grads=grads)
         grads, of_reduction, sent = self._reduce(result, now)
@@ -198,7 +204,7 @@ class TrainStep:
         # `grad` is scaled here, as `grads` are; a loss scale hands it on unscaled.
         rest = None if is_nnx else split_optimized(now.params)[1]
         own = {"weight": result.weight, "value": result.loss, "grad": grads, **of_reduction}
-        own |= self.model_axes.as_extra_args()
+        own |= self._axes_of_optimized(now).as_extra_args()
         functions = step_arguments.make_functions(
             step_arguments.Evaluation(self.grads_of, model, wrt, rest),
             step_arguments.Inputs(batch, scale, about),
@@ -266,18 +272,27 @@ class TrainStep:
 
         return dataclasses.replace(self, grads_of=grads_of)
 
+    def _axes_of_optimized(self, now: TrainState) -> ModelAxes:
+        return axes_of_optimized(self.model_axes, now.params)
+
     def _check_reduces_new_values(self, now: TrainState, is_nnx: bool) -> None:
-        """Refuses a reduction inside `tx` of a model with leaves that `tx` does not see.
+        """Refuses devices that would go on with new values of their own.
 
         Raises:
-          ValueError: if each device would go on with new values of its own.
+          ValueError: for a reduction inside `tx` of a model with leaves that `tx` does not see; for
+            an nnx model with such leaves whose weights are divided.
         """
-        if self.reduction is not None or not has_mark(now.opt_state, "reduces_gradients"):
-            return
         if is_nnx:
             has_any = flax_modules.has_overwritten_nnx(now.params)
         else:
             has_any = split_overwritten(now.params)[1] is not None
+        if has_any and is_nnx and self.model_axes.names:
+            raise ValueError(
+                f"model_axes with an nnx model that has variables of {flax_modules.OVERWRITE!r}: "
+                "their new values would differ between shards. Give the step linen's variables"
+            )
+        if self.reduction is not None or not has_mark(now.opt_state, "reduces_gradients"):
+            return
         if has_any:
             raise ValueError(
                 f"the model has leaves under {flax_modules.OVERWRITE!r}, whose gradients are their "
@@ -325,7 +340,8 @@ class TrainStep:
                 "tx reduces gradients, and so does train_step(axis_name="
                 f"{self.reduction.axes}): leave all_reduce out of tx"
             )
-        own_axes = find_own_axes(grads, split_optimized(now.params)[0], self.model_axes)
+        seen = split_optimized(now.params)[0]
+        own_axes = find_own_axes(grads, seen, self._axes_of_optimized(now))
         reduced, state = self.reduction.reduce(grads, jnp.sum(counts), own_axes)
         return reduced, about, state._asdict()
 
@@ -367,7 +383,7 @@ class TrainStep:
         # By the scale that the gradients were made with: the new state's may have moved already.
         grads = unscale(result.grads, scale)
         if norm is None:
-            norm = compute_norm(grads, self.model_axes)
+            norm = compute_norm(grads, self._axes_of_optimized(now))
         # Under ZeRO-1 `grads` are each device's own: only the sum inside has the norm of the whole.
         sharded = find_nodes(new_opt_state, Zero1State)
         if sharded:
@@ -379,7 +395,8 @@ class TrainStep:
                 )
         local_norm = size = None
         if self.group_of is not None:
-            local_norm, size = measure_groups(grads, self.group_of, self.model_axes)
+            divided = self._axes_of_optimized(now)
+            local_norm, size = measure_groups(grads, self.group_of, divided)
         skipped, applied = train_states.compare_states(now.opt_state, new_opt_state)
         return StepReport(
             loss=result.loss,

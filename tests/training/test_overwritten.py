@@ -373,14 +373,14 @@ REFUSALS = {
     "model_state": lambda v: ampx.value_and_grad(record_loss)(
         v["params"], X, model_state={OVERWRITE: v[OVERWRITE]}
     ),
-    "pipeline": lambda v: ampx.pipelining.value_and_grad(
+    "stages that differ": lambda v: ampx.pipelining.value_and_grad(
         first=first,
-        stage=stage,
+        stage=[stage, stage],
         last=last,
         schedule=ampx.pipelining.gpipe(2, 2),
         axis_name="stage",
         mesh=make_mesh((2,), ("stage",)),
-    )({"stages": jax.tree.map(lambda x: jnp.stack([x, x]), v)}, X),
+    )({"stages": [v, v]}, X),
 }
 
 
@@ -402,6 +402,127 @@ def test_a_reduction_inside_the_optimizer_would_not_see_them(tx):
         step(step.init(make_variables()), X)
 
 
+@pytest.mark.parametrize("divided", [False, True], ids=["one for all shards", "one for each shard"])
+def test_the_largest_is_taken_over_axes_that_divide_other_parameters(divided):
+    """Unchecked: no type says that the devices along "model" measured different parts."""
+    mesh = make_mesh((2, 2), ("data", "model"))
+    specs = {
+        "params": {"layer": {"w": P("model")}},
+        OVERWRITE: P("model") if divided else P(),
+    }
+    variables = make_variables()
+    if divided:
+        variables[OVERWRITE]["layer"]["largest"] = np.array([-7, -7], np.float32)
+    step = ampx.train_step(
+        record_loss, ADAMW, axis_name="data", loss_scale="dynamic", model_axes=specs
+    )
+    state = step.init(variables)
+    state_specs = state._replace(
+        step=P(),
+        params=specs,
+        opt_state=jax.tree.map(lambda x: P("model") if jnp.ndim(x) else P(), state.opt_state),
+    )
+    mapped = jax.shard_map(
+        lambda state, x: step(state, x)[0].params[OVERWRITE]["layer"]["largest"],
+        mesh=mesh,
+        in_specs=(state_specs, P("data", "model")),
+        out_specs=P(("data", "model")),
+        check_vma=False,
+    )
+    # X[:, :2] is what the first device along "model" sees, X[:, 2:] the second.
+    parts = [np.abs(X[:, :2]).max(), np.abs(X[:, 2:]).max()]
+    expected = [*parts, *parts] if divided else [max(parts)] * 4
+    np.testing.assert_array_equal(jax.jit(mapped)(state, X), expected)
+
+
 def test_a_report_of_numbers_does_not_take_new_values_for_gradients():
     report = ampx.numerics_report(record_loss)(make_variables(), X)
     assert OVERWRITE not in str(report) and "layer/w" in str(report)
+
+
+# --- pipelines -----------------------------------------------------------------------------------
+
+
+def recorded_layer(variables, x, add_up=lambda x: x):
+    """Clips what it measured, as flax's layers do: an infinity spoils no gradient."""
+    own, measured = variables["params"], variables[OVERWRITE]["layer"]
+    x = jnp.clip(record(x, measured["largest"]), -3, 3)
+    hidden = jnp.clip(record(x @ own["up"], measured["hidden"]), -2, 2)
+    return x + add_up(hidden @ own["down"])
+
+
+def recorded_loss(variables, x):
+    y = record(x, variables[OVERWRITE]["layer"]["largest"])
+    return jnp.sum((y @ variables["params"]["w"]) ** 2), jnp.float32(len(x))
+
+
+def whole_loss(params, batch):
+    x, _ = jax.lax.scan(lambda x, layer: (recorded_layer(layer, x), None), batch, params["stages"])
+    return recorded_loss(params["last"], x)
+
+
+def stacked_variables():
+    layers = {"up": draw(4, 4, 6, seed=3) / 2, "down": draw(4, 6, 4, seed=4) / 2}
+    old = np.full((4, 1), -7, np.float32)
+    old = {"layer": {"largest": old, "hidden": old}}
+    last = {"params": {"w": draw(4)}, OVERWRITE: make_variables()[OVERWRITE]}
+    return {"stages": {"params": layers, OVERWRITE: old}, "last": last}
+
+
+MODEL_SPECS = {
+    "stages": {
+        "params": {"up": P("stage", None, "model"), "down": P("stage", "model")},
+        OVERWRITE: P("stage"),
+    }
+}
+PIPELINES = {
+    "one stage": (ampx.pipelining.one_f_one_b(1, 2), {}),
+    "zero-bubble": (ampx.pipelining.zero_bubble(2, 2), {}),
+    "layers that travel": (ampx.pipelining.interleaved(2, 2), {}),
+    "padded": (ampx.pipelining.one_f_one_b(2, 2), dict(layers_per_stage=(3, 1))),
+    "data x stage x model": (
+        ampx.pipelining.one_f_one_b(2, 2),
+        dict(param_specs=MODEL_SPECS, check_vma=False),
+    ),
+}
+
+
+@pytest.mark.slow_but("one stage")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_take_the_largest_of_all_micro_batches_and_devices(name):
+    schedule, options = PIPELINES[name]
+    is_divided = "param_specs" in options
+    sizes = (2, schedule.num_devices, 2) if is_divided else (2, schedule.num_devices)
+    add_up = (lambda x: jax.lax.psum(x, "model")) if is_divided else (lambda x: x)
+    grads_of = ampx.pipelining.value_and_grad(
+        first=lambda params, shared, batch, key: batch,
+        stage=lambda variables, x, key: recorded_layer(variables, x, add_up),
+        last=lambda variables, shared, x, batch, key: recorded_loss(variables, x),
+        schedule=schedule,
+        axis_name="stage",
+        data_axes="data",
+        mesh=make_mesh(sizes, ("data", "stage", "model")[: len(sizes)]),
+        **options,
+    )
+    given = dict(loss_scale="dynamic", max_grad_norm=1.0)
+    step = ampx.train_step(grads_of, optax.sgd(0.1), **given)
+    alone = ampx.train_step(
+        whole_loss, optax.sgd(0.1), num_microbatches=4, normalize="weights", **given
+    )
+    states = [each.init(stacked_variables()) for each in (step, alone)]
+    jitted = [jax.jit(each) for each in (step, alone)]
+    spoilt = X.copy()
+    spoilt[0] = np.inf  # one micro-batch measures an infinity, which is not taken
+    for x in (X, spoilt, np.full_like(X, np.nan), X / 2):
+        (one, report), (two, expected) = (f(s, x) for f, s in zip(jitted, states, strict=True))
+        assert report.overflow == expected.overflow == np.isnan(x).all()
+        np.testing.assert_allclose(report.loss, expected.loss, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(two.params), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        for leaf in jax.tree.leaves(one.params):  # the same on all devices that have it
+            for shard in leaf.addressable_shards:
+                np.testing.assert_array_equal(shard.data, np.asarray(leaf)[shard.index])
+        if not report.overflow:
+            np.testing.assert_allclose(report.global_norm, expected.global_norm, rtol=1e-5)
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(one.params))
+        states = [one, two]

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ampx.jaxprs import folds, reading, source_info
+from ampx.overwritten import add_gradients, keep_finite_overwritten, lowest_overwritten
 from ampx.pipelining.runtime.buffers import (
     ArrayType,
     make_carrier,
@@ -41,7 +42,7 @@ from ampx.pipelining.runtime.stage_programs import (
 )
 from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.trees import fill_floating, split_trainable, wider_dtype
+from ampx.trees import cast_like, fill_floating, split_trainable, wider_dtype
 
 
 class StageKind(NamedTuple):
@@ -267,19 +268,21 @@ def make_stage_parameters(
     # Sums of many micro-batches lose what is small against them in half precision, so they are kept
     # in `accumulator_dtype`, or wider where the parameters are.
     def zeros() -> Any:
-        return jax.tree.map(
+        sums = jax.tree.map(
             lambda leaf: jnp.zeros_like(leaf, dtype=wider_dtype(leaf.dtype, accumulator_dtype)),
             split_trainable(view)[0],
         )
+        return lowest_overwritten(sums)
 
     def add(total: Any, program: int, chunk: Any, gradients: Sequence[Any]) -> Any:
         # Selecting again costs nothing: only types are looked at. Leaves that are not floating have
         # no gradient, and no sum.
-        own = fill_floating(select_stored(program, chunk), gradients)
+        held = select_stored(program, chunk)
+        own = keep_finite_overwritten(fill_floating(held, gradients), held)
         # Sums of parts that this program does not read stay as they are.
         stages = layout.add(total["stages"], kinds[program].stages[0], chunk, own.pop("stages"))
         rest = {
-            part: jax.tree.map(lambda sums, g: sums + g.astype(sums.dtype), total[part], gradient)
+            part: add_gradients(total[part], cast_like(gradient, total[part]))
             for part, gradient in own.items()
         }
         return total | rest | {"stages": stages}

@@ -35,10 +35,11 @@ import numpy as np
 from jax import lax
 
 from ampx.mesh_axes import mark_varying
+from ampx.overwritten import add_gradients
 from ampx.pipelining.runtime.buffers import ArrayType, Carrier, make_carrier, read_slot
 from ampx.pipelining.runtime.layer_exchange import Place, Round, exchange_blocks, plan_exchange
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.trees import is_floating, path_name
+from ampx.trees import cast_like, is_floating, path_name
 
 
 class Layout(Protocol):
@@ -275,13 +276,20 @@ class StackedLayers:
         if self.unrolled:
             gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
 
-        def add(sums: jax.Array, gradient: jax.Array) -> jax.Array:
-            # (layers of the stage, ...) into (chunks, longest, ...); padding stays zero.
-            start = (chunk, *[jnp.zeros_like(chunk)] * gradient.ndim)
-            old = lax.dynamic_slice(sums, start, (1, *gradient.shape))
-            return lax.dynamic_update_slice(sums, old + gradient.astype(sums.dtype), start)
+        # (layers of the stage, ...) into (chunks, longest, ...); padding stays as it is.
+        def start_of(gradient: jax.Array) -> tuple[Any, ...]:
+            return (chunk, *[jnp.zeros_like(chunk)] * gradient.ndim)
 
-        return jax.tree.map(add, total, gradients)
+        old = jax.tree.map(
+            lambda sums, g: lax.dynamic_slice(sums, start_of(g), (1, *g.shape)), total, gradients
+        )
+        new = add_gradients(old, cast_like(gradients, total))
+        return jax.tree.map(
+            lambda sums, g, own: lax.dynamic_update_slice(sums, own, start_of(g)),
+            total,
+            gradients,
+            new,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
