@@ -13,6 +13,7 @@ import ampx
 from ampx import pipelining
 from ampx.pipelining import Plan, plan, value_and_grad
 from ampx.pipelining.planning.footprints import Footprint
+from benchmarks import published_plans
 
 WIDTH, LENGTH, VOCABULARY, ROWS = 64, 16, 128, 4
 
@@ -363,3 +364,15 @@ def test_nothing_is_changed_and_nothing_is_run():
     before = dataclasses.asdict(dataclasses.replace(grads_of, model=None))
     plan(grads_of, make_params(2), make_batch(schedule), mesh={"stage": 2})
     assert dataclasses.asdict(dataclasses.replace(grads_of, model=None)) == before
+
+
+@pytest.mark.slow_but("GPT-3 174.6")
+@pytest.mark.parametrize("run", published_plans.RUNS, ids=lambda run: f"{run.name} {run.billions}")
+def test_models_of_papers_have_the_parameters_and_the_idle_time_that_these_give(run):
+    """Without the memory, which needs a compiler: `python -m benchmarks.published_plans`."""
+    grads_of, params, _, mesh = published_plans.make_model(run)
+    number = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+    assert number / 1e9 == pytest.approx(run.billions, rel=0.1)
+    assert grads_of.schedule.num_devices == mesh["stage"]
+    idle = grads_of.schedule.simulate(mode="lockstep", forward=1, backward=2).bubble_fraction
+    assert idle == pytest.approx(run.published_idle, rel=0.1)
