@@ -301,7 +301,8 @@ def value_and_grad(
             if differentiate:
                 grads, measured = grads["params"], grads[flax_modules.OVERWRITE]
             model_state = flax_modules.merge_states(model_state, measured)
-        return GradResult(loss, grads, weight, aux, model_state, reduction=sent)
+        result = GradResult(loss, grads, weight, aux, model_state, reduction=sent)
+        return result.with_scale(loss_scale)
 
     if isinstance(policy, PrecisionSchedule):
         return switch_by_phase([functools.partial(grads_at, recipe) for recipe in policy.recipes])

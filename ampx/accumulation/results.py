@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ampx.data_parallel.reduction import ReductionState
 from ampx.summaries import show_fields
@@ -27,6 +29,9 @@ class GradResult(NamedTuple):
         summed yet, so that the optimizer can still look for itself, and with `scatter_gradients`.
       reduction: with `scatter_gradients`, what each device handed to the reductions of all
         micro-batches; else None.
+      loss_scale: float32 scalar, the scale that `grads` are still multiplied by; None if no
+        `loss_scale` was given. A loss scale that is given the whole result,
+        `tx.update(result, opt_state, params)`, reads it.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -42,5 +47,14 @@ class GradResult(NamedTuple):
     model_state: Any = None
     verdict: jax.Array | None = None
     reduction: ReductionState | None = None
+    loss_scale: jax.Array | None = None
+
+    # Read by loss scales, whose package this one imports.
+    holds_scaled_gradients = True
 
     __repr__ = show_fields
+
+    def with_scale(self, loss_scale: ArrayLike) -> GradResult:
+        """The result of a loss that was multiplied by `loss_scale`; the number 1 counts as none."""
+        is_one = isinstance(loss_scale, int | float) and loss_scale == 1
+        return self._replace(loss_scale=None if is_one else jnp.asarray(loss_scale, jnp.float32))

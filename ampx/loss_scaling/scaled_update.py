@@ -42,6 +42,7 @@ from ampx.loss_scaling.calls import (
     Transition,
     split_by_loss,
 )
+from ampx.loss_scaling.gradient_results import replace_scale
 from ampx.loss_scaling.judging import judge_fused, judge_loss, judge_plain
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
@@ -93,6 +94,7 @@ def wrap_with_scale(
         verdict: Verdict | None = None,
         tail: Tail | None = None,
         model_axes: Any = None,
+        gradient_scale: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         for grads in split_by_loss(updates, settings.num_losses):
@@ -103,7 +105,8 @@ def wrap_with_scale(
         # Who calls knows as much as who built this, or more: a step has it from its own setting.
         divided = settings.model_axes if model_axes is None else as_model_axes(model_axes)
         extra_args |= divided.as_extra_args()
-        call = Call(updates, state, params, verdict, tail, divided, extra_args)
+        scaled = replace_scale(state, gradient_scale)
+        call = Call(updates, scaled, params, verdict, tail, divided, extra_args)
         is_fused = settings.can_fuse and takes_tail(state.inner_state)
         judge, run = (judge_fused, run_fused) if is_fused else (judge_plain, run_plain)
         judgement = judge_loss(settings, call, judge(settings, call))

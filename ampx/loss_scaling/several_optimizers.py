@@ -41,6 +41,7 @@ from ampx.loss_scaling.calls import (
     Transition,
     split_by_loss,
 )
+from ampx.loss_scaling.gradient_results import replace_scale
 from ampx.loss_scaling.nonfinite import Verdict, judge
 from ampx.loss_scaling.scaled_update import move_scale, wrap_with_scale
 from ampx.loss_scaling.state import LossScaleState, OptimizersState
@@ -107,10 +108,12 @@ def wrap_each_with_scale(
         *,
         verdict: Verdict | None = None,
         move_scale: bool = True,
+        gradient_scale: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         check_state("loss_scale", state, LossScaleState)
         check_state("loss_scale", state.inner_state, OptimizersState)
+        scaled_by = replace_scale(state, gradient_scale)
         moves = as_bool("move_scale", move_scale)
         per_loss = split_by_loss(updates, num_losses)
         for grads in per_loss:
@@ -130,9 +133,9 @@ def wrap_each_with_scale(
             new_updates[name], own = _update_one(
                 scaled[name],
                 tuple(own_grads) if len(per_loss) > 1 else own_grads[0],
-                state._replace(inner_state=inner_states[name]),
+                scaled_by._replace(inner_state=inner_states[name]),
                 None if params is None else params[name],
-                verdict=_judge_again(verdict, own_grads, state.loss_scale),
+                verdict=_judge_again(verdict, own_grads, scaled_by.loss_scale),
                 **_for_one(name, extra_args, own_grads[0]),
             )
             inner_states[name], skipped[name] = own.inner_state, own.overflow

@@ -179,7 +179,8 @@ class PipelineGradients:
             )
         scale = as_scale(loss_scale)
         result = self._switch(lambda at: at._run(at.model, params, batch, scale, key), phase)
-        return result._replace(grads=as_whole_gradients(result.grads, params))
+        result = result._replace(grads=as_whole_gradients(result.grads, params))
+        return result.with_scale(loss_scale)
 
     def value(
         self,

@@ -1,0 +1,107 @@
+"""A `GradResult` in the place of gradients: whoever takes it knows the scale that it carries.
+
+Gradients alone do not tell by what their loss was multiplied. An update divides them by the scale
+in its state, and if the loss was never multiplied, a model trains at 1/65536 of its rate while
+every figure looks healthy. So a loss scale takes the whole result of `ampx.value_and_grad`, too:
+
+    carries                       outside of jit             inside of jit
+    no scale                      refused, unless the optimizer has none either, or 1
+    the scale of the state        taken                      taken
+    another scale                 refused                    taken, and divided by what it carries
+
+Inside of jit the two numbers are not known. But the gradients are right with the scale that they
+carry, whichever the state holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from ampx.loss_scaling.nonfinite import unscale
+from ampx.loss_scaling.state import LossScaleState
+
+# `accumulation.results.GradResult` has this mark: that package stands above this one.
+_MARK = "holds_scaled_gradients"
+
+
+def accept_results(
+    tx: optax.GradientTransformationExtraArgs, init_scale: float
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation, which also takes a `GradResult`, or one for each loss.
+
+    Args:
+      tx: a loss scale that takes `gradient_scale`, or an optimizer without one.
+      init_scale: the first scale; 1.0 where there is none.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        if _is_result(updates):
+            # What `train_step` hands to an optimizer, too.
+            extra_args = {"value": updates.loss, "weight": updates.weight, **extra_args}
+            scale = _read_scale(updates, state, init_scale, None)
+            updates = updates.grads
+        elif isinstance(updates, tuple | list) and any(map(_is_result, updates)):
+            found = list(enumerate(updates))
+            scale = [
+                _read_scale(own, state, init_scale, i) if _is_result(own) else None
+                for i, own in found
+            ]
+            updates = tuple(own.grads if _is_result(own) else own for own in updates)
+        else:
+            return tx.update(updates, state, params, **extra_args)
+        if isinstance(state, LossScaleState):
+            extra_args["gradient_scale"] = scale
+        elif isinstance(scale, jax.Array):
+            updates = unscale(updates, scale)
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def replace_scale(state: LossScaleState, gradient_scale: Any) -> LossScaleState:
+    """The state with the scale that gradients carry: a scalar, None, or a list of these."""
+    if gradient_scale is None:
+        return state
+    if not isinstance(gradient_scale, list):
+        return state._replace(loss_scale=gradient_scale)
+    own = zip(gradient_scale, state.loss_scale, strict=True)
+    scales = [kept if carried is None else carried for carried, kept in own]
+    return state._replace(loss_scale=jax.numpy.stack(scales))
+
+
+def _is_result(updates: Any) -> bool:
+    return getattr(type(updates), _MARK, False)
+
+
+def _read_scale(result: Any, state: Any, init_scale: float, loss_id: int | None) -> Any:
+    """The scale of a result, None for none.
+
+    Raises:
+      ValueError: if the loss was not multiplied, or by another scale than that of the state.
+    """
+    has_scale = isinstance(state, LossScaleState)
+    which = "" if loss_id is None else f", {loss_id}"
+    advice = f"give ampx.value_and_grad loss_scale=ampx.current_loss_scale(opt_state{which})"
+    if result.loss_scale is None:
+        if has_scale and init_scale != 1:
+            raise ValueError(
+                "these gradients carry no loss scale, and the optimizer has one, by which it would "
+                f"divide them: {advice}"
+            )
+        return None
+    if not has_scale:
+        held: Any = np.float32(1)
+    else:
+        held = state.loss_scale if loss_id is None else state.loss_scale[loss_id]
+    if isinstance(held, jax.core.Tracer) or isinstance(result.loss_scale, jax.core.Tracer):
+        return result.loss_scale
+    if float(held) != float(result.loss_scale):
+        raise ValueError(
+            f"these gradients carry a loss scale of {float(result.loss_scale):g}, and that of the "
+            f"optimizer's state is {float(held):g}: {advice}, of the state that update is given"
+        )
+    return result.loss_scale if has_scale else None
