@@ -76,6 +76,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sample", type=int, metavar="N", help="at most N cases of each parametrized test"
     )
     parser.addoption("--every", type=int, metavar="N", help="only every Nth test of each file")
+    parser.addoption(
+        "--whole", action="store_true", help="all cases of the peers that the suite samples"
+    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own look at `-m "not slow"`

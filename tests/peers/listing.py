@@ -19,8 +19,9 @@ module, one `Peer` for each library:
 
 The tests of the file must be strict: every case runs, one that fails must be in `excluded`, and
 one in `excluded` that passes fails the test. So what passed is what is left, and can be counted
-without running anything. `test_listing.py` holds all of this in step: each file has its `PEERS`,
-each excluded name is a case, and the page says what the files say.
+without running anything. A library that has too many cases says which of them the suite runs, in
+`in_suite`; its tests run all with `pytest --whole`. `test_listing.py` holds all of this in step:
+each file has its `PEERS`, each excluded name is a case, and the page says what the files say.
 
 A library that is not among the tests' own requirements is asked for at the top of its file, by
 `pytest.importorskip`. Where it is missing its tests are skipped, and its lines of the page stay as
@@ -55,12 +56,14 @@ class Peer(NamedTuple):
       cases: returns the names of all cases, without running them. Each program in each form is one.
       excluded: which of these cases cannot pass, and why, in words that a reader of the page
         understands.
+      in_suite: returns the names of those cases that the suite runs; without it, it runs all.
     """
 
     source: str
     runs: str
     cases: Callable[[], Iterable[str]]
     excluded: Mapping[str, str]
+    in_suite: Callable[[], Iterable[str]] | None = None
 
     @property
     def version(self) -> str:
@@ -99,7 +102,8 @@ def rows_of(file: str, peer: Peer) -> tuple[str, list[str]]:
     """A peer's row in the table, and its rows in the table of what is excluded."""
     cases, excluded = len(list(peer.cases())), len(peer.excluded)
     cells = (peer.source, peer.version, f"`{file}`", peer.runs)
-    counts = (f"{number:,}" for number in (cases, cases - excluded, excluded))
+    in_suite = cases if peer.in_suite is None else len(list(peer.in_suite()))
+    counts = (f"{number:,}" for number in (cases, cases - excluded, excluded, in_suite))
     groups = collections.defaultdict(list)
     for name, reason in peer.excluded.items():
         groups[reason].append(name)
@@ -125,8 +129,8 @@ def tables() -> str:
     here = {peer.source for peers in found.values() for peer in peers}
     details += shown_lines(lambda cells: len(cells) == 3 and cells[0] not in {"library", *here})
     lines = [
-        "| library | version | file | what is run | cases | pass | excluded |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: |",
+        "| library | version | file | what is run | cases | pass | excluded | run by the suite |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
         *rows,
         "",
         "| library | why it is excluded | cases |",

@@ -1,13 +1,15 @@
 """Which of optax's own tests are run in which form, found without running any.
 
 A file is about optimizers if its code names a factory of them. Its tests are written once for many
-optimizers and dtypes, 2,000 in all, and each form would compile each of them anew. So of a
-parametrized test every form takes other cases, spread over all: two where optimizers differ, and
-else one. A test that has but one case is run in the forms `scale` and `fused`, and by turns in
-`window` or `zero1`.
+optimizers and dtypes, 2,000 in all, and each form compiles each of them anew. `all_cases` are those
+of every form: 45 minutes of one processor, so they are run on request (`pytest --whole`). The
+suite takes `some_cases`. Of a parametrized test every form takes other cases, spread over all: two
+where optimizers differ, and else one. A test that has but one case is run in the forms `scale` and
+`fused`, and by turns in `window` or `zero1`.
 
 `optax_cases.txt` lists by name what is left out, with the reason: tests that make no optimizer,
-tests that take too long, and cases that cannot pass.
+tests of which the suite runs no case since they take too long, and cases that cannot pass. A line
+that begins with `~` is a regular expression, and stands for all cases whose names match it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ STUBS = ("sklearn", "sklearn.datasets", "sklearn.linear_model")
 UNUSED = "calls no update of a transformation that optax makes"
 NOT_FUSED = "calls no optimizer that `ampx.fused` has"
 LONG = "compiles for seconds in each form, and asks for little that others do not"
+PATTERN = "~ "
+WHOLE_TESTS = (UNUSED, NOT_FUSED, LONG)  # lines of the list with these name tests, others cases
+FORMS = optax_forms.FORMS
 Cases = list[tuple[str, unittest.TestCase]]
 FUSED = frozenset(name for name in ampx.fused.__all__ if hasattr(optax, name))
 
@@ -55,6 +60,11 @@ def files() -> dict[str, bool]:
         _module_name(file): bool(_taken_from_modules(file.read_text()) & factories)
         for file in sorted(ROOT.rglob("*_test.py"))
     }
+
+
+def modules() -> list[str]:
+    """The test files about optimizers."""
+    return [module for module, makes_optimizers in files().items() if makes_optimizers]
 
 
 @functools.cache
@@ -93,22 +103,46 @@ def cases_by_test(module: str) -> dict[str, Cases]:
     return dict(tests)
 
 
-def is_left_out(test: str, form: str) -> bool:
-    """Whether a whole test is listed: the form would not change it, or it takes too long."""
-    return {listed().get(f"{key}: {test}") for key in ("all", form)} & {
-        UNUSED,
-        NOT_FUSED,
-        LONG,
-    } != set()
+def reasons_against(test: str, form: str) -> set[str]:
+    """Why a whole test is listed: the form would not change it, or it takes too long."""
+    return {listed().get(f"{key}: {test}", "") for key in ("all", form)}
 
 
-def chosen(module: str, form: str) -> dict[str, Cases]:
-    """The cases of a file that are run in a form, by the tests that they belong to."""
+def all_cases(module: str, form: str) -> dict[str, Cases]:
+    """The cases of a file that a form can change, by the tests that they belong to."""
     return {
-        test: [(f"{form}: {name}", case) for name, case in _spread(_suited(cases, form), form)]
+        test: [(f"{form}: {name}", case) for name, case in _suited(cases, form)]
         for test, cases in cases_by_test(module).items()
-        if not is_left_out(test, form)
+        if not reasons_against(test, form) & {UNUSED, NOT_FUSED}
     }
+
+
+def some_cases(module: str, form: str) -> dict[str, Cases]:
+    """Those of them that the suite runs."""
+    return {
+        test: _spread(cases, form)
+        for test, cases in all_cases(module, form).items()
+        if LONG not in reasons_against(test, form)
+    }
+
+
+@functools.cache
+def excluded() -> dict[str, str]:
+    """Each case that cannot pass, and why."""
+    names = [name for module in modules() for form in FORMS for name in _names(module, form)]
+    found: dict[str, str] = {}
+    for line, reason in listed().items():
+        if reason in WHOLE_TESTS:
+            continue
+        pattern = line.removeprefix(PATTERN)
+        met = [name for name in names if re.fullmatch(pattern, name)] if pattern != line else [line]
+        assert met and not found.keys() & set(met), f"no case, or one that is listed twice: {line}"
+        found |= dict.fromkeys(met, reason)
+    return found
+
+
+def _names(module: str, form: str) -> list[str]:
+    return [name for cases in all_cases(module, form).values() for name, _ in cases]
 
 
 def _suited(cases: Cases, form: str) -> Cases:
@@ -120,15 +154,15 @@ def _suited(cases: Cases, form: str) -> Cases:
 
 
 def _spread(cases: Cases, form: str) -> Cases:
-    forms = optax_forms.FORMS
     if not cases:
         return []
+    name = cases[0][0].removeprefix(f"{form}: ")
     if len(cases) == 1:
-        turn = "window" if zlib.crc32(cases[0][0].encode()) % 2 else "zero1"
+        turn = "window" if zlib.crc32(name.encode()) % 2 else "zero1"
         return cases if form in ("scale", "fused", turn) else []
-    number = 2 if "opt_name=" in cases[0][0] else 1
-    total = number * len(forms)
+    number = 2 if "opt_name=" in name else 1
+    total = number * len(FORMS)
     places = {
-        (len(forms) * turn + forms.index(form)) * len(cases) // total for turn in range(number)
+        (len(FORMS) * turn + FORMS.index(form)) * len(cases) // total for turn in range(number)
     }
     return [cases[place] for place in sorted(places)]

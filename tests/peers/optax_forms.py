@@ -6,8 +6,8 @@ returns its transformation inside ampx:
     scale     `ampx.dynamic_loss_scale`, with a scale that grows. `update` multiplies the gradients
               by the scale in the state, as a loss that was multiplied by it would
     window    `ampx.multi_steps(..., every_k=1)`
-    zero1     `ampx.zero1`, mapped over a mesh of one device; where a test gives no parameters,
-              it is given zeros
+    zero1     `ampx.zero1`, mapped over a mesh of one device, on which the test makes its arrays,
+              too; where it gives no parameters, it is given zeros
     fused     `ampx.fused.adam` is returned in the place of `optax.adam`, and so for each name that
               both have
 
@@ -133,9 +133,14 @@ def _window(tx: Any) -> tuple[Any, Callable[..., Any]]:
     return own, own.update
 
 
+@functools.cache
+def _mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
 def _zero1(tx: Any) -> tuple[Any, Callable[..., Any]]:
     own = ampx.zero1(tx, "data")
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = _mesh()
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
         def on_device(updates: Any, state: Any, params: Any) -> Any:
@@ -333,7 +338,10 @@ class Seen(NamedTuple):
 def form(name: str | None) -> Iterator[Callable[[], Seen]]:
     """A form, active; the value tells what happened in it."""
     _Run.form, _Run.used, _Run.depth, _Run.names = name, False, 0, frozenset()
-    try:
-        yield lambda: Seen(_Run.used, _Run.names)
-    finally:
-        _Run.form = None
+    # Results of `zero1` lie on its mesh. Were the first arguments elsewhere, the second call of a
+    # step would be compiled anew, which tests of optax count.
+    with jax.set_mesh(_mesh()) if name == "zero1" else contextlib.nullcontext():
+        try:
+            yield lambda: Seen(_Run.used, _Run.names)
+        finally:
+            _Run.form = None

@@ -28,8 +28,9 @@ EXCLUDED: dict[str, str] = {}
 PEERS = (
     Peer(
         source="jax",
-        runs="the harnesses of its primitives, all traced under `ampx.autocast` and some run: "
-        "forward, gradients and `vmap`, with autocast inside and outside",
+        runs="the harnesses of its primitives under `ampx.autocast`: all traced, forward in both "
+        "half types, and as gradients and under `vmap`, with autocast inside and outside, in one "
+        "of them; two of each group are run",
         cases=lambda: [harness.fullname for harness in test_harnesses.all_harnesses],
         excluded=EXCLUDED,
     ),

@@ -12,6 +12,9 @@ def test_every_excluded_case_exists_and_has_a_reason():
             cases = collections.Counter(peer.cases())
             assert cases and max(cases.values()) == 1, f"{file}: no cases, or two of one name"
             assert set(peer.excluded) <= set(cases), f"{file}: excludes what is no case"
+            if peer.in_suite is not None:
+                some = list(peer.in_suite())
+                assert len(set(some)) == len(some) and set(some) < set(cases), file
             assert all(reason.strip() for reason in peer.excluded.values())
 
 

@@ -91,17 +91,25 @@ def losses_under_autocast():
         yield
 
 
-@functools.cache
-def cases(module):
+def all_cases(module):
+    return {name: case for cases in cases_by_test(module).values() for name, case in cases}
+
+
+def some_cases(module):
     """The first case of each test."""
     return dict(cases[0] for cases in cases_by_test(module).values())
+
+
+def names_of(choose):
+    return [name for module in MODULES for name in choose(module)]
 
 
 PEERS = (
     Peer(
         source="optax",
         runs="its own tests of losses, with each loss under `ampx.autocast` in bfloat16",
-        cases=lambda: [name for module in MODULES for name in cases(module)],
+        cases=lambda: names_of(all_cases),
+        in_suite=lambda: names_of(some_cases),
         excluded=EXCLUDED,
     ),
 )
@@ -109,6 +117,7 @@ PEERS = (
 
 @pytest.mark.slow_but("_smoothing_test", "_self_supervised_test")
 @pytest.mark.parametrize("module", MODULES, ids=lambda name: name.rpartition(".")[2])
-def test_losses(module):
+def test_losses(module, request):
+    choose = all_cases if request.config.getoption("--whole") else some_cases
     with losses_under_autocast():
-        installed_tests.check_all(cases(module), EXCLUDED)
+        installed_tests.check_all(choose(module), EXCLUDED)

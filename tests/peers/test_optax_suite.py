@@ -1,9 +1,8 @@
 """optax's own tests, with ampx around or in the place of every optimizer that they make.
 
 optax installs its tests with itself. They are not copied: each is imported and run in the forms of
-`optax_forms`, and must see the numbers that it asks for. `optax_cases` says which are run, and its
-text file what cannot pass. The tests of losses make no optimizers; they are run on losses under
-`ampx.autocast`, which must leave every loss as exact as it is.
+`optax_forms`, and must see the numbers that it asks for. `optax_cases` says which cases the suite
+runs, and which all of them are, for `pytest --whole`; its text file says what cannot pass.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ import optax_cases
 import optax_forms
 import pytest
 from listing import Peer
-from optax_cases import LONG, NOT_FUSED, UNUSED, chosen, listed, short
+from optax_cases import FORMS, NOT_FUSED, UNUSED, WHOLE_TESTS, all_cases, listed, short, some_cases
 
-MODULES = [module for module, makes_optimizers in optax_cases.files().items() if makes_optimizers]
-WHOLE_TESTS = (UNUSED, NOT_FUSED, LONG)  # not run at all; all other lines are cases
+MODULES = optax_cases.modules()
+EXCLUDED = optax_cases.excluded()
 # How a sum is rounded depends on the processor, too.
 LAST_DIGITS = "compares to more digits than a compiled program and single operations share"
-EXCLUDED = {name: reason for name, reason in listed().items() if reason not in WHOLE_TESTS}
 
 
-def case_names():
+def names_of(choose):
     for module in MODULES:
-        for form in optax_forms.FORMS:
-            for cases in chosen(module, form).values():
+        for form in FORMS:
+            for cases in choose(module, form).values():
                 yield from (name for name, _ in cases)
 
 
@@ -35,7 +33,8 @@ PEERS = (
         runs="its own tests of optimizers, with each optimizer inside `ampx.dynamic_loss_scale` "
         "(`scale`), `ampx.multi_steps` (`window`) or `ampx.zero1`, or the one of `ampx.fused` in "
         "its place",
-        cases=case_names,
+        cases=lambda: names_of(all_cases),
+        in_suite=lambda: names_of(some_cases),
         excluded=EXCLUDED,
     ),
 )
@@ -46,11 +45,11 @@ def run_in_form(name, case):
         return installed_tests.run(case), seen()
 
 
-def check(module, form):
+def check(module, form, choose=some_cases):
     """All pass but those that are excluded, and none of the tests has nothing to do with ampx."""
     errors, idle, fused = {}, [], []
     whole = optax_cases.cases_by_test(module)
-    for test, cases in chosen(module, form).items():
+    for test, cases in choose(module, form).items():
         seen = []
         for name, case in cases:
             errors[name], what = run_in_form(form, case)
@@ -70,16 +69,21 @@ def check(module, form):
 QUICK = "optax.transforms._combining_test"
 
 
-@pytest.mark.parametrize("form", optax_forms.FORMS)
-def test_a_file_in_each_form(form):
-    check(QUICK, form)
+@pytest.fixture
+def choose(request):
+    return all_cases if request.config.getoption("--whole") else some_cases
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_in_each_form(form, choose):
+    check(QUICK, form, choose)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", optax_forms.FORMS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("module", [m for m in MODULES if m != QUICK], ids=short)
-def test_optimizers(module, form):
-    check(module, form)
+def test_optimizers(module, form, choose):
+    check(module, form, choose)
 
 
 @pytest.mark.slow

@@ -29,7 +29,8 @@ PEERS = (
     Peer(
         source="flax",
         runs="attention, LSTM, batch norm and scans over layers, of linen and nnx: traced, "
-        "gradients, and ten steps at O0, O1 and O2 in both half types",
+        "gradients, and ten steps at O0, at O1 in both half types, and where a model computes in "
+        "the dtype of its parameters at O2 in float16",
         cases=FLAX.cases,
         excluded=EXCLUDED,
     ),

@@ -34,7 +34,8 @@ PEERS = (
     Peer(
         source="dm-haiku",
         runs="transformer blocks, an LSTM, residual networks: traced, gradients, and ten steps at "
-        "O0, O1 and O2 (residual networks: traced, and gradients of ResNet18)",
+        "O0, at O1 in both half types, and where a model computes in the dtype of its parameters "
+        "at O2 in float16 (ResNet50: traced; ResNet18: traced, and gradients)",
         cases=HAIKU.cases,
         excluded=EXCLUDED,
     ),
