@@ -16,6 +16,7 @@ writes it down.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -175,6 +176,61 @@ def unreduced_zeros(leaf: Any, dtype: Any) -> jax.Array:
     """
     spec = jax.P(*_spec_of(leaf).partitions, unreduced=reduced_axes(leaf))
     return jax.reshard(jnp.zeros(leaf.shape, dtype), spec)
+
+
+def add_divided(arrays: Sequence[jax.Array]) -> jax.Array | None:
+    """Adds all elements of arrays that Explicit axes divide, with one sum over all devices.
+
+    JAX completes each sum over a divided array before anything is added to it: as many sums over
+    devices as there are arrays, and with some layouts more. Here every device adds what it has,
+    with "unreduced" types, and the devices add once:
+
+        Σ a, over "data"               f32[]{U:data}
+        Σ b, over "data" and "model"   f32[]{U:(data,model)}
+        both together                  f32[]{U:(data,model)}  ─►  f32[]
+
+    Args:
+      arrays: of one dtype.
+
+    Returns:
+      A scalar of that dtype; None where types do not tell how arrays are divided, or none is.
+    """
+    own_axes = [frozenset(axes_of_spec(_spec_of(leaf) or P())) for leaf in arrays]
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in arrays]
+    is_traced = all(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
+    if not any(own_axes) or not is_traced or any(mesh.manual_axes for mesh in meshes):
+        return None
+    mesh = next(mesh for mesh, own in zip(meshes, own_axes, strict=True) if own)
+
+    def due(axes: frozenset[str]) -> NamedSharding:
+        return NamedSharding(mesh, P(unreduced=axes))
+
+    def add(arrays: Sequence[jax.Array]) -> jax.Array:
+        return functools.reduce(jnp.add, map(jnp.sum, arrays))
+
+    def add_at_once(arrays: Sequence[jax.Array]) -> jax.Array:
+        everywhere = due(frozenset().union(*own_axes))
+        parts = [
+            lax.reduce_sum(leaf, tuple(range(leaf.ndim)), out_sharding=due(own))
+            for leaf, own in zip(arrays, own_axes, strict=True)
+        ]
+        parts = [jax.reshard(part, everywhere) for part in parts]
+        return jax.reshard(functools.reduce(jnp.add, parts), due(frozenset()))
+
+    # `vmap` knows no unreduced types, and what tells it so has no derivative of its own.
+    unless_mapped = jax.custom_batching.custom_vmap(add_at_once)
+    differentiable = jax.custom_jvp(unless_mapped)
+
+    @unless_mapped.def_vmap
+    def _(size: int, is_mapped: Any, arrays: Sequence[jax.Array]) -> Any:
+        (mapped,) = (jax.tree.map(lambda own: 0 if own else None, each) for each in is_mapped)
+        return jax.vmap(add, in_axes=(mapped,), axis_size=size)(arrays), True
+
+    @differentiable.defjvp
+    def _(arrays: Any, tangents: Any) -> Any:
+        return differentiable(*arrays), add(*tangents)
+
+    return differentiable(list(arrays))
 
 
 def divide_sum(total: jax.Array, divisor: Any) -> jax.Array:

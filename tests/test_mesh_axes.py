@@ -1,7 +1,10 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from helpers import make_mesh
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pipeline_models import first, last, stage
 
@@ -110,3 +113,44 @@ def test_a_sum_over_axes_takes_values_that_vary_over_some_of_them(check_vma):
         jnp.arange(4.0)
     )
     assert list(map(float, sums[:3])) == [8.0, 12.0, 16.0] and sums[3] is None
+
+
+# Everything but `vmap`, which knows no unreduced types.
+USES = {
+    "jit": lambda f: f,
+    "grad": jax.grad,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=1)[0],
+    "vmap": lambda f: lambda x: jax.vmap(f, in_axes=(jax.tree.map(lambda _: None, x), 0))(x, EYE),
+}
+EYE = jnp.eye(2)
+
+
+@pytest.mark.parametrize("use", ["jit", "grad", "scan", "vmap"])
+def test_arrays_that_explicit_axes_divide_are_added_with_one_sum(use):
+    mesh = make_mesh((2, 2), ("data", "model"), "Explicit")
+    specs = {"a": P("data", "model"), "b": P(None, "data"), "c": P()}
+    arrays = {
+        key: jax.device_put(jnp.arange(8.0).reshape(2, 4), NamedSharding(mesh, spec))
+        for key, spec in specs.items()
+    }
+
+    def total(arrays, also=None):
+        own = [*jax.tree.leaves(arrays), *([] if also is None else [also])]
+        return mesh_axes.add_divided([leaf**2 for leaf in own])
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(USES[use](total)).lower(arrays).compile()
+        found = compiled(arrays)
+    expected = {"jit": 420.0, "scan": 420.0, "vmap": [421.0, 421.0]}
+    if use == "grad":
+        expected[use] = {key: 2 * jnp.arange(8.0).reshape(2, 4) for key in arrays}
+    jax.tree.map(np.testing.assert_allclose, found, expected[use])
+    if use != "vmap":
+        assert compiled.as_text().count(" all-reduce(") == (use != "grad")
+
+
+def test_where_types_do_not_tell_how_arrays_lie_nothing_is_added_at_once():
+    array = jax.device_put(jnp.ones(4), NamedSharding(make_mesh((2,), ("data",)), P("data")))
+    found = []
+    jax.eval_shape(lambda x: found.append(mesh_axes.add_divided([x])), array)
+    assert found == [None]

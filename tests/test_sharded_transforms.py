@@ -1,7 +1,6 @@
 """Every transformation around parameters that are divided over devices: state lies as they do."""
 
 import inspect
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import pytest
 from helpers import make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_transforms import KINDS, NAMES, OPTIMIZERS, TRANSFORMS, exchange_of, make, table
+from sharded_transforms import OPTIMIZERS, TRANSFORMS, make
 
 import ampx
 
@@ -26,7 +25,6 @@ MESHES = {
         {"w": P(("fsdp", "data"), "model"), "v": P("fsdp"), "m": P("data", ("model", "fsdp"))},
     ),
 }
-QUICK_UNDER_JIT = ("multi_steps", "fused.split_masters")
 SHAPES = {"w": (8, 8), "v": (8,), "m": (4, 1024), "s": ()}
 
 
@@ -75,32 +73,3 @@ def test_fresh_state_is_divided_as_its_parameters(axes, kind):
                     at = f"{name}, {where}: {jax.tree_util.keystr(path)}"
                     assert leaf.sharding.is_equivalent_to(own[-1].sharding, leaf.ndim), at
             assert found >= 3 or name == "all_reduce", name
-
-
-CASES = [(name, kind) for name in NAMES for kind in KINDS]
-
-
-@pytest.mark.slow_but(
-    "dynamic_loss_scale, skip-Explicit",
-    "dynamic_loss_scale, hold-Explicit",
-    "fused.split_masters-Auto",
-    "multi_steps-Auto",
-)
-@pytest.mark.parametrize("name, kind", CASES, ids=lambda word: word)
-def test_a_step_gathers_and_sums_what_plain_optax_does(name, kind):
-    """And single numbers besides: verdicts and norms."""
-    own, plain = exchange_of(name, kind)
-    assert own._replace(numbers=0) == plain._replace(numbers=0)
-    assert plain.gathered == 2 and plain.summed == 3 and plain.others == 0
-    if "scale" not in name and name not in (
-        "clip_by_bucket_norm",
-        "multi_steps",
-        "follow_schedule",
-    ):
-        assert own.numbers <= plain.numbers
-
-
-@pytest.mark.slow
-def test_the_table_of_the_guide_is_what_is_counted():
-    guide = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "data_parallel.md"
-    assert "\n".join(table()) in guide.read_text(), "python tests/sharded_transforms.py"

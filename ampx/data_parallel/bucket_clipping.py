@@ -16,10 +16,10 @@ import optax
 
 from ampx.checking import as_number, as_positive_int, check_callable
 from ampx.flat_buffers.buckets import as_order, bucket_layout
-from ampx.model_axes import add_over_shards, as_model_axes, untracked_of_leaves
+from ampx.model_axes import as_model_axes, untracked_of_leaves
 from ampx.tree_checks import check_gradients
 from ampx.trees import convert_numbers
-from ampx.updates.gradient_norms import sum_squares
+from ampx.updates.gradient_norms import add_up
 
 
 def clip_by_bucket_norm(
@@ -77,8 +77,8 @@ def clip_by_bucket_norm(
         leaves, structure = jax.tree.flatten(updates)
         untracked = untracked_of_leaves(updates, as_model_axes(model_axes))
         for bucket in layout.buckets:
-            squares = sum_squares([leaves[i] for i in bucket.leaves])
-            norm = jnp.sqrt(add_over_shards(squares, [untracked[i] for i in bucket.leaves]))
+            own = [leaves[i] for i in bucket.leaves]
+            norm = jnp.sqrt(add_up(own, [untracked[i] for i in bucket.leaves]))
             # Chosen, not computed: max_norm / 0 for a bucket of zeros is never used.
             factor = jnp.where(norm > max_norm, max_norm / norm, 1)
             for i in bucket.leaves:

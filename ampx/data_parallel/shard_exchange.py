@@ -22,6 +22,7 @@ axis is left, the device keeps its part and its gradient, and nothing travels.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,6 +120,33 @@ class ShardExchange:
         for i, leaf in zip(places, self.reduction.narrow(sums, whole), strict=True):
             leaves[i] = leaf
         return structure.unflatten(leaves), sent
+
+    def sum_beyond(self, grads: Any, batch_axes: Sequence[str] | None) -> tuple[Any, list[int]]:
+        """Sums shards over further axes that the batch is split over, and counts the bytes sent.
+
+        After the scatter, which has made them 1/n as large.
+
+        Args:
+          grads: what `scatter` returned.
+          batch_axes: all axes of the batch; None where nobody knows them but `self.reduction`.
+
+        Raises:
+          ValueError: if the batch is not split over an axis of the reduction.
+        """
+        axes = self.reduction.axes
+        batch_axes = axes if batch_axes is None else tuple(batch_axes)
+        if missing := [axis for axis in axes if axis not in batch_axes]:
+            raise ValueError(
+                f"zero1 divides its state over {missing}, and train_step was told that the batch "
+                f"is split over {batch_axes}: train_step(axis_name=...) must name these axes too"
+            )
+        further = tuple(axis for axis in batch_axes if axis not in axes)
+        if not further:
+            return grads, []
+        reduction = dataclasses.replace(self.reduction, axes=further)
+        wide = reduction.widen(grads)
+        sums, sent = reduction.sum_over_devices(wide, own_axes=self.own_axes)
+        return reduction.narrow(sums, grads), sent
 
     def mark(self, grads: Any) -> Any:
         """Marks what `scatter` returned, so that nobody takes a shard for the whole."""

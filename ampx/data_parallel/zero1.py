@@ -127,7 +127,9 @@ def zero1(
 
     Args:
       inner: an optax transformation.
-      axis_name: the mapped axes that the batch is split over.
+      axis_name: the mapped axes that state and update are divided over; the batch is split over
+        them. If `ampx.train_step(axis_name=...)` names more axes, shards of gradients are summed
+        over those, too: state divided within a host, and repeated on each host, for example.
       op: see `ampx.all_reduce`.
       reduce_dtype: see `ampx.all_reduce`.
       bucket_bytes: see `ampx.bucket_layout`.
@@ -143,8 +145,8 @@ def zero1(
       TypeError: if `inner` is not a gradient transformation, or `model_axes` names no axes.
       NameError: in `update`, outside of `shard_map`.
       ValueError: in `update`, without parameters, for gradients that are reduced already, for a
-        state that is not sharded, or for a parameter that differs along `axis_name` by its type and
-        not by `model_axes`.
+        state that is not sharded, for a parameter that differs along `axis_name` by its type and
+        not by `model_axes`, or if `train_step` names fewer axes than `zero1`.
       NotImplementedError: in `update`, for an operation that shards do not allow.
 
     References:
@@ -189,6 +191,7 @@ def zero1(
         *,
         overflow: jax.Array | None = None,
         reduce_op: Op | None = None,
+        reduce_axes: Sequence[str] | None = None,
         model_axes: ModelAxes | None = None,
         **extra_args: Any,
     ) -> tuple[Any, Zero1State]:
@@ -218,6 +221,7 @@ def zero1(
         state_layouts = [layout_of(path, leaf.shape) for path, leaf in with_paths]
         _check_state(state.inner_state, whole_state, state_layouts, sizes)
         grads, sent = exchange.scatter(updates)
+        grads, sent_beyond = exchange.sum_beyond(grads, reduce_axes)
         # What this device holds of the arguments of inner.update, how each leaf is divided, and the
         # whole shapes with which it is traced.
         held = (grads, state.inner_state, exchange.take_own_shards(params))
@@ -247,7 +251,7 @@ def zero1(
         result, inner_state = jax.tree.unflatten(structure, [*gathered, *results[count:]])
         squares = [optax.tree.norm(leaf, squared=True) for leaf in jax.tree.leaves(grads)]
         norm = jnp.sqrt(add_over_shards(squares, [layout.axes for layout in layouts]))
-        return result, Zero1State(reduction.state(sent), inner_state, norm)
+        return result, Zero1State(reduction.state([*sent, *sent_beyond]), inner_state, norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -55,6 +55,9 @@ def flatten(
       params: a pytree of arrays, each whole on all devices. Those that FSDP divides are refused:
         leave them beside the result, `{"small": flatten(small), "large": large}`. Inside
         `shard_map` shards may be joined; those that vary over other mesh axes get other buffers.
+        With `check_vma=False` no type tells shards apart, so join only parameters that are divided
+        over the same axes there, and give these axes by name as `model_axes`: the paths of a tree
+        of specs are those of parameters, and a buffer is none of them.
       mask: which parameters decay, as the optimizer takes it, or labels as `optax.partition` takes
         them: parameters that differ in it get different buffers.
       group_of: a function of (path joined by "/", leaf): what else parameters of a buffer share.

@@ -17,6 +17,7 @@ import numpy as np
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.calls import Call, Judgement, Settings, split_by_loss
 from ampx.loss_scaling.nonfinite import Verdict
+from ampx.mesh_axes import varying_axes
 from ampx.trees import has_mark
 from ampx.updates.gradient_norms import measure_and_judge
 from ampx.updates.tails import Tail
@@ -35,11 +36,13 @@ def judge_plain(settings: Settings, call: Call) -> Judgement:
     if settings.num_losses > 1 or settings.saturation_dtype is not None:
         given = None
     if given is None or given.is_too_large is None:
-        counts, is_too_large = nonfinite.judge(
+        counts, is_too_large, norm = nonfinite.judge(
             per_loss, call.scales, axes, saturation_dtype=settings.saturation_dtype
         )
         counts = counts.reshape(*settings.shape, 2) if given is None else given.counts
-        return Judgement(counts, is_too_large, seen, axes)
+        # Inside `shard_map` it may be that of a shard, or of gradients that are still to be summed.
+        is_whole = settings.num_losses == 1 and not axes and not varying_axes(norm)
+        return Judgement(counts, is_too_large, seen, axes, norm if is_whole else None)
     return Judgement(given.counts, given.is_too_large, seen, axes)
 
 

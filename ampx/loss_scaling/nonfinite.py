@@ -20,6 +20,7 @@ below 2**31 with ten thousand arrays on two hundred thousand devices.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from ampx.mesh_axes import as_axes, count_devices, mark_varying, tracks_varying,
 from ampx.tree_checks import check_arrays
 from ampx.trees import is_floating, wider_dtype
 from ampx.updates.branching import run_unless
-from ampx.updates.gradient_norms import sum_squares
+from ampx.updates.gradient_norms import sum_at_once, sum_squares
 
 
 class Verdict(NamedTuple):
@@ -156,7 +157,7 @@ def judge(
     axis_names: Sequence[str] = (),
     *,
     saturation_dtype: DTypeLike | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Judges gradients, reading each of them once if all is well.
 
     Args:
@@ -166,8 +167,9 @@ def judge(
       saturation_dtype: see `count_nonfinite`.
 
     Returns:
-      int32[losses, 2], arrays with an infinity and with a NaN; and a bool scalar, whether the sum
-      of the squares of finite, unscaled gradients, over devices and losses, may not be finite.
+      int32[losses, 2], arrays with an infinity and with a NaN; a bool scalar, whether the sum
+      of the squares of finite, unscaled gradients, over devices and losses, may not be finite; and
+      a float32 scalar, the norm of what this device has of them.
     """
     given = [
         (grads, scale)
@@ -176,17 +178,24 @@ def judge(
     ]
     with jax.named_scope("ampx.verdict"):
         # Multiplied in the same fusion that squares and adds. A report of the norm is the same sum.
-        squares = [sum_squares(_floating(unscale(grads, scale))) for grads, scale in given]
-        is_fine = jnp.ones((), bool)
-        if every := [s for own in squares for s in own]:
-            total = sum(s.astype(_widest(every)) for s in every)
-            is_fine = jnp.isfinite(total * _headroom(axis_names, len(given)))
+        def add_each() -> list[list[jax.Array]]:
+            return [sum_squares(_floating(unscale(grads, scale))) for grads, scale in given]
+
+        total = sum_at_once(_floating([unscale(grads, scale) for grads, scale in given]))
+        squares = None  # known of each leaf only where they are not added at once
+        if total is None:
+            squares = add_each()
+            every = [s for own in squares for s in own]
+            total = jnp.zeros((), jnp.float32)
+            if every:
+                total = functools.reduce(jnp.add, [s.astype(_widest(every)) for s in every])
+        is_fine = jnp.isfinite(total * _headroom(axis_names, len(given)))
 
         def look() -> jax.Array:
             if saturation_dtype is not None:
                 counts = [count_nonfinite(g, saturation_dtype=saturation_dtype) for g in per_loss]
                 return jnp.stack(counts)
-            own = iter(squares)
+            own = iter(add_each() if squares is None else squares)
             return jnp.stack([_count_again(g, [] if g is None else next(own)) for g in per_loss])
 
         # A finite sum has finite terms. Saturated numbers are finite, too, and are looked for.
@@ -197,7 +206,8 @@ def judge(
             counts = look()
     found = jnp.append(counts, (~is_fine).astype(jnp.int32))
     found = agree_on(found, axis_names)
-    return found[:-1].reshape(counts.shape), found[-1] > 0
+    norm = jnp.sqrt(total.astype(jnp.float32))
+    return found[:-1].reshape(counts.shape), found[-1] > 0, norm
 
 
 def _count_again(grads: Any, squares: Sequence[jax.Array]) -> jax.Array:

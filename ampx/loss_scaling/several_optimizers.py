@@ -233,7 +233,7 @@ def _judge_again(
     if verdict is None:
         return None
     scales = list(jnp.atleast_1d(loss_scale))
-    counts, is_too_large = judge(own_grads, scales, verdict.axes)
+    counts, is_too_large, _ = judge(own_grads, scales, verdict.axes)
     return verdict._replace(counts=jnp.sum(counts, axis=0), is_too_large=is_too_large)
 
 

@@ -59,7 +59,7 @@ def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transitio
         )
     skip = undone | is_bad if settings.nonfinite_updates == "skip" else undone
     is_bad = (is_bad | judgement.is_too_large) & ~judgement.overflow
-    updates = Applied(updates, None) if wants_params else updates
+    updates = Applied(updates, judgement.norm) if wants_params else updates
     return Transition(updates, inner_state, skip, is_bad)
 
 

@@ -64,8 +64,9 @@ def stochastic_rounding(
     up to 1/128 of a parameter in each step, so it is for long runs with small rates; where that
     shows, take `split_masters`.
 
-    The random bits are a hash of seed, step, parameter and element: the same on any mesh, and
-    repeatable. A skipped step keeps parameters and count. Other dtypes are updated as they are.
+    The random bits are a hash of seed, step, parameter and element: repeatable, and the same on any
+    mesh under plain `jit`. Inside `shard_map` the elements of a shard are numbered anew. A skipped
+    step keeps parameters and count. Other dtypes are updated as they are.
 
     Args:
       inner: any optax transformation. It sees float32 parameters, and its moments are float32

@@ -38,7 +38,7 @@ from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.trees import find_nodes
 
 # What the step computes itself, or what its parts tell each other.
-_OWN = ("grad", "weight", "verdict", "reduce_op", "overflow", "tail", "model_axes")
+_OWN = ("grad", "weight", "verdict", "reduce_op", "reduce_axes", "overflow", "tail", "model_axes")
 
 
 class Inputs(NamedTuple):

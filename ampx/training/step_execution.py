@@ -321,7 +321,7 @@ class TrainStep:
         scale = scale_or_one(opt_state)
         named = (*self.reduction.axes, *self.model_axes.names)
         axes = find_verdict_axes(grads, scale, named)
-        counts, is_too_large = judge([grads], [scale], axes)
+        counts, is_too_large, _ = judge([grads], [scale], axes)
         about = {}
         inside = bool(find_nodes(opt_state, Zero1State))  # it reduces inside `tx`
         if result.reduction is not None and not inside:
@@ -332,9 +332,10 @@ class TrainStep:
         if is_judged:
             overlaps = self.reduction.overlaps and not inside
             about = {"verdict": Verdict(counts[0], axes, is_too_large, overlaps)}
-        if inside:  # and must be told the op
+        if inside:  # and must be told how
             sent = {} if result.reduction is None else result.reduction._asdict()
-            return grads, {**about, "reduce_op": self.reduction.op}, sent
+            how = {"reduce_op": self.reduction.op, "reduce_axes": self.reduction.axes}
+            return grads, {**about, **how}, sent
         if find_nodes(opt_state, ReductionState):
             raise ValueError(
                 "tx reduces gradients, and so does train_step(axis_name="

@@ -18,13 +18,12 @@ from ampx.mesh_axes import count_devices
 from ampx.model_axes import (
     NOT_DIVIDED,
     ModelAxes,
-    add_over_shards,
     axes_of_leaves,
     untracked_of_leaves,
 )
 from ampx.summaries import show_fields
 from ampx.trees import path_name
-from ampx.updates.gradient_norms import sum_squares
+from ampx.updates.gradient_norms import add_up
 
 
 class StepReport(NamedTuple):
@@ -100,7 +99,6 @@ def measure_groups(
         name = group_of(path_name(path))
         check_word("what local_norm returns", name)
         groups.setdefault(name, []).append(place)
-    squares = sum_squares([leaf for _, leaf in leaves])
     untracked = untracked_of_leaves(tree, model_axes)
     wholes = [
         leaf.size * count_devices(axes)
@@ -108,7 +106,7 @@ def measure_groups(
     ]
     norms, sizes = {}, {}
     for name, places in groups.items():
-        total = add_over_shards([squares[i] for i in places], [untracked[i] for i in places])
+        total = add_up([leaves[i][1] for i in places], [untracked[i] for i in places])
         norms[name], sizes[name] = jnp.sqrt(total), as_size(sum(wholes[i] for i in places))
     return norms, sizes
 

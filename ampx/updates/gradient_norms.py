@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.mesh_axes import mark_varying, varying_axes
+from ampx.mesh_axes import add_divided, mark_varying, varying_axes
 from ampx.model_axes import NOT_DIVIDED, ModelAxes, add_over_shards, untracked_of_leaves
 from ampx.trees import is_floating, wider_dtype
 from ampx.updates.tails import Tail
@@ -81,7 +81,7 @@ def measure_and_judge(
     leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
     axes = sorted(varying_axes(leaves))
     multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
-    total = add_over_shards((squares or sum_squares)(leaves), untracked)
+    total = add_over_shards(squares(leaves), untracked) if squares else add_up(leaves, untracked)
 
     def all_is_well() -> JudgedNorm:
         # Branches of a cond must return the same types, and what a value varies over is in its
@@ -113,10 +113,36 @@ def sum_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     return [_sum_squares(leaf.astype(wider_dtype(leaf.dtype, jnp.float32))) for leaf in leaves]
 
 
+def add_up(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]) -> jax.Array:
+    """Computes the sum of squares of all arrays together, over all shards; float32 scalar.
+
+    Args:
+      leaves: floating arrays.
+      untracked: for each the axes over which it is divided and of which types do not tell.
+    """
+    total = sum_at_once(leaves)
+    if total is None:
+        return add_over_shards(sum_squares(leaves), untracked)
+    return total.astype(jnp.float32)
+
+
+def sum_at_once(leaves: Sequence[jax.Array]) -> jax.Array | None:
+    """Computes the sum of squares of all arrays, for which devices on an Explicit mesh add once.
+
+    Returns:
+      A scalar in float32 or wider; None where no type says that an array is divided so, and where
+      arrays need sums of different dtypes.
+    """
+    squares = [_squares(leaf.astype(wider_dtype(leaf.dtype, jnp.float32))) for leaf in leaves]
+    return add_divided(squares) if len({each.dtype for each in squares}) == 1 else None
+
+
 def _sum_squares(leaf: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(leaf):
-        return jnp.sum(leaf.real**2 + leaf.imag**2)
-    return jnp.sum(leaf**2)
+    return jnp.sum(_squares(leaf))
+
+
+def _squares(leaf: jax.Array) -> jax.Array:
+    return leaf.real**2 + leaf.imag**2 if jnp.iscomplexobj(leaf) else leaf**2
 
 
 def _large_squares(leaf: jax.Array, inverse_unit: jax.Array) -> jax.Array:
@@ -140,7 +166,7 @@ def compute_norm(grads: Any, model_axes: ModelAxes = NOT_DIVIDED) -> jax.Array:
     It has no barrier, so XLA can merge it with the norm that a clip computes nearby.
     """
     leaves, untracked = _find_floating(grads, model_axes)
-    return jnp.sqrt(add_over_shards(sum_squares(leaves), untracked))
+    return jnp.sqrt(add_up(leaves, untracked))
 
 
 def compute_clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:

@@ -306,3 +306,13 @@ def test_no_axis_no_update():
     update = functools.partial(tx.update, PARAMS, tx.init(PARAMS), PARAMS)
     with pytest.raises(NameError, match="no axis 'data' is mapped here"):
         update()
+
+
+def test_a_step_whose_batch_is_not_split_over_an_axis_of_zero1_is_refused():
+    def loss_fn(w, x):
+        return jnp.sum(w * x)
+
+    step = ampx.train_step(loss_fn, ampx.zero1(optax.sgd(0.1), "data"), axis_name="host")
+    take = jax.vmap(jax.vmap(step, (None, 0), axis_name="data"), (None, 0), axis_name="host")
+    with pytest.raises(ValueError, match=r"zero1 divides its state over \['data'\].*\('host',\)"):
+        jax.eval_shape(take, step.init(jnp.ones(2)), jnp.ones((2, 2, 1)))

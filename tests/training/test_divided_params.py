@@ -162,7 +162,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow_but("model-False", "expert-True")
+@pytest.mark.slow_but("expert-True")
 @pytest.mark.parametrize(("axis", "check_vma", "model_axes"), CASES)
 def test_a_step_of_divided_parameters_is_the_undivided_one(axis, check_vma, model_axes, expected):
     history = run_divided(axis, check_vma, model_axes)

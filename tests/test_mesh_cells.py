@@ -1,0 +1,53 @@
+"""Every transformation on Auto, Explicit and Manual meshes of 1, 2 and 3 axes is the undivided one.
+
+The quick cases have each kind of mesh with each of its axes once. With the slow ones every
+transformation runs on every kind, and every two of transformation, kind and axes meet once.
+"""
+
+import functools
+import pathlib
+
+import pytest
+from mesh_cells import AXES, KINDS, NAMES, as_row, run
+
+GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "meshes.md"
+CASES = [
+    (name, kind, AXES[(number + place) % len(AXES)])
+    for number, name in enumerate(NAMES)
+    for place, kind in enumerate(KINDS)
+]
+QUICK = [
+    "-".join(case)
+    for case in CASES
+    if case[0] in ("dynamic_loss_scale", "fused.apply", "train_step, max_grad_norm")
+    and case != ("dynamic_loss_scale", "Manual", AXES[2])
+] + [f"zero1-Manual-{AXES[2]}"]
+
+
+@functools.cache
+def rows_of_guide():
+    """The cells of each row of the guide's table, by its title."""
+    lines = [line for line in GUIDE.read_text().splitlines() if line.startswith("| `")]
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
+    return {title: cells for title, *cells in rows}
+
+
+def title(name):
+    return as_row(name, []).split(" | ")[0].removeprefix("| ")
+
+
+def test_the_guide_has_a_row_for_every_transformation():
+    titles = set(map(title, NAMES))
+    assert titles | {"`optax.adamw`", "`optax.lamb`"} == set(rows_of_guide())
+
+
+@pytest.mark.slow_but(*QUICK)
+@pytest.mark.parametrize(("name", "kind", "axes"), CASES, ids=lambda word: word)
+def test_a_cell_is_the_undivided_step_and_exchanges_what_plain_optax_does(name, kind, axes):
+    """Beside as many single numbers, of verdicts and norms, as the guide tells."""
+    exchange = run(name, kind, axes)
+    told = rows_of_guide()[title(name)][KINDS.index(kind)]
+    if exchange is None:
+        assert told == "for `shard_map`"
+    else:
+        assert exchange.numbers == int(told.split(", ")[AXES.index(axes)])
