@@ -318,13 +318,14 @@ def run_cell(cell):
 def check_outcome(name, found):
     """Holds the outcome of a cell against the undivided one.
 
-    Sums in another order: some units in the last place of float32, or of bfloat16 for parameters
-    of that type, whose gradients are bfloat16 too. Inside `shard_map` the elements of a shard are
-    numbered anew, so second moments of 8 bits are rounded by other random bits, by up to 1/32.
+    Sums in another order: some units in the last place of float32. bfloat16 parameters have
+    bfloat16 gradients, which round before they are summed in `shard_map`: by 1/512, which moves a
+    step of 0.1 by less than 1e-3. And there the elements of a shard are numbered anew, so second
+    moments of 8 bits are rounded by other random bits, by up to 1/32.
     """
     expected = undivided(name)
     is_half = expected.params[0]["up"].dtype == jnp.bfloat16
-    rtol, atol = (1e-2, 2e-6) if is_half else (1e-5, 2e-6)
+    rtol, atol = (1e-2, 1e-3) if is_half else (1e-5, 2e-6)
     if "int8" in name:
         rtol, atol = 0.03, 0.01  # a step is 0.1
     for number, (own, theirs) in enumerate(zip(found.reports, expected.reports, strict=True)):
