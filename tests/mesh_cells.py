@@ -326,6 +326,8 @@ def check_outcome(name, found):
     expected = undivided(name)
     is_half = expected.params[0]["up"].dtype == jnp.bfloat16
     rtol, atol = (1e-2, 1e-3) if is_half else (1e-5, 2e-6)
+    if "stochastic" in name:  # by other random bits, too: up or down by 1/128 in each step
+        rtol, atol = 0.03, 0.01
     if "int8" in name:
         rtol, atol = 0.03, 0.01  # a step is 0.1
     for number, (own, theirs) in enumerate(zip(found.reports, expected.reports, strict=True)):

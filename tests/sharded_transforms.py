@@ -32,7 +32,17 @@ TRANSFORMS = {
     "fused.split_masters, 8 bits": functools.partial(fused.split_masters, error_bits=8),
     "fused.stochastic_rounding": fused.stochastic_rounding,
 }
+
+
+def momentum(grad, param, slots, numbers, operations):
+    mean = operations.keep(numbers.decay * slots["mean"] + grad, slots["mean"])
+    return mean, {"mean": mean}
+
+
 OPTIMIZERS = {
+    "fused.from_rule": functools.partial(
+        fused.from_rule, momentum, 0.1, slots={"mean": 0.0}, numbers={"decay": 0.9}
+    ),
     **{
         f"fused.{name}": functools.partial(getattr(fused, name), 0.1)
         for name in "adadelta adagrad adam adamw lamb lion novograd".split()

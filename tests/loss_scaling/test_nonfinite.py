@@ -186,5 +186,5 @@ def test_a_second_look_tells_apart(dtype):
     judge = jax.jit(lambda grads: nonfinite.judge([grads], [jnp.float32(1)]))
     for expected, (first, second) in cases.items():
         leaf = jnp.ones(8192, dtype).at[5].set(first).at[4100].set(second)
-        counts, is_too_large = judge({"a": jnp.ones(3), "b": leaf})
+        counts, is_too_large, _ = judge({"a": jnp.ones(3), "b": leaf})
         assert (*map(int, counts[0]), bool(is_too_large)) == expected[:3]
