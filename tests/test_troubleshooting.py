@@ -147,12 +147,13 @@ def check_floor():
         ampx.raise_if_exhausted(state)
 
 
-@row("The scale climbs to 2^24 and stays")
+@row("The scale climbs to 2^24 and stays, `inf_total` and `nan_total` are 0")
 def check_ceiling():
     state = begin(loss_scale=2**23)
     for _ in range(2):
         _, state = update(W * 0, state._replace(growth_tracker=np.int32(1999)))
         assert state.loss_scale == 2**24 and not state.overflow
+    assert state.inf_total == state.nan_total == 0
 
 
 @row("Devices hold different parameters")
