@@ -7,8 +7,8 @@ For k micro-batches on n devices the sums of gradients of P parameters take
                 reduce-scattered, bucket by bucket, and this device adds up its shards
 
 Memory is bought with traffic: k times the bytes. A leaf that the devices do not divide is added up
-whole, and summed over devices once, after the last micro-batch. So are no leaves that are replaced
-by their gradient: of them the maximum is taken (`ampx.overwritten`).
+whole, and summed over devices once, after the last micro-batch. Of leaves that are replaced by
+their gradient the maximum is taken (`ampx.overwritten`).
 """
 
 from __future__ import annotations

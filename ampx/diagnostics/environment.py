@@ -150,7 +150,9 @@ def _describe_kernels() -> str:
             f"no kernels for {jax.default_backend()!r}, GPUs (Hopper or newer) and TPUs have some"
         )
     capability = getattr(jax.devices()[0], "compute_capability", _HOPPER)
-    if float(capability) < float(_HOPPER):
+    if not re.fullmatch(r"\d+\.\d+", capability):  # AMD's are names, such as gfx942
+        kernels = "they are for NVIDIA's GPUs and for TPUs"
+    elif float(capability) < float(_HOPPER):
         kernels = f"needs compute capability {_HOPPER} (Hopper), this GPU has {capability}"
     return (
         "Fused updates (ampx.fused): by default XLA's own fusions, on every device.\n"
