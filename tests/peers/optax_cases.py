@@ -4,8 +4,8 @@ A file is about optimizers if its code names a factory of them. Its tests are wr
 optimizers and dtypes, 2,000 in all, and each form compiles each of them anew. `all_cases` are those
 of every form: 45 minutes of one processor, so they are run on request (`pytest --whole`). The
 suite takes `some_cases`. Of a parametrized test every form takes other cases, spread over all: two
-where optimizers differ, and else one. A test that has but one case is run in the forms `scale` and
-`fused`, and by turns in `window` or `zero1`.
+where optimizers differ, and else one. A test that has but one case is run in the form `fused`, and
+by turns in one of the other forms.
 
 `optax_cases.txt` lists by name what is left out, with the reason: tests that make no optimizer,
 tests of which the suite runs no case since they take too long, and cases that cannot pass. A line
@@ -158,8 +158,9 @@ def _spread(cases: Cases, form: str) -> Cases:
         return []
     name = cases[0][0].removeprefix(f"{form}: ")
     if len(cases) == 1:
-        turn = "window" if zlib.crc32(name.encode()) % 2 else "zero1"
-        return cases if form in ("scale", "fused", turn) else []
+        number, odd = divmod(zlib.crc32(name.encode()), 2)
+        around = ("scale", "window" if odd else "zero1")[number % 3 > 0]
+        return cases if form in ("fused", around) else []
     number = 2 if "opt_name=" in name else 1
     total = number * len(FORMS)
     places = {

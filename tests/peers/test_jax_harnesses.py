@@ -3,12 +3,17 @@
 They come out of the jax wheel (`jax._src.internal_test_util.test_harnesses`, by which jax2tf and
 export are tested): some 5,600 small programs in 130 groups. None was written with autocast in mind,
 so they hold what its own tests forgot: index operands, integer and complex operands, empty arrays,
-linear algebra, random bits. Every program is traced: forward in both half types, in the other forms
-in one of them, and the next program in the other one. Two of each group are run.
+linear algebra, random bits. Every program is traced: forward in both half types, and by turns its
+gradients or a batch of it, each in one half type. Two of each group are run.
+
+The five groups of scatters cross all their options, which makes them more than half of all
+programs. Those are traced forward. In the other forms are traced those before, one of each dtype,
+and every seventh of the crossed ones: among these is each shape, mode and dtype.
 """
 
 import collections
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -51,6 +56,11 @@ class Form(NamedTuple):
     arguments: list[Any]
 
 
+MANY = 400  # programs of a group: if it has more, few are traced in more than one form
+CROSSED = 16  # from which place on such a group crosses its options
+FEW = 4  # if it has fewer, each is traced in every form
+
+
 def harnesses_by_group() -> dict[str, list[Any]]:
     groups = collections.defaultdict(list)
     for harness in test_harnesses.all_harnesses:
@@ -74,13 +84,15 @@ def cast(fun: Callable, half: str) -> Callable:
     return ampx.autocast(fun, half_dtype=half)
 
 
-def forms_of(harness: Any) -> Iterator[tuple[str, Form]]:
+def forms_of(
+    harness: Any, gradients: bool = True, batches: bool = True
+) -> Iterator[tuple[str, Form]]:
     """The program as it is, its gradients, and a batch of it; autocast inside and outside."""
     arguments = harness.dyn_args_maker(np.random.RandomState(0))
     fun = harness.dyn_fun
     yield "forward", Form(fun, lambda half: cast(fun, half), arguments)
     floats = tuple(n for n, argument in enumerate(arguments) if is_float(argument))
-    if floats:
+    if floats and gradients:
 
         def gradient(fun: Callable) -> Callable:
             return jax.grad(lambda *args: sum_of_floats(fun(*args)), floats)
@@ -89,7 +101,7 @@ def forms_of(harness: Any) -> Iterator[tuple[str, Form]]:
         inside, outside = (lambda h: gradient(cast(fun, h))), (lambda h: cast(of_fun, h))
         yield "gradient of autocast", Form(of_fun, inside, arguments)
         yield "autocast of gradient", Form(of_fun, outside, arguments)
-    if arguments:
+    if arguments and batches:
         batch = [jnp.stack([argument, argument]) for argument in arguments]
         batched = jax.vmap(fun)
         yield "vmap of autocast", Form(batched, lambda half: jax.vmap(cast(fun, half)), batch)
@@ -104,14 +116,15 @@ def shapes_of(form: Form) -> Any | None:
         return None
 
 
-def check_traced(harness: Any, halves: Sequence[str] = HALVES) -> None:
+def check_traced(harness: Any, halves: Sequence[str] = HALVES, **forms: bool) -> None:
     """Autocast changes float32 to half here and there, and nothing else of the outputs' types.
 
     Args:
       harness: one of JAX's programs.
       halves: the half types; forms other than the first are traced in the first of them alone.
+      forms: which forms there are but for the first, as `forms_of` takes them.
     """
-    for place, (name, form) in enumerate(forms_of(harness)):
+    for place, (name, form) in enumerate(forms_of(harness, **forms)):
         expected = shapes_of(form)
         if expected is None:
             continue
@@ -123,9 +136,9 @@ def check_traced(harness: Any, halves: Sequence[str] = HALVES) -> None:
                 assert own.shape == other.shape and own.dtype in allowed, (name, own, other)
 
 
-def check_run(harness: Any, half: str) -> None:
+def check_run(harness: Any, half: str, **forms: bool) -> None:
     """Same integers, same pattern of finite values, and errors that the half type explains."""
-    for name, form in forms_of(harness):
+    for name, form in forms_of(harness, **forms):
         if shapes_of(form) is None:
             continue
         try:
@@ -185,16 +198,26 @@ def test_one_program_of_every_third_group_is_traced():
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_all_programs_are_traced(group):
-    for halves, harnesses in ((HALVES, GROUPS[group][::2]), (HALVES[::-1], GROUPS[group][1::2])):
-        check_all(functools.partial(check_traced, halves=halves), harnesses)
+    programs = GROUPS[group]
+    is_large = len(programs) > MANY
+    turns = itertools.count()
+    for place, harness in enumerate(programs):
+        if is_large and place > CROSSED and place % 7:
+            halves, forms = HALVES[place % 2 :][:1], {"gradients": False, "batches": False}
+        else:
+            turn, forms = next(turns), {}
+            halves = HALVES[:: -1 if turn % 2 else 1]
+            if len(programs) >= FEW:
+                forms = {"gradients" if turn // 2 % 2 else "batches": False}
+        check_all(functools.partial(check_traced, halves=halves, **forms), [harness])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_some_programs_of_every_group_are_run(group):
     # One at either end of a group, one in each half type: shapes grow along it, dtypes change.
-    for half, harness in zip(HALVES, (GROUPS[group][0], GROUPS[group][-1]), strict=True):
-        check_all(functools.partial(check_run, half=half), [harness])
+    check_all(functools.partial(check_run, half=HALVES[0]), GROUPS[group][:1])
+    check_all(functools.partial(check_run, half=HALVES[1], batches=False), GROUPS[group][-1:])
 
 
 def test_the_harnesses_are_there():

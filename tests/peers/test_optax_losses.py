@@ -69,7 +69,7 @@ def under_autocast(loss: Callable[..., Any], running: list[str]) -> Callable[...
                 running.pop()
 
         arrays = [leaf for own, leaf in zip(is_array, leaves, strict=True) if own]
-        return ampx.autocast(of_arrays, half_dtype="bfloat16")(arrays)
+        return jax.jit(ampx.autocast(of_arrays, half_dtype="bfloat16"))(arrays)
 
     return run
 
