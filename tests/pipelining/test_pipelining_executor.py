@@ -20,6 +20,7 @@ from pipeline_models import (
     sequential,
     stage,
 )
+from quick_keys import quick_key
 
 from ampx.pipelining import (
     eager_one_f_one_b,
@@ -34,7 +35,7 @@ from ampx.pipelining.runtime.executor import Executor
 from ampx.pipelining.runtime.lowering import lower
 from ampx.pipelining.runtime.stage_programs import StageInputs, StageOutputs, trace_stage
 
-KEY = jax.random.key(7)
+KEY = quick_key(7)
 
 
 def name_of(value):

@@ -25,6 +25,7 @@ from pipeline_models import (
     stage_mesh,
     stage_with_loss,
 )
+from quick_keys import quick_key
 
 import ampx
 from ampx.pipelining import (
@@ -40,23 +41,21 @@ from ampx.pipelining import (
     zero_bubble_v,
 )
 
-KEY = jax.random.key(7)
+KEY = quick_key(7)
 EVERYTHING = dict(stage=stage_with_loss, last=last_with_aux, has_aux=True, has_aux_loss=True)
 TOLERANCE = 1e-5
 
 CASES = [
-    (gpipe(4, 8), 1),
+    (gpipe(4, 3), 1),
     (one_f_one_b(4, 8), 1),
     (one_f_one_b(4, 1), 1),
     (one_f_one_b(1, 1), 1),
     (one_f_one_b(2, 5), 2),
     (eager_one_f_one_b(2, 5), 2),
     (interleaved(2, 5, chunks=2), 2),
-    (interleaved(2, 3, chunks=4), 1),
     (interleaved(4, 3, chunks=2), 1),
     (looped_breadth_first(2, 5, chunks=4), 2),
     (zero_bubble(4, 3), 1),
-    (zero_bubble(2, 5), 2),
     (zero_bubble_v(2, 1), 1),
     (zero_bubble_v(2, 5), 2),
     (interleaved_zero_bubble(2, 3, chunks=4), 1),
@@ -86,7 +85,7 @@ def pipelined(schedule, data=1, layers=LAYERS, scale=1.0, **options):
 
 
 def unscaled(result, scale):
-    return jax.device_get(jax.tree.map(lambda g: g / scale, result.grads))
+    return jax.tree.map(lambda g: g / np.float32(scale), jax.device_get(result.grads))
 
 
 def assert_equal_to(expected, result, scale=1.0):
@@ -140,9 +139,7 @@ def test_infinite_gradients_are_counted_and_agreed_on():
     ("schedule", "stash"),
     [
         (one_f_one_b(4, 3), "residuals"),
-        (one_f_one_b(2, 3), "dots"),
         (interleaved(2, 3), "nothing"),
-        (zero_bubble(2, 3), "residuals"),
         (zero_bubble(2, 3), "dots"),
     ],
     ids=name_of,
@@ -158,7 +155,6 @@ def test_what_is_stashed_changes_no_gradient(schedule, stash):
 @pytest.mark.parametrize(
     ("schedule", "layers_per_stage", "kind"),
     [
-        (one_f_one_b(3, 3), (3, 1, 4), "Explicit"),
         (interleaved(2, 3), (1, 4, 2, 1), "Auto"),
         (zero_bubble_v(2, 3), (3, 1, 2, 2), "Explicit"),
     ],
@@ -182,13 +178,6 @@ def test_losses_are_averaged_or_summed(schedule, normalize):
     expected = sequential(make_params(), batch, KEY, 3, 2, **options)
     assert relative_error(jax.device_get(result.grads), expected.grads) < TOLERANCE
     np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-6)
-
-
-def test_auxiliary_outputs_are_summed():
-    result = pipelined(interleaved(2, 3), 2, aux_reduction="sum")
-    expected = reference(3, 2, aux_reduction="sum")
-    assert_equal_to(expected, result)
-    assert result.aux["rows"] == 12
 
 
 def test_rows_of_auxiliary_outputs_are_joined_over_micro_batches_and_data_shards():
@@ -250,7 +239,7 @@ def number_of_masked(schedule):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
-    [gpipe(4, 2), interleaved(2, 2), zero_bubble_v(2, 2)],
+    [gpipe(4, 2), zero_bubble_v(2, 2)],
     ids=name_of,
 )
 def test_random_numbers_are_the_same_however_the_model_is_divided(schedule):
@@ -276,8 +265,7 @@ def at_precision(recipe):
 @pytest.mark.parametrize(
     ("schedule", "half_dtype"),
     [
-        (one_f_one_b(2, 3), jnp.bfloat16),
-        (interleaved(2, 3), jnp.float16),
+        (interleaved(2, 3), jnp.bfloat16),
         (zero_bubble(4, 3), jnp.float16),
     ],
     ids=name_of,
@@ -297,7 +285,7 @@ def test_stages_may_be_autocast():
     half = functools.partial(ampx.autocast, half_dtype=jnp.bfloat16, output="original")
     batch = make_batch(6)
     recipe = ampx.opt_level("O1", half_dtype=jnp.bfloat16)
-    grads_of = pipeline(zero_bubble(2, 3), policy=recipe)
+    grads_of = pipeline(one_f_one_b(2, 3), policy=recipe)
     result = run(grads_of, make_params(), batch, key=KEY)
     functions = dict(first=half(first), stage=half(stage), last=half(last))
     expected = sequential(make_params(), batch, KEY, 3, **functions)
@@ -311,21 +299,20 @@ def test_accumulators_may_be_wider_or_as_narrow_as_gradients():
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
     batch = make_batch(6)
     grads_of = pipeline(one_f_one_b(2, 3), accumulator_dtype=jnp.bfloat16)
-    narrow = run(grads_of, half, batch).grads
+    narrow = jax.eval_shape(grads_of, half, batch).grads
     assert {leaf.dtype for leaf in jax.tree.leaves(narrow)} == {np.dtype(jnp.bfloat16)}
-    wide = run(pipeline(one_f_one_b(2, 3)), half, batch).grads
+    wide = jax.eval_shape(pipeline(one_f_one_b(2, 3)), half, batch).grads
     assert {leaf.dtype for leaf in jax.tree.leaves(wide)} == {np.dtype("float32")}
 
 
-@pytest.mark.slow_but("Explicit")
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_the_mesh_may_be_set_around_the_call(kind):
-    schedule = interleaved(2, 3)
+def test_the_mesh_may_be_set_around_the_call_and_auxiliary_outputs_be_summed():
+    schedule, summed = interleaved(2, 3), {"aux_reduction": "sum"}
     batch, params = make_batch(12), make_params()
-    grads_of = pipeline(schedule, 2, mesh=None, **EVERYTHING)
-    with jax.set_mesh(stage_mesh(schedule, 2, kind)):
+    grads_of = pipeline(schedule, 2, mesh=None, **EVERYTHING, **summed)
+    with jax.set_mesh(stage_mesh(schedule, 2, "Explicit")):
         result = run(grads_of, params, batch, key=KEY)
-    assert_equal_to(reference(3, 2), result)
+    assert_equal_to(reference(3, 2, **summed), result)
+    assert result.aux["rows"] == 12
 
 
 @pytest.mark.slow_but("Auto")

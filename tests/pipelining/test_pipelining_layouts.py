@@ -11,6 +11,7 @@ import pytest
 from helpers import assert_bit_equal
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 from pipeline_steps import assert_close, make_batch, make_grads_of, make_params, placed
+from quick_keys import quick_key
 
 import ampx
 from ampx.pipelining import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
@@ -119,7 +120,7 @@ def steps_from(step, state, first, last, key):
 def saved(tmp_path_factory):
     """A checkpoint on 4 stages, and how training goes on from it without an interruption."""
     path = tmp_path_factory.mktemp("checkpoints") / "state"
-    step, key = make_step(one_f_one_b(4, 4)), jax.random.key(3)
+    step, key = make_step(one_f_one_b(4, 4)), quick_key(3)
     state, _ = steps_from(step, placed(step, make_params()), 0, BEFORE, key)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, state)
@@ -150,7 +151,7 @@ def test_training_goes_on_with_other_stages(name, saved):
     for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(like), strict=True):
         assert leaf.sharding == wanted.sharding
 
-    resumed, losses = steps_from(step, restored, BEFORE, BEFORE + AFTER, jax.random.key(3))
+    resumed, losses = steps_from(step, restored, BEFORE, BEFORE + AFTER, quick_key(3))
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     assert_close(resumed.params, expected.params)
 

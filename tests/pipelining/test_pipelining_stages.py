@@ -21,6 +21,7 @@ from pipeline_models import (
     stage,
     stage_mesh,
 )
+from quick_keys import quick_key
 
 from ampx.pipelining import (
     forward_only,
@@ -33,7 +34,7 @@ from ampx.pipelining import (
     zero_bubble_v,
 )
 
-KEY = jax.random.key(7)
+KEY = quick_key(7)
 STASHES = {
     "inputs": "inputs",
     "residuals": "residuals",
@@ -42,7 +43,7 @@ STASHES = {
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape) / 2
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) / 2, jnp.float32)
 
 
 # --- a small U-Net: sequences get shorter and longer again, with segment ids and half activations

@@ -24,6 +24,7 @@ from pipeline_steps import (
     placed,
     stage,
 )
+from quick_keys import quick_key
 
 import ampx
 from ampx.pipelining import forward_only, one_f_one_b, value_and_grad
@@ -113,8 +114,8 @@ def test_every_layer_and_microbatch_has_its_own_key():
     step = ampx.train_step(make_grads_of(one_f_one_b(2, 4)), optax.sgd(0.1), loss_scale=8.0)
     alone = ampx.TrainStep(step.tx, grads_alone, None, None, None)
     batches = [make_batch(number) for number in range(2)]
-    state, reports = run(step, placed(step, make_params(), jax.random.key(5)), batches)
-    expected, wanted = run(alone, alone.init(make_params(), key=jax.random.key(5)), batches)
+    state, reports = run(step, placed(step, make_params(), quick_key(5)), batches)
+    expected, wanted = run(alone, alone.init(make_params(), key=quick_key(5)), batches)
     assert_close(state.params, expected.params)
     np.testing.assert_allclose([r.loss for r in reports], [r.loss for r in wanted], rtol=1e-5)
 

@@ -9,12 +9,13 @@ import optax
 import pytest
 from helpers import assert_bit_equal, make_mesh
 from pipeline_steps import assert_close
+from quick_keys import quick_key
 
 import ampx
 from ampx.pipelining import gpipe, interleaved, one_f_one_b, plan, value_and_grad, zero_bubble
 from ampx.trees import merge_trainable, split_trainable
 
-WIDTH, ROWS, KEY = 4, 8, jax.random.key(7)
+WIDTH, ROWS, KEY = 4, 8, quick_key(7)
 QUICK = {"compiler_options": {"xla_backend_optimization_level": 0}}
 
 
