@@ -76,7 +76,8 @@ def scan_flags(tx, bads):
     """The states of a loss scale after each of a sequence of good (False) and bad (True) steps."""
 
     def body(state, bad):
-        _, state = tx.update(jnp.where(bad, jnp.inf, 1.0)[None], state)
+        # The gradient of a scaled loss: one that stayed 1 would be large under a small scale.
+        _, state = tx.update(jnp.where(bad, jnp.inf, ampx.current_loss_scale(state))[None], state)
         own = state._replace(inner_state=())
         return state, own
 

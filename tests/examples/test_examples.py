@@ -101,10 +101,10 @@ def test_held_out_fraction_is_checked(fraction) -> None:
 
 def test_model_sees_no_future(corpus, model) -> None:
     tokens = corpus.train[None, :8]
-    variables = model.init(jax.random.key(0), tokens)
+    variables = jax.jit(model.init)(jax.random.key(0), tokens)
     changed = tokens.copy()
     changed[0, 5] += 1
-    before, after = (model.apply(variables, t) for t in (tokens, changed))
+    before, after = (jax.jit(model.apply)(variables, t) for t in (tokens, changed))
     np.testing.assert_array_equal(before[0, :5], after[0, :5])
     assert np.any(before[0, 5:] != after[0, 5:])
 

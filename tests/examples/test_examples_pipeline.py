@@ -47,7 +47,12 @@ def make_mesh(mesh: str) -> jax.sharding.Mesh:
 
 
 def params_of(model, tokens):
-    return model.init(jax.random.key(0), tokens)["params"]
+    """Random parameters, by NumPy: to run the model's own initializers, they must be compiled."""
+    shapes, rng = (
+        jax.eval_shape(model.init, jax.random.key(0), tokens)["params"],
+        np.random.default_rng(0),
+    )
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
 
 
 @pytest.mark.parametrize("layers", [1, 4, 11])
@@ -151,6 +156,7 @@ def test_a_pipeline_needs_its_model(short) -> None:
         pipelined.make_gradients(make_model(short, layers=3), schedule, mesh)
 
 
+@pytest.mark.slow  # `alone` is trained by slow tests; other lines of a table: test_examples.py
 def test_table_names_the_schedule(alone) -> None:
     assert "Pipeline" not in reporting.format_table([alone], 3.25)
     run = alone._replace(devices=4, schedule=Config(mesh="data=2,stage=2").pipeline)

@@ -98,10 +98,16 @@ def interpreted_gpu(monkeypatch):
     monkeypatch.setattr(pallas_updates, "_map_leaves", lambda backend: interpreted)
 
 
-@pytest.mark.slow_but("stochastic, int8-tpu")
+@pytest.mark.slow_but("stochastic, lion-tpu")
 @pytest.mark.parametrize(
     "case, platform",
-    [*((case, "tpu") for case in CASES if case != "int8, float16"), ("int8, float16", "gpu")],
+    [
+        ("split 8, lamb", "tpu"),
+        ("split 8, int8", "tpu"),
+        ("stochastic, lion", "tpu"),
+        ("stochastic, int8", "tpu"),
+        ("int8, float16", "gpu"),
+    ],
 )
 def test_kernels_equal_xla(case, platform, monkeypatch):
     if platform == "gpu":
@@ -117,7 +123,7 @@ def test_kernels_equal_xla(case, platform, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case, platform",
-    [("int8, float16", "tpu"), ("split 8, int8", "gpu"), ("stochastic, int8", "tpu")],
+    [("int8, float16", "tpu"), ("split 8, int8", "gpu")],
 )
 def test_a_skipped_step_leaves_every_bit(case, platform, monkeypatch):
     if platform == "gpu":
@@ -221,7 +227,7 @@ def encoded_places(scalars, read, written, cell):
 
 
 @pytest.mark.slow_but("map_blocks0-(1, 1024)", "map_blocks1-(1, 1024)", "map_whole-(1, 1024)")
-@pytest.mark.parametrize("shape", [(1, 1024), (70, 512), (4, 11, 256), (1536,)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1024), (4, 11, 256), (1536,)], ids=str)
 @pytest.mark.parametrize("kernel", [gpu.map_blocks, tpu.map_blocks, blocks.map_whole])
 def test_blocks_and_places(kernel, shape):
     x, old = (jax.random.normal(jax.random.key(i), shape) for i in (0, 1))

@@ -19,7 +19,7 @@ from helpers import (
     scan_flags,
     types_of,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -51,8 +51,8 @@ PARAMS = {
 
 
 def gradients(seed, params=PARAMS):
-    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params))))
-    return jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape, jnp.float32), params)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), params)
 
 
 # --- equivalence ---------------------------------------------------------------------------------
@@ -103,8 +103,8 @@ def test_ascend_lamb_with_decay_mask_from_names(half_dtype, scale):
         return jax.tree_util.tree_map_with_path(by_name, params)
 
     lamb = optax.lamb(0.01, b1=0.9, b2=0.999, eps=1e-6, weight_decay=0.01, mask=decayed)
-    model, x = Net(), jax.random.normal(jax.random.key(0), (8, 3))
-    params = model.init(jax.random.key(1), x)["params"]
+    model, x = Net(), jnp.asarray(np.random.default_rng(0).standard_normal((8, 3)), jnp.float32)
+    params = jax.jit(model.init)(jax.random.key(1), x)["params"]
     assert decayed(params) == {
         "Dense_0": {"kernel": True, "bias": False},
         "Dense_1": {"kernel": True, "bias": False},
@@ -119,12 +119,17 @@ def test_ascend_lamb_with_decay_mask_from_names(half_dtype, scale):
     step = ampx.train_step(loss_fn, lamb, policy=recipe, loss_scale=scaled)
     state = step.init(params)
     plain_params, plain_state = params, lamb.init(params)
+
+    @jax.jit
+    def plain_step(params, state):
+        grads = jax.grad(lambda p: recipe.call(loss_fn, p, x) * scale)(params)
+        return optimizer_step(lamb, params, state, optax.tree.scale(1 / scale, grads))
+
+    step = jax.jit(step)
     for _ in range(3):
         state, report = step(state, x)
         assert not report.overflow
-        grads = jax.grad(lambda p: recipe.call(loss_fn, p, x) * scale)(plain_params)
-        grads = optax.tree.scale(1 / scale, grads)
-        plain_params, plain_state = optimizer_step(lamb, plain_params, plain_state, grads)
+        plain_params, plain_state = plain_step(plain_params, plain_state)
     assert_bit_equal(state.params, plain_params)
 
 
@@ -208,9 +213,11 @@ def check_against_reference(refill, bads, **settings):
     return states
 
 
+# Each example compiles a program: few settings, and long sequences.
 @pytest.mark.parametrize("refill", REFERENCES)
+@settings(max_examples=6)
 @given(
-    bads=st.lists(st.booleans(), min_size=40, max_size=40),
+    bads=st.lists(st.booleans(), min_size=120, max_size=120),
     init=st.sampled_from([1.0, 8.0, 2.0**16]),
     growth=st.sampled_from([1.0, 2.0, 4.0]),
     backoff=st.sampled_from([0.5, 0.25]),
@@ -222,9 +229,9 @@ def test_any_sequence_of_good_and_bad_steps_follows_the_reference(
     refill, bads, init, growth, backoff, interval, hysteresis, room
 ):
     low, high = room
-    settings = dict(init=init, growth=growth, backoff=backoff, interval=interval)
+    rules = dict(init=init, growth=growth, backoff=backoff, interval=interval)
     states = check_against_reference(
-        refill, bads, **settings, hysteresis=hysteresis, low=low, high=high
+        refill, bads, **rules, hysteresis=hysteresis, low=low, high=high
     )
     scales = np.asarray(states.loss_scale)
     assert (scales >= low).all() and (scales <= high).all()
@@ -259,11 +266,8 @@ APEX_GRID = list(
 
 @pytest.mark.slow_but(
     "1.0-0.25-10-10",
-    "1.0-0.5-100-100",
     "2.0-0.25-100-10",
-    "2.0-0.5-10-100",
-    "4.0-0.25-10-100",
-    "4.0-0.5-10-10",
+    "4.0-0.5-10-100",
 )
 @pytest.mark.parametrize(
     "growth, backoff, interval, hysteresis", sorted({g[1:] for g in APEX_GRID})
@@ -644,12 +648,12 @@ def test_apex_multiple_models_optimizers_losses(bad_loss, bad_weight, bad_iterat
 def test_apex_checkpointing_of_three_losses_backed_off_0_1_2_times():
     tx = dynamic(optax.adam(0.1), num_losses=3, init_scale=2.0**16)
     params = {"w": jnp.ones(2, jnp.float32)}
-    state = tx.init(params)
+    state, update = tx.init(params), jax.jit(tx.update)
     for loss_id in range(3):
         for _ in range(loss_id):
             grads = [None] * 3
             grads[loss_id] = {"w": jnp.array([INF, 1.0])}
-            _, state = tx.update(tuple(grads), state, params)
+            _, state = update(tuple(grads), state, params)
     leaves, treedef = jax.tree.flatten(state)
     restored = jax.tree.unflatten(treedef, [jnp.asarray(np.asarray(leaf)) for leaf in leaves])
     assert_bit_equal(restored, state)
@@ -663,7 +667,7 @@ def test_apex_checkpointing_of_three_losses_backed_off_0_1_2_times():
 def test_losses_are_unscaled_before_they_are_summed():
     tx = dynamic(optax.sgd(1.0), num_losses=2, init_scale=2.0**20)
     state = tx.init(jnp.zeros(1))._replace(loss_scale=jnp.array([2.0**100, 2.0]))
-    updates, _ = tx.update((jnp.array([2.0**100]), jnp.array([6.0])), state)
+    updates, _ = jax.jit(tx.update)((jnp.array([2.0**100]), jnp.array([6.0])), state)
     np.testing.assert_array_equal(updates, [-4.0])
 
 
@@ -1010,5 +1014,6 @@ def test_a_shorter_interval_after_a_resume_still_grows():
 def test_agreement_under_vmap_with_an_axis_name():
     tx = ampx.dynamic_loss_scale(optax.sgd(0.1), axis_names="replica")
     grads = jnp.array([[1.0], [jnp.inf], [1.0]])
-    _, states = jax.vmap(lambda g: tx.update(g, tx.init(jnp.zeros(1))), axis_name="replica")(grads)
+    update = jax.vmap(lambda g: tx.update(g, tx.init(jnp.zeros(1))), axis_name="replica")
+    _, states = jax.jit(update)(grads)
     assert states.overflow.tolist() == [True] * 3

@@ -45,8 +45,10 @@ def loss_fn(params, batch):
     return jnp.mean((out - batch["y"]) ** 2)
 
 
-def optax_run(tx, takes):
+@functools.lru_cache(maxsize=1)  # an optimizer's cases run one after the other
+def optax_run(name):
     """A loop with optax alone; each optimizer gets what it asks for, and nothing else."""
+    tx, takes = make(name), TAKES.get(name, ())
 
     def step(carry, batch):
         params, state = carry
@@ -85,7 +87,7 @@ FORMS = {
     "micro-batches": {"num_microbatches": 2},
 }
 QUICK = [
-    "adamw-plain",
+    "adamw-micro-batches",
     *(f"{name}-dynamic scale" for name in ("lbfgs", "polyak_sgd", "contrib.sophia")),
     *(f"contrib.{name}-dynamic scale" for name in ("sam", "reduce_on_plateau", "mechanize")),
     *(f"contrib.{name}-dynamic scale" for name in ("schedule_free_sgd", "prodigy")),
@@ -94,11 +96,20 @@ QUICK = [
 ]
 
 
+# Each optimizer trains below a scale that moves, and by turns in another form. One that is handed
+# more than gradients trains in all forms.
+CASES = [
+    (name, form)
+    for place, name in enumerate(NAMES)
+    for turn, form in enumerate(FORMS)
+    if name in TAKES or form == "dynamic scale" or turn // 2 == place % 2
+]
+
+
 @pytest.mark.slow_but(*QUICK)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "form"), CASES, ids=map("-".join, CASES))
 def test_trains_as_with_optax_alone(name, form):
-    params, opt_state, losses = optax_run(make(name), TAKES.get(name, ()))
+    params, opt_state, losses = optax_run(name)
     state, reports = ampx_run(make(name), **FORMS[form])
     np.testing.assert_allclose(reports.loss, losses, rtol=2e-5)
     inner = state.opt_state.inner_state if form == "dynamic scale" else state.opt_state
@@ -107,10 +118,6 @@ def test_trains_as_with_optax_alone(name, form):
             a, b = (jax.random.key_data(x) if is_key(x) else x for x in (a, b))
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
     assert int(state.step) == STEPS and not reports.overflow.any()
-
-
-def test_quick_cases_exist():
-    assert set(QUICK) <= {f"{name}-{form}" for name in NAMES for form in FORMS}
 
 
 def test_the_guide_lists_what_runs():
