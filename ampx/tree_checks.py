@@ -292,7 +292,7 @@ def check_gradients(
       params: parameters, or None.
       part: what a leaf of `grads` is called.
       may_be_many: whether a gradient may be those of single examples, along a first axis.
-      may_be_shards: whether gradients may be `ampx.GradientShard`s, whose `shape` is the whole one.
+      may_be_shards: whether gradients may be `ampx.GradientShard` leaves, of the whole `shape`.
 
     Raises:
       TypeError: for what are no arrays, and for bools and random keys.

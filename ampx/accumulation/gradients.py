@@ -143,7 +143,7 @@ def value_and_grad(
         `axis_name` it is dense, because a sum over devices would add up the indices too.
       scatter_gradients: with `axis_name`, reduce-scatter the gradients of each micro-batch, bucket
         by bucket, and add up shards (ZeRO-2): sums take 1/n of the memory on n devices, and k times
-        the bytes travel. `grads` are then `GradientShard`s, for `ampx.zero1` alone.
+        the bytes travel. `grads` are then `GradientShard` leaves, for `ampx.zero1` alone.
       bucket_bytes: see `ampx.bucket_layout`; for `scatter_gradients`.
       model_axes: as for `ampx.zero1`; for `scatter_gradients`.
 

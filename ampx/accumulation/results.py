@@ -20,7 +20,7 @@ class GradResult(NamedTuple):
       grads: in the shapes of the parameters, float32 (float64 for float64 gradients), divided by
         the total weight, and still multiplied by the loss scale; of leaves that are replaced by
         their gradient, as the scales of flax's layers in 8 bits, the new value as it is; None if
-        only the loss was asked for. With `scatter_gradients`, `GradientShard`s of these.
+        only the loss was asked for. With `scatter_gradients`, a `GradientShard` for each of these.
       weight: float32 scalar, the total weight over micro-batches and, with `axis_name`, devices.
       aux: auxiliary output, reduced over micro-batches; None without `has_aux`.
       model_state: the state after the last micro-batch; None where none was given.

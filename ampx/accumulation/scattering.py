@@ -61,7 +61,7 @@ class GradientScatter:
         """Sums what is not divided over devices, and marks all leaves; none is an overwritten one.
 
         Returns:
-          A tree of `GradientShard`s, and what all micro-batches together have sent.
+          A tree with `GradientShard` leaves, and what all micro-batches together have sent.
         """
         grads, sent = self.exchange.sum_undivided(sums)
         state = self.exchange.reduction.state([*self.sent * num_microbatches, *sent])

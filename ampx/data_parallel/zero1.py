@@ -64,7 +64,8 @@ class Zero1State(NamedTuple):
     Attributes:
       reduction: what the last update handed to its reduce-scatters, and to the all-reduces of
         parameters that are not divided; see `ReductionState`. Nothing, if gradients came as
-        `GradientShard`s. The gather of the updates, which travel in their own dtype, is not in it.
+        `GradientShard` leaves. The gather of the updates, which travel in their own dtype, is not
+        in it.
       inner_state: the state of the wrapped transformation, in the shapes and dtypes that it has
         without sharding: outside of `shard_map` whole arrays, inside this device's shards.
       gradient_norm: float32 scalar, norm of the reduced gradients that the last update took; 0
@@ -122,8 +123,8 @@ def zero1(
     of them is divided: give them a tree of `PartitionSpec` in both cases. So do experts that are
     divided over one of `axis_name`: they are summed and divided over the others alone.
 
-    Gradients may be `GradientShard`s, as `ampx.value_and_grad(scatter_gradients=True)` makes them:
-    that is ZeRO-2.
+    Gradients may be `GradientShard` leaves, as `ampx.value_and_grad(scatter_gradients=True)` makes
+    them: that is ZeRO-2.
 
     Args:
       inner: an optax transformation.
