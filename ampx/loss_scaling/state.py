@@ -48,7 +48,8 @@ class LossScaleState(NamedTuple):
       growth_tracker: int32[losses], finite steps in a row since the scale last moved or overflowed.
       hysteresis_tracker: int32[losses], how many overflows it takes until the scale falls; at 0 and
         1 the next one lowers it.
-      inf_total: int32[losses], updates so far whose gradients held an infinity.
+      inf_total: int32[losses], updates so far where an array of gradients held an infinity and no
+        NaN; under `saturation_dtype` it may hold a NaN, too.
       nan_total: int32[losses], updates so far whose gradients held a NaN.
       floor_hits: int32[losses], overflows that found the scale at `min_scale` already.
       overflow: bool, whether the last update was skipped, because of an overflow or of a bad
