@@ -8,7 +8,7 @@ import functools
 import gc
 import os
 import pathlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import hypothesis
 import jax
@@ -73,18 +73,12 @@ hypothesis.settings.load_profile("ampx")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--sample", type=int, metavar="N", help="at most N cases of each parametrized test"
-    )
-    parser.addoption("--every", type=int, metavar="N", help="only every Nth test of each file")
-    parser.addoption(
         "--whole", action="store_true", help="all cases of the peers that the suite samples"
     )
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own look at `-m "not slow"`
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> Generator[None]:
+@pytest.hookimpl(tryfirst=True)  # before pytest's own look at `-m "not slow"`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks slow cases, and puts long files first: workers take whole files, and end together.
 
     `slow_but("a", "b")`: of a parametrized test only the cases with these ids are quick.
@@ -102,25 +96,6 @@ def pytest_collection_modifyitems(
             raise pytest.UsageError(f"slow_but names ids that no case has: {unmet}")
     ranks = {name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
-    yield
-    number, every = config.getoption("--sample"), config.getoption("--every")
-    if number or every:
-        keep_some(config, items, number or len(items), every or 1)
-
-
-def keep_some(config: pytest.Config, items: list[pytest.Item], number: int, every: int) -> None:
-    """Keeps every so manieth test of each file, and `number` of its cases, spread over them."""
-    files: dict[str, dict[str, list[pytest.Item]]] = {}
-    for item in items:
-        tests = files.setdefault(item.nodeid.partition("::")[0], {})
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = set()
-    for tests in files.values():
-        for cases in list(tests.values())[::every]:
-            count = min(number, len(cases))
-            kept.update(cases[place * len(cases) // count] for place in range(count))
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
