@@ -963,6 +963,15 @@ def masked(f):
 add("fused.adamw.mask returns", returns(masked), MASKS)
 
 
+def of_rule(**settings):
+    return fused.from_rule(lambda g, p, s, n, o: (g, s), 0.1, **settings)
+
+
+BY_NAME = {"a word": "w", "names alone": ["w"], "no name": {"1": 0.0}, "a word inside": {"w": "x"}}
+add("fused.from_rule.slots", lambda v: of_rule(slots=v), BY_NAME)
+add("fused.from_rule.numbers", lambda v: of_rule(numbers=v), BY_NAME, {"taken": {"factor": 1.0}})
+
+
 # --- how many -------------------------------------------------------------------------------------
 
 KINDS = {

@@ -36,6 +36,7 @@ INSIDE = {
     "Explanation": "made by explain",
     "NumericsReport": "made by numerics_report",
     "Plan": "made by plan",
+    "GradResult.with_scale": "takes a scale that value_and_grad has checked",
     "PipelineGradients.observed": "for ampx.pipelining.plan",
     "PrecisionSchedule.next_phase": "takes what follow_schedule hands it",
     "PrecisionSchedule.remember": "takes what follow_schedule hands it",

@@ -255,7 +255,8 @@ def check_traces():
 def check_donation():
     x, donating = jnp.ones(2), jax.jit(jnp.negative, donate_argnums=0)
     donating(x)
-    expect_quoted(ValueError, lambda: donating(x))
+    # jax 0.10 says ValueError where a jitted function gets it, and later ones RuntimeError.
+    expect_quoted((ValueError, RuntimeError), lambda: donating(x))
     expect_quoted(RuntimeError, lambda: x + 1)
 
 

@@ -208,9 +208,8 @@ class PipelineGradients:
         scale = jnp.ones((), jnp.float32)
 
         def run(at: PipelineGradients) -> GradResult:
-            return at._run(
-                dataclasses.replace(at.model, schedule=forward), params, batch, scale, key
-            )
+            model = dataclasses.replace(at.model, schedule=forward)
+            return at._run(model, params, batch, scale, key)
 
         return self._switch(run, phase)
 
