@@ -24,6 +24,7 @@ flax marks them by a key in the path of the leaf, and so are they known here
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from ampx.flax_modules import OVERWRITE
 from ampx.mesh_axes import mark_varying, untracked_axes
 from ampx.model_axes import ModelAxes
 from ampx.trees import (
+    is_marked,
     is_overwritten,
     keep_finite,
     merge_trainable,
@@ -50,12 +52,9 @@ def split_overwritten(tree: Any) -> tuple[Any, Any]:
       in the place of the others, which `merge_trainable` joins; the tree itself and None, if no
       leaf is overwritten.
     """
-
     # A marked shard of a gradient is one leaf here: where it is left out stands None, as in the
     # parameters, and not a node around None.
-    def is_shard(node: Any) -> bool:
-        return getattr(type(node), "is_gradient_shard", False)
-
+    is_shard = functools.partial(is_marked, mark="is_gradient_shard")
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)
     marks = [is_overwritten(path) for path, _ in pairs]
     if not any(marks):

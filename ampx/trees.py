@@ -12,6 +12,7 @@ Some kinds of leaves need care wherever a tree is mapped, and have a predicate o
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -186,17 +187,19 @@ def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:
     return [node for node in jax.tree.leaves(tree, is_leaf=is_kind) if isinstance(node, kind)]
 
 
-def has_mark(tree: Any, mark: str) -> bool:
-    """Whether the class of a node of a tree, leaves included, sets the attribute `mark` to True.
+def is_marked(node: Any, mark: str) -> bool:
+    """Whether the class of a node of a tree sets the attribute `mark` to True.
 
     So states tell what their transformation does (`reduces_gradients`) to modules that must not
     import their classes.
     """
+    return getattr(type(node), mark, False) is True
 
-    def is_marked(node: Any) -> bool:
-        return getattr(type(node), mark, False) is True
 
-    return any(map(is_marked, jax.tree.leaves(tree, is_leaf=is_marked)))
+def has_mark(tree: Any, mark: str) -> bool:
+    """Whether a node of a tree, leaves included, is marked: see `is_marked`."""
+    of_mark = functools.partial(is_marked, mark=mark)
+    return any(map(of_mark, jax.tree.leaves(tree, is_leaf=of_mark)))
 
 
 def is_float0(leaf: Any) -> bool:

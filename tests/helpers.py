@@ -84,3 +84,12 @@ def scan_flags(tx, bads):
     return jax.jit(lambda s, b: jax.lax.scan(body, s, b)[1])(
         tx.init(jnp.zeros(1)), jnp.asarray(bads, bool)
     )
+
+
+def same_everywhere(array):
+    """An array, after each device was found to hold the same of it."""
+    parts = {}
+    for shard in array.addressable_shards:
+        first = parts.setdefault(str(shard.index), shard.data)
+        np.testing.assert_array_equal(first, shard.data)
+    return np.asarray(array)

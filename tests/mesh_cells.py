@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import make_mesh
+from helpers import make_mesh, same_everywhere
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_transforms import OPTIMIZERS, TRANSFORMS, make
@@ -299,15 +299,6 @@ def specs_of(state, specs):
         return own[-1] if own and jnp.ndim(leaf) >= len(own[-1]) else P()
 
     return jax.tree_util.tree_map_with_path(spec, state)
-
-
-def same_everywhere(array):
-    """An array, after each device was found to hold the same of it."""
-    parts = {}
-    for shard in array.addressable_shards:
-        first = parts.setdefault(str(shard.index), shard.data)
-        np.testing.assert_array_equal(first, shard.data)
-    return np.asarray(array)
 
 
 def run_cell(cell):

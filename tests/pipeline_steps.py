@@ -39,20 +39,19 @@ def make_params(layers=LAYERS):
     }
 
 
-def make_batch(step, *, rows=ROWS, layers=LAYERS, spoilt=None, gain=3e38):
-    """Rows with 0 to 3 tokens each; `spoilt` is the (row, layer) whose gradient gets the gain."""
+def make_batch(step, *, rows=ROWS, layers=LAYERS, words=WORDS, units=(), spoilt=None, gain=3e38):
+    """Rows with 0 to 3 tokens each; the gradient of `spoilt`, a (row, layer, *unit), is `gain`."""
     generator = np.random.default_rng(step)
     lengths = generator.integers(0, LENGTH + 1, rows)
     batch = {
-        "words": generator.integers(0, WORDS, (rows, LENGTH)).astype(np.int32),
-        "labels": generator.integers(0, WORDS, (rows, LENGTH)).astype(np.int32),
+        "words": generator.integers(0, words, (rows, LENGTH)).astype(np.int32),
+        "labels": generator.integers(0, words, (rows, LENGTH)).astype(np.int32),
         "mask": (np.arange(LENGTH) < lengths[:, None]).astype(np.float32),
-        "gains": np.zeros((rows, layers), np.float32),
+        "gains": np.zeros((rows, layers, *units), np.float32),
     }
     if spoilt is not None:
-        row, layer = spoilt
-        batch["mask"][row] = 1
-        batch["gains"][row, layer] = gain
+        batch["mask"][spoilt[0]] = 1
+        batch["gains"][spoilt] = gain
     return batch
 
 

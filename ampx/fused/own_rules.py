@@ -48,8 +48,8 @@ def from_rule(
       returns, and no moment has to be copied.
 
     It returns what the step is minus `learning_rate` times of, and the new slots by the same names.
-    Finite slots and numbers and a finite square of the gradient must give finite slots: that alone
-    is asked of an element before its slots are kept.
+    Finite slots and numbers and a finite square of the gradient must give finite slots: a loss
+    scale asks for finite squares before a step is taken, and nobody asks for finite slots after it.
 
     Args:
       direction: the arithmetic. It may be traced several times, so it must be a pure function.

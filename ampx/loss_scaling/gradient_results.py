@@ -23,9 +23,7 @@ import optax
 
 from ampx.loss_scaling.nonfinite import unscale
 from ampx.loss_scaling.state import LossScaleState
-
-# `accumulation.results.GradResult` has this mark: that package stands above this one.
-_MARK = "holds_scaled_gradients"
+from ampx.trees import is_marked
 
 
 def accept_results(
@@ -74,7 +72,8 @@ def replace_scale(state: LossScaleState, gradient_scale: Any) -> LossScaleState:
 
 
 def _is_result(updates: Any) -> bool:
-    return getattr(type(updates), _MARK, False)
+    # The mark of `accumulation.results.GradResult`: that package stands above this one.
+    return is_marked(updates, "holds_scaled_gradients")
 
 
 def _read_scale(result: Any, state: Any, init_scale: float, loss_id: int | None) -> Any:

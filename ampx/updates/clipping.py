@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.model_axes import NOT_DIVIDED, ModelAxes, as_model_axes, axes_of_leaves
+from ampx.trees import is_marked
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.gradient_norms import compute_clip_factor, compute_norm, fold_clip, measure_norm
 from ampx.updates.tails import Tail, takes_tail, unwrap_results
@@ -45,7 +46,7 @@ def find_clip(state: Any) -> ClippedState | None:
 
     Wrappers that see the same gradients in the same step may stand around it.
     """
-    while getattr(type(state), "hands_on_tail", False) and not isinstance(state, ClippedState):
+    while is_marked(state, "hands_on_tail") and not isinstance(state, ClippedState):
         state = state.inner_state
     return state if isinstance(state, ClippedState) else None
 

@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.trees import hold
+from ampx.trees import hold, is_marked
 
 Backend = Literal["auto", "xla", "pallas", "mosaic_gpu", "mosaic_tpu", "interpret"]
 
@@ -162,7 +162,7 @@ def takes_tail(state: Any) -> bool:
     A chain is a tuple of tuples: its parts are not marked themselves, so it takes no tail. That is
     right, since the parts before and after the optimizer would compute with gradients.
     """
-    hands_on = getattr(type(state), "hands_on_tail", False)
+    hands_on = is_marked(state, "hands_on_tail")
     if hands_on or isinstance(state, optax.InjectStatefulHyperparamsState):
         return takes_tail(state.inner_state)
     if isinstance(state, optax.transforms.PartitionState):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pipeline_steps
 import pytest
 from helpers import assert_bit_equal, make_mesh
 from jax import lax
@@ -28,7 +29,7 @@ from pipeline_steps import assert_close, committed
 import ampx
 from ampx.pipelining import interleaved, one_f_one_b, value_and_grad, zero_bubble
 
-LAYERS, WIDTH, HIDDEN, WORDS, ROWS, LENGTH, SHARDS = 4, 8, 8, 12, 16, 3, 2
+LAYERS, WIDTH, HIDDEN, WORDS, LENGTH, SHARDS = 4, 8, 8, 12, 3, 2
 SPECS = {
     "first": {"position": P()},
     "stages": {
@@ -62,20 +63,7 @@ def make_params():
     }
 
 
-def make_batch(number, spoilt=None):
-    """Rows with 0 to 3 tokens; `spoilt` is the (row, layer, unit) whose gradient is infinite."""
-    generator = np.random.default_rng(number)
-    lengths = generator.integers(0, LENGTH + 1, ROWS)
-    batch = {
-        "words": generator.integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32),
-        "labels": generator.integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32),
-        "mask": (np.arange(LENGTH) < lengths[:, None]).astype(np.float32),
-        "gains": np.zeros((ROWS, LAYERS, HIDDEN), np.float32),
-    }
-    if spoilt is not None:
-        batch["mask"][spoilt[0]] = 1
-        batch["gains"][spoilt] = 3e38
-    return batch
+make_batch = functools.partial(pipeline_steps.make_batch, words=WORDS, units=(HIDDEN,))
 
 
 def make_functions(is_divided):
@@ -171,7 +159,7 @@ def train(step, state):
     """Takes the steps; states and reports of each."""
     jitted, found = jax.jit(step), []
     for number, spoilt in enumerate(SPOILT):
-        state, report = jitted(state, make_batch(number, spoilt))
+        state, report = jitted(state, make_batch(number, spoilt=spoilt))
         found.append((state, report))
     return found
 

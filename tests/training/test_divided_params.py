@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import same_everywhere
 from jax.sharding import PartitionSpec as P
 
 import ampx
@@ -118,15 +119,6 @@ def expected():
     return run(jax.jit(functools.partial(take_all, steps)), states)
 
 
-def as_one(array):
-    """An array, after each device was found to hold the same of it."""
-    parts = {}
-    for shard in array.addressable_shards:
-        first = parts.setdefault(str(shard.index), shard.data)
-        np.testing.assert_array_equal(first, shard.data)
-    return np.asarray(array)
-
-
 def run_divided(axis, check_vma, model_axes):
     loss_fn, axis_name = {
         "model": (over_model, "data"),
@@ -150,7 +142,7 @@ def run_divided(axis, check_vma, model_axes):
         check_vma=check_vma,
     )
     take = jax.jit(take)
-    return run(lambda *args: jax.tree.map(as_one, take(*args)), states)
+    return run(lambda *args: jax.tree.map(same_everywhere, take(*args)), states)
 
 
 # What `in_specs` has for the parameters. With check_vma=True types tell.
