@@ -129,11 +129,11 @@ def _describe_products(size: int | None) -> str:
     products = [measure_product(dtype, size) for dtype in _DTYPES]
     rows = [("dtype", "computed in", "GFLOP/s", "of float32")]
     for product in products:
+        if not product.flops:
+            rows.append((product.dtype, "refused", "", ""))
+            continue
         speed = f"{product.flops / 1e9:,.1f}", f"{product.flops / products[0].flops:.2f}"
         rows.append((product.dtype, product.computed_in or "-", *speed))
-    rows = [
-        row if row[2] != "0.0" or row[1] != "-" else (row[0], "refused", "", "") for row in rows
-    ]
     slow = [p.dtype for p in products[1:] if p.computed_in == "f32"]
     table = format_table(rows)
     title = f"Products of {size} x {size} matrices with float32 results, at JAX's precision:"

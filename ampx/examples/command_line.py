@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ class Command(NamedTuple):
       output: file for the picture.
       progress: whether to show progress bars.
       processes: the last three arguments of `meshes.start`.
+      seeds: each run is repeated with each of them; None for one run with the seed of its `Config`.
 
     Examples:
       >>> from ampx.examples import command_line
@@ -30,6 +32,7 @@ class Command(NamedTuple):
     output: Path
     progress: bool
     processes: dict[str, Any]
+    seeds: list[int] | None = None
 
 
 def read(flags: argparse.Namespace) -> Command:
@@ -55,14 +58,21 @@ def read(flags: argparse.Namespace) -> Command:
     given = {name: value for name, value in vars(flags).items() if value is not None}
     output, progress = given.pop("output"), not given.pop("no_progress")
     processes = {name: given.pop(name) for name in meshes.PROCESS_FLAGS if name in given}
+    seeds = given.pop("seeds", None)
+    if seeds is not None and "seed" in given:
+        raise ValueError(f"--seed {given['seed']} and --seeds exclude each other: give one of them")
     configs = _configs(given)
+    for seed in seeds or ():
+        dataclasses.replace(configs[0], seed=seed)  # which refuses a seed that is wrong
+    if seeds is not None and len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds must differ from each other, got {' '.join(map(str, seeds))}")
     if output.suffix != ".png" or not output.parent.is_dir():
         raise ValueError(f"--output must be a .png file in a folder that exists, got {output}")
     # All runs have the same mesh and layers, so the first speaks for all.
     schedule = configs[0].pipeline
     if schedule is not None:
         pipelined.check_layers(configs[0].layers, schedule)
-    return Command(configs, output, progress, processes)
+    return Command(configs, output, progress, processes, seeds)
 
 
 def _configs(given: dict[str, Any]) -> list[Config]:
@@ -121,6 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     flag("--learning-rate", type=float, metavar="X", help=f"its peak ({Config.learning_rate})")
     flag("--max-grad-norm", type=float, metavar="X", help=f"clip to ({Config.max_grad_norm})")
     flag("--seed", type=int, metavar="N", help=f"of parameters and batches ({Config.seed})")
+    flag("--seeds", type=int, nargs="+", metavar="N", help="repeat with each, and print ranges")
     flag("--layers", type=int, metavar="N", help=f"layers of the model ({Config.layers})")
     meshes.add_flags(parser)
     flag(

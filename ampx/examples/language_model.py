@@ -17,6 +17,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -227,6 +228,7 @@ def compare(
     *,
     corpus: text.Corpus | None = None,
     model: nn.Module | None = None,
+    seeds: Sequence[int] | None = None,
     output: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> list[Run]:
@@ -236,11 +238,13 @@ def compare(
       configs: the runs; the first is the one that the others are compared with.
       corpus: see `train`.
       model: see `train`.
-      output: file for the picture; None saves none.
+      seeds: each configuration is trained once with each of them, and the table has ranges; None
+        leaves each configuration its own.
+      output: file for the picture, which shows the first seed; None saves none.
       progress: whether to show progress bars.
 
     Returns:
-      The runs.
+      The runs, configuration by configuration for the first seed, then for the next.
 
     Raises:
       ValueError: for settings that ampx refuses.
@@ -252,10 +256,11 @@ def compare(
     """
     corpus = text.load_corpus() if corpus is None else corpus
     runs, is_first = [], jax.process_index() == 0
-    for config in configs:
+    of_seeds = [replace(config, seed=seed) for seed in seeds or () for config in configs]
+    for config in of_seeds or configs:
         bar = ampx.progress_bar(
             config.steps,
-            label=config.label,
+            label=config.label if seeds is None else f"{config.label}, seed {config.seed}",
             tokens_per_step=config.batch_size * CONTEXT,
             disable=not (progress and is_first),
         )
@@ -263,9 +268,12 @@ def compare(
             runs.append(train(config, corpus=corpus, model=model, on_step=on_step))
     if not is_first:
         return runs
-    print(reporting.format_table(runs, text.unigram_entropy(corpus)))
+    rows = [runs[number :: len(configs)] for number in range(len(configs))]
+    print(reporting.format_table(rows, text.unigram_entropy(corpus)))
+    if seeds is not None:
+        print(f"Seeds {', '.join(map(str, seeds))}: a figure is its range over them.")
     if output is not None:
-        histories = {run.label: run.history for run in runs}
+        histories = {row[0].label: row[0].history for row in rows}
         reference = runs[0].label if len(histories) > 1 else None
         axes, *_ = plotting.plot_training(histories, reference=reference)
         axes.set_ylabel("training loss\n(nats per character)")
@@ -299,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             make_step(config, lambda params, windows: jnp.zeros(()))
     except (NotImplementedError, TypeError, ValueError) as error:
         parser.error(str(error))
-    compare(command.configs, output=command.output, progress=command.progress)
+    compare(command.configs, seeds=command.seeds, output=command.output, progress=command.progress)
 
 
 if __name__ == "__main__":

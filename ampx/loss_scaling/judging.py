@@ -36,13 +36,14 @@ def judge_plain(settings: Settings, call: Call) -> Judgement:
     if settings.num_losses > 1 or settings.saturation_dtype is not None:
         given = None
     if given is None or given.is_too_large is None:
-        counts, is_too_large, norm = nonfinite.judge(
+        counts, is_too_large, square_sum = nonfinite.judge(
             per_loss, call.scales, axes, saturation_dtype=settings.saturation_dtype
         )
         counts = counts.reshape(*settings.shape, 2) if given is None else given.counts
         # Inside `shard_map` it may be that of a shard, or of gradients that are still to be summed.
-        is_whole = settings.num_losses == 1 and not axes and not varying_axes(norm)
-        return Judgement(counts, is_too_large, seen, axes, norm if is_whole else None)
+        is_whole = settings.num_losses == 1 and not axes and not varying_axes(square_sum)
+        norm = jnp.sqrt(square_sum.astype(jnp.float32)) if is_whole else None
+        return Judgement(counts, is_too_large, seen, axes, norm)
     return Judgement(given.counts, given.is_too_large, seen, axes)
 
 

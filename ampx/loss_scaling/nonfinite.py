@@ -169,7 +169,7 @@ def judge(
     Returns:
       int32[losses, 2], arrays with an infinity and with a NaN; a bool scalar, whether the sum
       of the squares of finite, unscaled gradients, over devices and losses, may not be finite; and
-      a float32 scalar, the norm of what this device has of them.
+      a scalar in float32 or wider, the sum of the squares of what this device has of them.
     """
     given = [
         (grads, scale)
@@ -206,8 +206,7 @@ def judge(
             counts = look()
     found = jnp.append(counts, (~is_fine).astype(jnp.int32))
     found = agree_on(found, axis_names)
-    norm = jnp.sqrt(total.astype(jnp.float32))
-    return found[:-1].reshape(counts.shape), found[-1] > 0, norm
+    return found[:-1].reshape(counts.shape), found[-1] > 0, total
 
 
 def _count_again(grads: Any, squares: Sequence[jax.Array]) -> jax.Array:

@@ -257,8 +257,9 @@ def test_a_mesh_needs_its_devices(short, model) -> None:
 
 
 def test_table_says_how_many_devices(alone) -> None:
-    assert "Trained over" not in reporting.format_table([alone], 3.25)
-    assert "over 4 devices in 1 process;" in reporting.format_table([alone._replace(devices=4)], 3)
+    assert "Trained over" not in reporting.format_table([[alone]], 3.25)
+    table = reporting.format_table([[alone._replace(devices=4)]], 3)
+    assert "over 4 devices in 1 process;" in table
 
 
 # --- several runs ---------------------------------------------------------------------------------
@@ -313,9 +314,40 @@ def test_progress_bar_says_loss_scale_skips_and_speed(capsys) -> None:
 def test_table_counts_updates_held_back(scaled) -> None:
     scale = ampx.find_loss_scale_state(scaled.state.opt_state)
     state = scaled.state._replace(opt_state=scale._replace(bad_update_total=np.int32(7)))
-    table = reporting.format_table([scaled._replace(state=state)], 3.25)
+    table = reporting.format_table([[scaled._replace(state=state)]], 3.25)
     assert "[1] O2 float16, dynamic scale: 7 updates held back" in table
-    assert "[1]" not in reporting.format_table([scaled], 3.25)
+    assert "[1]" not in reporting.format_table([[scaled]], 3.25)
+    table = reporting.format_table([[scaled, scaled._replace(state=state)]], 3.25)
+    assert "[1] O2 float16, dynamic scale: 0 to 7 updates held back" in table
+
+
+def test_several_seeds_are_compared_seed_by_seed(alone, monkeypatch, capsys) -> None:
+    losses = {("float32", 3): 2.0, ("float32", 5): 1.0, ("O1 bfloat16", 3): 2.1}
+    trained = []
+
+    def train(config, **_):
+        trained.append((config.label, config.seed))
+        loss = losses.get(trained[-1], 1.1)  # the other one: O1 with seed 5
+        return alone._replace(label=config.label, held_out_loss=loss)
+
+    monkeypatch.setattr(language_model, "train", train)
+    configs = [Config(seed=7), Config(precision="O1", seed=7)]
+    runs = language_model.compare(configs, seeds=[3, 5], progress=False)
+    assert trained == [*list(losses)[::2], ("float32", 5), ("O1 bfloat16", 5)]
+    assert [run.held_out_loss for run in runs] == [2.0, 2.1, 1.0, 1.1]
+    _, _, float32, o1, *_, last = capsys.readouterr().out.splitlines()
+    assert float32.startswith("float32      1.0000 to 2.0000  -                 ")
+    # Each is compared with float32 of its own seed, and a figure that all share is written once.
+    assert o1.startswith("O1 bfloat16  1.1000 to 2.1000  +5.00% to +10.00%")
+    assert o1.split()[-3:] == ["0%", "0", "1"]
+    assert last == "Seeds 3, 5: a figure is its range over them."
+
+
+def test_a_range_ends_in_nan_where_a_run_has_failed(alone) -> None:
+    failed = alone._replace(held_out_loss=float("nan"))
+    fine = alone._replace(held_out_loss=1.5)
+    table = reporting.format_table([[fine, fine], [failed, fine]], 3.25)
+    assert "1.5000 to nan  +0.00%  " in table.splitlines()[3]
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -367,6 +399,14 @@ def test_flags(configs_of, flags, expected) -> None:
     assert configs_of(flags) == [expected]
 
 
+def test_seeds_are_handed_on(monkeypatch) -> None:
+    given = []
+    monkeypatch.setattr(language_model, "compare", lambda *_, seeds, **__: given.append(seeds))
+    language_model.main("--precision O0 --seeds 4 0".split())
+    language_model.main("--precision O0".split())
+    assert given == [[4, 0], None]
+
+
 def test_no_precision_compares_six(configs_of) -> None:
     configs = configs_of("--steps 7")
     assert configs == compared_configs(Config(steps=7))
@@ -403,6 +443,9 @@ def test_no_precision_compares_six(configs_of) -> None:
         ("--microbatches 3", "batch of 16 has no 3 equal micro-batches"),
         ("--max-grad-norm 0", "max_grad_norm must be positive"),
         ("--seed -1", "seed must not be negative"),
+        ("--seeds 0 -1", "seed must not be negative, got -1"),
+        ("--seeds 0 1 0", "--seeds must differ from each other, got 0 1 0"),
+        ("--seed 1 --seeds 0 1", "--seed 1 and --seeds exclude each other"),
         (
             "--mesh 4",
             "mesh must be data=N, stage=N or data=N,stage=N for numbers of devices N, got",

@@ -158,9 +158,9 @@ def test_a_pipeline_needs_its_model(short) -> None:
 
 @pytest.mark.slow  # `alone` is trained by slow tests; other lines of a table: test_examples.py
 def test_table_names_the_schedule(alone) -> None:
-    assert "Pipeline" not in reporting.format_table([alone], 3.25)
+    assert "Pipeline" not in reporting.format_table([[alone]], 3.25)
     run = alone._replace(devices=4, schedule=Config(mesh="data=2,stage=2").pipeline)
-    table = reporting.format_table([run], 3.25)
+    table = reporting.format_table([[run]], 3.25)
     assert "over 4 devices in 1 process;" in table
     assert "Pipeline 1f1b: 2 stages on 2 devices, 4 micro-batches, 10 ticks, 20.0% idle." in table
 
