@@ -116,19 +116,18 @@ def _make_scale(largest: jax.Array, dtype: Any) -> jax.Array:
 def _multiply(how: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Casts two operands and multiplies them."""
     multiply = functools.partial(
-        lax.dot_general,
-        dimension_numbers=how.dims,
-        preferred_element_type=np.float32,
-        out_sharding=how.out_sharding,
+        lax.dot_general, dimension_numbers=how.dims, out_sharding=how.out_sharding
     )
     (of_lhs, of_rhs), (lhs_sums, rhs_sums) = how.casts, how.dims[0]
     if of_lhs is None or of_rhs is None or "block" in (of_lhs.per, of_rhs.per):
         lhs = _round_trip(lhs, of_lhs, lhs_sums, how.half)
         rhs = _round_trip(rhs, of_rhs, rhs_sums, how.half)
-        return multiply(lhs, rhs).astype(how.result)
+        # In half as other products of autocast are. Asked for a float32 result, XLA's CPU compiler
+        # makes a program that cannot run where a transposition follows, as behind most gradients.
+        return multiply(lhs, rhs, preferred_element_type=how.half).astype(how.result)
     lhs8, lhs_scale = quantize(lhs, of_lhs, lhs_sums)
     rhs8, rhs_scale = quantize(rhs, of_rhs, rhs_sums)
-    result = multiply(lhs8, rhs8)
+    result = multiply(lhs8, rhs8, preferred_element_type=np.float32)
     # One after the other: the product of two small scales may be zero where the result is not.
     for scale in _lay_beside(result.ndim, lhs_scale, rhs_scale, how.dims[0]):
         result = result * scale
