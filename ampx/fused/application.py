@@ -41,8 +41,11 @@ from ampx.model_axes import as_model_axes
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_gradients, check_memory
 from ampx.trees import cast_castable
+from ampx.updates.extra_args import check_spelling
 from ampx.updates.gradient_norms import fold_clip, measure_and_judge
 from ampx.updates.tails import Applied, Backend, Tail, takes_tail, unwrap_results
+
+_SETTINGS = ("max_norm", "half_dtype", "backend", "verdict", "model_axes")
 
 
 class ApplyReport(NamedTuple):
@@ -128,7 +131,8 @@ def apply(
       New parameters and state, in the dtypes of the old, and an `ApplyReport`.
 
     Raises:
-      TypeError: if something in `tx` would have to see updates or unscaled gradients.
+      TypeError: if something in `tx` would have to see updates or unscaled gradients, or for an
+        extra argument that is nearly called as one of these.
       ValueError: for a `max_norm` that is not positive, a backend that is unknown or has no
         kernels for this platform, or arrays of which kernels cannot know where they lie.
 
@@ -143,6 +147,7 @@ def apply(
       0.900, 2.100; norm 5.0
     """
     check_transformation("tx", tx)
+    check_spelling(extra_args, _SETTINGS)
     check_choice("backend", backend, get_args(Backend))
     if max_norm is not None:
         bounds: dict[str, Any] = dict(above=0, may_be_infinite=True, fix="None is off")

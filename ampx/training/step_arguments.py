@@ -36,9 +36,34 @@ from ampx.mesh_axes import tracks_varying
 from ampx.overwritten import merge_optimized, split_optimized
 from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.trees import find_nodes
+from ampx.updates.extra_args import check_spelling
 
 # What the step computes itself, or what its parts tell each other.
 _OWN = ("grad", "weight", "verdict", "reduce_op", "reduce_axes", "overflow", "tail", "model_axes")
+
+
+# The arguments of `ampx.train_step`. `learning_rate` is not among them: an optimizer of the user's
+# own may be given its rate with each step.
+_SETTINGS = (
+    "loss_fn",
+    "tx",
+    "policy",
+    "loss_scale",
+    "max_grad_norm",
+    "num_microbatches",
+    "batch_axes",
+    "normalize",
+    "has_aux",
+    "aux_reduction",
+    "accumulator_dtype",
+    "remainder",
+    "sparse_rows",
+    "local_norm",
+    "axis_name",
+    "bucket_bytes",
+    "tail_overlap",
+    "scatter_gradients",
+)
 
 
 class Inputs(NamedTuple):
@@ -94,11 +119,17 @@ class Evaluation(NamedTuple):
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Refuses arguments of a caller that a step hands to its optimizer itself.
+    """Refuses what a step hands to its optimizer itself, and what is not for an optimizer.
 
     Raises:
-      TypeError: if one of them is among `given`.
+      TypeError: if one of them is among `given`, or a setting of the step, or a misspelled `key`.
     """
+    check_spelling(given, ("key",))
+    if settings := [name for name in given if name in _SETTINGS]:
+        raise TypeError(
+            f"{settings[0]!r} is a setting of ampx.train_step: give it where the step is made. "
+            "What is given to the step by name is for the optimizer"
+        )
     if taken := [name for name in given if name in _OWN]:
         raise TypeError(
             f"the step hands {taken[0]!r} to the optimizer itself: leave it out. What is given by "

@@ -7,12 +7,14 @@ own. Two of optax's conventions are kept only by most of its transformations:
     all extra arguments are accepted, unknown ones ignored    not by `optax.contrib.sam`
     a function of a state is given the state that it is for   a wrapper's state hides that state
 
-`accept_extra_args` and `schedule_free_field` make up for these.
+`accept_extra_args` and `schedule_free_field` make up for these. Since unknown arguments are
+ignored, a misspelled setting would be, too: `check_spelling` refuses it where ampx has settings.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -58,6 +60,25 @@ def _find_argument_names(update: Any) -> frozenset[str] | None:
         return None
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return frozenset(p.name for p in parameters[3:] if p.kind in by_name)
+
+
+def check_spelling(given: Iterable[str], settings: Iterable[str]) -> None:
+    """Refuses extra arguments that are nearly called as a setting of the same function.
+
+    Args:
+      given: names of the extra arguments.
+      settings: names of the function's own arguments.
+
+    Raises:
+      TypeError: for the first such name.
+    """
+    for name in given:
+        if close := difflib.get_close_matches(name.lower(), list(settings), n=1, cutoff=0.7):
+            raise TypeError(
+                f"got the argument {name!r}, which is not known here: did you mean {close[0]!r}? "
+                "What is given by another name is for the optimizer, which ignores what it does "
+                "not know"
+            )
 
 
 @contextlib.contextmanager

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 import ampx
 from ampx import fused
+from ampx.fused import application
 from ampx.loss_scaling.nonfinite import Verdict
+from ampx.training import step_arguments
+from ampx.updates.extra_args import check_spelling
 
 INF, NAN = float("inf"), float("nan")
 dynamic = functools.partial(ampx.dynamic_loss_scale, init_scale=2.0**4, growth_interval=2)
@@ -276,6 +279,16 @@ def test_a_verdict_from_elsewhere_is_believed_and_the_norm_still_reported():
     new, state, report = fused.apply(tx, grads, tx.init(params), params, verdict=bad, **settings)
     assert_bit_equal(new, params)
     assert report.overflow and int(state.inf_total) == 1
+
+
+def test_a_misspelled_setting_is_no_extra_argument():
+    """A clip by the name that the train step has for it would be ignored, as optax does."""
+    tx = fused.sgd(0.1)
+    state = tx.init(params := jnp.ones(2))
+    with pytest.raises(TypeError, match="'max_grad_norm', .* did you mean 'max_norm'"):
+        fused.apply(tx, params, state, params, max_grad_norm=1.0)
+    handed_over = {*step_arguments._OWN, "value", "value_fn", "obj_fn", "grad_fn"}  # by the step
+    check_spelling(handed_over - {*application._SETTINGS}, application._SETTINGS)
 
 
 @pytest.mark.parametrize("max_norm", [0, -1.0, NAN])

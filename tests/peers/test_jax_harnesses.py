@@ -9,11 +9,12 @@ gradients or a batch of it, each in one half type. Two of each group are run.
 The five groups of scatters cross all their options, which makes them more than half of all
 programs. Those are traced forward. In the other forms are traced those before, one of each dtype,
 and every seventh of the crossed ones: among these is each shape, mode and dtype.
+
+With `pytest --whole` every program is traced in all five forms and in both half types.
 """
 
 import collections
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -116,19 +117,22 @@ def shapes_of(form: Form) -> Any | None:
         return None
 
 
-def check_traced(harness: Any, halves: Sequence[str] = HALVES, **forms: bool) -> None:
+def check_traced(
+    harness: Any, halves: Sequence[str] = HALVES, further_halves: int = 1, **forms: bool
+) -> None:
     """Autocast changes float32 to half here and there, and nothing else of the outputs' types.
 
     Args:
       harness: one of JAX's programs.
-      halves: the half types; forms other than the first are traced in the first of them alone.
+      halves: the half types.
+      further_halves: in how many of these the forms other than the first are traced.
       forms: which forms there are but for the first, as `forms_of` takes them.
     """
     for place, (name, form) in enumerate(forms_of(harness, **forms)):
         expected = shapes_of(form)
         if expected is None:
             continue
-        for half in halves[: 1 if place else None]:
+        for half in halves[: further_halves if place else None]:
             found = jax.eval_shape(form.under_autocast(half), *form.arguments)
             assert jax.tree.structure(found) == jax.tree.structure(expected), name
             for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -195,21 +199,31 @@ def test_one_program_of_every_third_group_is_traced():
     check_all(functools.partial(check_traced, halves=HALVES[:1]), chosen)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS)
-def test_all_programs_are_traced(group):
-    programs = GROUPS[group]
-    is_large = len(programs) > MANY
-    turns = itertools.count()
+def all_traces(programs: list[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Each program, and what `check_traced` takes to trace it in every form and half type."""
+    return ((harness, {"further_halves": len(HALVES)}) for harness in programs)
+
+
+def some_traces(programs: list[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Each program, and what `check_traced` takes to trace it in those forms whose turn it is."""
+    turn = 0
     for place, harness in enumerate(programs):
-        if is_large and place > CROSSED and place % 7:
+        if len(programs) > MANY and place > CROSSED and place % 7:
             halves, forms = HALVES[place % 2 :][:1], {"gradients": False, "batches": False}
         else:
-            turn, forms = next(turns), {}
-            halves = HALVES[:: -1 if turn % 2 else 1]
+            halves, forms = HALVES[:: -1 if turn % 2 else 1], {}
             if len(programs) >= FEW:
                 forms = {"gradients" if turn // 2 % 2 else "batches": False}
-        check_all(functools.partial(check_traced, halves=halves, **forms), [harness])
+            turn += 1
+        yield harness, {"halves": halves, **forms}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_all_programs_are_traced(request, group):
+    choose = all_traces if request.config.getoption("--whole") else some_traces
+    for harness, options in choose(GROUPS[group]):
+        check_all(functools.partial(check_traced, **options), [harness])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Every optimizer of optax trains through `train_step` as in a loop of optax alone."""
 
 import functools
+import inspect
 import pathlib
 
 import jax
@@ -15,6 +16,7 @@ from optax_optimizers import NAMES, TAKES, make, table
 
 import ampx
 from ampx.pipelining import one_f_one_b, value_and_grad
+from ampx.training import step_arguments
 from ampx.updates.clipping import clipped
 from ampx.updates.extra_args import accept_extra_args
 
@@ -323,6 +325,18 @@ def test_what_the_step_hands_over_itself_is_not_given(name):
     step = ampx.train_step(loss_fn, optax.sgd(0.1))
     with pytest.raises(TypeError, match=f"hands '{name}' to the optimizer itself"):
         step(step.init(PARAMS), FIRST, **{name: 1.0})
+
+
+def test_settings_are_not_taken_for_extra_arguments():
+    """optax ignores what it does not know, so a clip that is given to the step would do nothing."""
+    step = ampx.train_step(loss_fn, optax.sgd(0.1))
+    state = step.init(PARAMS)
+    with pytest.raises(TypeError, match="'max_grad_norm' is a setting of ampx.train_step"):
+        step(state, FIRST, max_grad_norm=1.0)
+    with pytest.raises(TypeError, match="'keys', .* did you mean 'key'"):
+        step(state, FIRST, keys=jax.random.key(0))
+    settings = {*inspect.signature(ampx.train_step).parameters} - {"learning_rate"}
+    assert {*step_arguments._SETTINGS} == settings - {*step_arguments._OWN}
 
 
 def test_a_value_of_ones_own_takes_the_place_of_the_loss():
