@@ -573,7 +573,8 @@ OTHER_STATES |= {f"with {name} as a key": STATE._replace(key=key) for name, key 
 add("TrainStep.call.state", traced(lambda v: STEP(v, X)), AS_STATES, {"None": None}, OTHER_STATES)
 add("TrainStep.call.batch", traced(lambda v: STEP2(STEP2.init(P), v)), BATCHES)
 add("TrainStep.call.key", traced(lambda v: STEP(STATE, X, key=v)), KEYS)
-OWN = ("grad", "weight", "verdict", "reduce_op", "reduce_axes", "overflow", "tail")
+OWN = ("grad", "weight", "verdict", "reduce_op", "reduce_axes", "shared_loss_axes", "overflow")
+OWN += ("tail",)
 TAKEN = {name: name for name in OWN}
 add("TrainStep.call.extra_args", traced(lambda v: STEP(STATE, X, **{v: 1.0})), TAKEN)
 PHASES_STEP = ampx.train_step(loss_fn, SGD, policy=SCHEDULE)

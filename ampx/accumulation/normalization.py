@@ -60,6 +60,11 @@ def as_scale(loss_scale: ArrayLike) -> jax.Array:
       ValueError: if it is not a scalar. A state with several losses has a vector of scales, of
         which each loss takes its own: `ampx.current_loss_scale(opt_state, loss_id)`.
     """
+    if isinstance(loss_scale, tuple | list | dict):  # a state of an optimizer is a tuple
+        raise TypeError(
+            f"loss_scale must be a number, got {type(loss_scale).__name__}: give "
+            "ampx.current_loss_scale(opt_state)"
+        )
     if np.shape(loss_scale) == ():
         check_hyperparameter("loss_scale", loss_scale, above=0, may_be_infinite=True)
     scale = jnp.asarray(loss_scale, jnp.float32)

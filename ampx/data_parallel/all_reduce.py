@@ -40,7 +40,9 @@ def all_reduce(
     Args:
       axis_name: the mapped axes that the batch is split over.
       op: `"mean"` for gradients of each device's mean loss; `"sum"` for those of
-        `ampx.value_and_grad(axis_name=...)`, which are divided by the weight of all devices.
+        `ampx.value_and_grad(axis_name=...)`, which are divided by the weight of all devices. Where
+        a loss scale around this is given the whole `ampx.GradResult`, and `check_vma` is on, these
+        are summed with either.
       reduce_dtype: half gradients are widened to this before they are summed. float64 stays.
       wire_dtype: with bfloat16, terms and sum travel in it and are added in `reduce_dtype`: half
         the bytes, and an error of at most 2**-7 of the sum of the terms' magnitudes.
@@ -110,9 +112,9 @@ def all_reduce(
     def init(params: optax.Params) -> ReductionState:
         return reduction.state()
 
-    # Two extra arguments may be handed down. `overflow` is the verdict of a loss scale around this,
-    # for which the first bucket waits. `reduce_op` overrides `op`: code that makes gradients knows
-    # whether they were divided already.
+    # Extra arguments may be handed down. `overflow` is the verdict of a loss scale around this, for
+    # which the first bucket waits. `reduce_op` overrides `op`: code that makes gradients knows
+    # whether they were divided already. So may `shared_loss_axes`, see `Reduction.with_op`.
     def update(
         updates: Any,
         state: Any,
@@ -120,6 +122,7 @@ def all_reduce(
         *,
         overflow: jax.Array | None = None,
         reduce_op: Op | None = None,
+        shared_loss_axes: Sequence[str] = (),
         model_axes: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, ReductionState]:
@@ -128,6 +131,7 @@ def all_reduce(
         refuse_overwritten("updates", updates)
         axes = divided if model_axes is None else as_model_axes(model_axes)
         own_axes = find_own_axes(updates, params, axes)
-        return reduction.with_op(reduce_op).reduce(updates, overflow, own_axes)
+        chosen = reduction.with_op(reduce_op, shared_loss_axes)
+        return chosen.reduce(updates, overflow, own_axes)
 
     return optax.GradientTransformationExtraArgs(init, update)

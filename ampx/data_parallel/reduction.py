@@ -158,12 +158,11 @@ class Reduction:
         kind = OverlappedReductionState if self.overlaps else ReductionState
         return kind(jnp.asarray(len(sent), jnp.int32), jnp.asarray(float(sum(sent)), jnp.float32))
 
-    def with_op(self, op: Op | None) -> Reduction:
-        """Makes a reduction with another operation; None keeps this one.
-
-        Code that makes gradients knows whether they were divided already. `train_step` hands the
-        operation that fits its gradients down to `ampx.zero1`.
-        """
+    def with_op(self, op: Op | None, shared_loss_axes: Sequence[str] = ()) -> Reduction:
+        """Makes a reduction by `op`, or a sum where all its axes share the loss; else this one."""
+        # Who makes gradients knows whether they are divided: `train_step`, or a whole `GradResult`.
+        if op is None and set(self.axes) <= set(shared_loss_axes):
+            op = "sum"
         if op in (None, self.op):
             return self
         # The factor was meant for the mean that was asked for; a sum divides by nothing.
@@ -392,9 +391,9 @@ def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:
                 raise ValueError(
                     f"the gradient at {path_name(path) or 'the root'} is the same on all devices "
                     f"along {axis!r}: JAX has summed it already, and reducing it again would make "
-                    "it n times too large. Take gradients with "
-                    f"ampx.value_and_grad(..., axis_name={axis!r}), or of parameters that went "
-                    f"through jax.lax.pcast(params, {axis!r}, to='varying')"
+                    "it n times too large. Take gradients with op='sum' and ampx.value_and_grad("
+                    f"..., axis_name={axis!r}), or with op='mean' of parameters that went through "
+                    f"jax.lax.pcast(params, {axis!r}, to='varying')"
                 )
 
 

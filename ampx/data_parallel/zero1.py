@@ -193,6 +193,7 @@ def zero1(
         overflow: jax.Array | None = None,
         reduce_op: Op | None = None,
         reduce_axes: Sequence[str] | None = None,
+        shared_loss_axes: Sequence[str] = (),
         model_axes: ModelAxes | None = None,
         **extra_args: Any,
     ) -> tuple[Any, Zero1State]:
@@ -203,7 +204,7 @@ def zero1(
         setting = own_setting if own_setting.names else as_model_axes(model_axes)
         model_layouts = _model_layouts(params, setting, axes)
         own_axes = [layout.axes for layout in model_layouts]
-        exchange = ShardExchange(reduction.with_op(reduce_op), params, own_axes)
+        exchange = ShardExchange(reduction.with_op(reduce_op, shared_loss_axes), params, own_axes)
         sizes = {axis: count_devices([axis]) for each in model_layouts for axis in each.axes}
         sizes |= {axis: count_devices([axis]) for axis in axes}
         # How each leaf of the parameters is divided in the end, and the shapes with which `inner`

@@ -176,10 +176,11 @@ class OverflowReport:
 
     def __str__(self) -> str:
         if not self.reached:
-            # A run that does not learn may underflow, and zeros are finite.
+            # A run that does not learn may underflow, or divide by an infinity: zeros are finite.
             more = (
-                " The program computes in float16, which rounds numbers below 3e-8 to zero: "
-                "ampx.numerics_report counts them."
+                " The program computes in float16, which rounds numbers below 3e-8 to zero, and an "
+                "infinity on the way may have become zero, as in a norm layer: "
+                "ampx.numerics_report counts both."
             )
             return "All results are finite." + (more if self.has_float16 else "")
         reached = join_first((path or "the result" for path in self.reached), most=3)

@@ -23,6 +23,7 @@ import optax
 
 from ampx.loss_scaling.nonfinite import unscale
 from ampx.loss_scaling.state import LossScaleState
+from ampx.mesh_axes import varying_axes
 from ampx.trees import is_marked
 
 
@@ -40,6 +41,7 @@ def accept_results(
         if _is_result(updates):
             # What `train_step` hands to an optimizer, too.
             extra_args = {"value": updates.loss, "weight": updates.weight, **extra_args}
+            extra_args["shared_loss_axes"] = _find_shared_axes(updates)
             scale = _read_scale(updates, state, init_scale, None)
             updates = updates.grads
         elif isinstance(updates, tuple | list) and any(map(_is_result, updates)):
@@ -74,6 +76,15 @@ def replace_scale(state: LossScaleState, gradient_scale: Any) -> LossScaleState:
 def _is_result(updates: Any) -> bool:
     # The mark of `accumulation.results.GradResult`: that package stands above this one.
     return is_marked(updates, "holds_scaled_gradients")
+
+
+def _find_shared_axes(result: Any) -> tuple[str, ...]:
+    """The mapped axes over which the loss is one number, and each device has its own gradients.
+
+    Over these the gradients are parts of one sum: a mean of them would divide them once more. Types
+    tell it, so that nothing is known under `check_vma=False`.
+    """
+    return tuple(sorted(varying_axes(result.grads) - varying_axes(result.loss)))
 
 
 def _read_scale(result: Any, state: Any, init_scale: float, loss_id: int | None) -> Any:

@@ -39,7 +39,10 @@ from ampx.trees import find_nodes
 from ampx.updates.extra_args import check_spelling
 
 # What the step computes itself, or what its parts tell each other.
-_OWN = ("grad", "weight", "verdict", "reduce_op", "reduce_axes", "overflow", "tail", "model_axes")
+_OWN = (
+    *("grad", "weight", "verdict", "reduce_op", "reduce_axes", "shared_loss_axes"),
+    *("overflow", "tail", "model_axes"),
+)
 
 
 # The arguments of `ampx.train_step`. `learning_rate` is not among them: an optimizer of the user's

@@ -140,9 +140,12 @@ def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
         # flax documents `batch_stats` as the name by which users add statistics to their state.
         model_state = getattr(state, "batch_stats", None)
         return TrainState(jnp.asarray(state.step), state.params, state.opt_state, None, model_state)
+    found = type(state).__name__
+    if type(state) is tuple:
+        found += f" ({', '.join(type(part).__name__ for part in state)})"
     raise TypeError(
         f"state must be an ampx.TrainState (from step.init), a flax TrainState or a pair (nnx "
-        f"model, nnx.Optimizer), got {type(state).__name__}"
+        f"model, nnx.Optimizer), got {found}"
     )
 
 

@@ -8,6 +8,7 @@ attribute, or would broadcast one array to another and go on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -52,6 +53,12 @@ def check_update(
 
 
 def _check_gradients(updates: Any, state: Any, params: Any, *, may_be_many: bool = False) -> None:
+    # flax's `nnx.Optimizer.update` takes a NamedTuple apart into a mapping of its fields.
+    are_mappings = isinstance(updates, Mapping) and isinstance(params, Mapping)
+    if are_mappings and "grads" in updates and "grads" not in params:
+        raise ValueError(
+            "updates must be gradients alone, got the fields of a GradResult: give result.grads"
+        )
     is_sharded = has_mark(state, "takes_gradient_shards")  # a zero1 is inside
     many = {"may_be_many": may_be_many}
     check_gradients("updates", updates, _trained(params), may_be_shards=is_sharded, **many)

@@ -423,6 +423,38 @@ def test_horovod_local_aggregation():
     assert jax.jit(mapped)(jnp.float32(0)) == -(0 + 1 + 2 + 3) * k * 2
 
 
+# A whole result knows whether its gradients are parts of a sum.
+
+
+@pytest.mark.parametrize("reducer", ["all_reduce", "zero1"])
+def test_a_whole_result_is_summed_or_averaged_as_its_loss_was(reducer):
+    """`op="mean"`, the default, would divide the parts of a sum by the devices once more."""
+    mesh, sgd = make_mesh((4,), ("data",)), optax.sgd(1.0)
+    inside = ampx.zero1(sgd, "data")
+    if reducer == "all_reduce":
+        inside = optax.chain(ampx.all_reduce("data"), sgd)
+    tx = ampx.dynamic_loss_scale(inside, axis_names="data")
+    x, w = np.arange(32.0).reshape(8, 4) / 32, np.arange(4.0)
+
+    def loss_fn(w, x):
+        return jnp.mean(jnp.tanh(x @ w))
+
+    def step(w, x):
+        state = tx.init(w)
+        scale = ampx.current_loss_scale(state)
+        # Parts of the mean over all devices, and each device's own mean.
+        parts = ampx.value_and_grad(loss_fn, axis_name="data")(w, x, loss_scale=scale)
+        own_w = jax.lax.pcast(w, "data", to="varying")
+        own = ampx.value_and_grad(loss_fn)(own_w, x, loss_scale=scale)
+        return [tx.update(result, state, w)[0] for result in (parts, own)]
+
+    specs = dict(in_specs=(P(), P("data")), out_specs=P())
+    updates = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(w, x)
+    slopes = (1 - np.tanh(x @ w) ** 2)[:, None] * x
+    for update in updates:  # float32 sums of eight rows
+        np.testing.assert_allclose(update, -slopes.mean(0), rtol=1e-5)
+
+
 # What is refused.
 
 

@@ -116,3 +116,21 @@ def test_a_loss_that_is_not_finite_is_counted():
     result = grads_of(PARAMS, X, loss_scale=8.0)._replace(loss=jnp.float32(jnp.inf))
     _, state = tx.update(result, tx.init(PARAMS), PARAMS)
     assert int(state.nonfinite_loss_total) == 1
+
+
+def test_a_result_that_flax_has_taken_apart_is_named():
+    class Fields(dict):  # what nnx.Optimizer.update makes of a NamedTuple: a mapping of its fields
+        pass
+
+    tx = dynamic(SGD)
+    result = grads_of(PARAMS, X, loss_scale=65536.0)
+    with pytest.raises(ValueError, match="the fields of a GradResult: give result.grads"):
+        tx.update(Fields(grads=result.grads, loss=result.loss), tx.init(PARAMS), PARAMS)
+    named = {"grads": PARAMS["w"]}  # a parameter may have that name
+    tx.update(named, tx.init(named), named)
+
+
+def test_a_state_is_no_loss_scale():
+    state = dynamic(SGD).init(PARAMS)
+    with pytest.raises(TypeError, match="got LossScaleState: give ampx.current_loss_scale"):
+        grads_of(PARAMS, X, loss_scale=state)

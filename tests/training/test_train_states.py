@@ -400,3 +400,11 @@ def test_sown_values_do_not_disturb_a_step():
     for _ in range(2):
         pair, report = jax.jit(step)(pair, GOOD)
     assert np.isfinite(report.loss)
+
+
+def test_a_pair_in_the_wrong_order_is_told_by_its_parts():
+    step = ampx.train_step(lambda model, x: jnp.sum(model(x)), optax.sgd(0.1))
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, step.tx, wrt=nnx.Param)
+    with pytest.raises(TypeError, match=r"got tuple \(Optimizer, Linear\)"):
+        step((optimizer, model), jnp.ones((1, 2)))
