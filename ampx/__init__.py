@@ -25,6 +25,7 @@ from ampx.data_parallel.gradient_shards import GradientShard
 from ampx.data_parallel.reduction import ReductionState
 from ampx.data_parallel.zero1 import Zero1State, zero1, zero1_specs
 from ampx.diagnostics.bucket_timelines import BucketTimeline, bucket_timeline
+from ampx.diagnostics.float8_shares import Float8Row, Float8Shares
 from ampx.diagnostics.lint import LintReport, lint_step
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.numerics import numerics_report
@@ -77,6 +78,8 @@ __all__ = [
     "DEFAULT_RULES",
     "Explanation",
     "Float8",
+    "Float8Row",
+    "Float8Shares",
     "GradResult",
     "GradientShard",
     "LintFinding",

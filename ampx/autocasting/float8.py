@@ -35,6 +35,7 @@ Dots = Literal["float8"] | RecipeName
 # Matrix units take float8 in tiles of 16. Where a size is no multiple of it, XLA widens the
 # operands without a word, so that the casts would cost time and digits and bring nothing.
 MULTIPLE = 16
+SCOPE = "ampx.float8"  # the name scope around all that a product in float8 computes
 BLOCK = 32  # numbers that share a scale in the mx formats
 
 

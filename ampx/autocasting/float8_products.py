@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from ampx.autocasting.float8 import BLOCK, Cast, Casts, Float8, casts_of
+from ampx.autocasting.float8 import BLOCK, SCOPE, Cast, Casts, Float8, casts_of
 from ampx.jaxprs import reading
 from ampx.jaxprs.reverse_only import reverse_only
 from ampx.mesh_axes import mark_varying, varying_axes
@@ -64,7 +64,7 @@ class Product:
         message = _NO_FORWARD_MODE.format(self.dots.recipe)
         # A gradient summed over devices is summed by the transpose of this mark: in float32.
         both = mark_varying((lhs, rhs), sorted(varying_axes((lhs, rhs))))
-        with jax.named_scope("ampx.float8"):
+        with jax.named_scope(SCOPE):
             types = map(jax.typeof, both)
             return _differentiable(self, *types)(*(reverse_only(x, message) for x in both))
 

@@ -28,8 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx import flax_modules
+from ampx.autocasting.float8 import RecipeName
 from ampx.autocasting.tables import HALF_BY_DEFAULT, MOVING, PICKING
 from ampx.checking import as_bool, as_number, check_callable
+from ampx.diagnostics import float8_shares
 from ampx.diagnostics.exponents import (
     FORMATS,
     NO_FILLS,
@@ -75,6 +77,8 @@ class CountingWalk(Walk):
     Attributes:
       histograms: of all values, by scope and direction.
       products: of operands and results of matrix products and convolutions.
+      float8: what casts to float8 leave of operands of matrix products, the worst of each key.
+      recipes: those that leave enough of all products, by scope.
       sums: large sums of the forward pass, each with its key in `histograms`. One leaves when
         something reads it that would get it in half, so that those stay that are spared.
       opaque: names of primitives that could not be looked into.
@@ -83,6 +87,8 @@ class CountingWalk(Walk):
     def __init__(self) -> None:
         self.histograms: Counts = collections.defaultdict(Histogram)
         self.products: Counts = collections.defaultdict(Histogram)
+        self.float8: dict[Key, float8_shares.Shares] = {}
+        self.recipes: dict[str, frozenset[RecipeName]] = {}
         self.sums: dict[int, tuple[Key, Histogram]] = {}
         self.opaque: set[str] = set()
         self._numbers = itertools.count()
@@ -108,6 +114,8 @@ class CountingWalk(Walk):
         if name in HALF_BY_DEFAULT:
             for value in (*operands, *(Value(array, made) for array in arrays)):
                 _count(self.products, scope, value)
+        if name == "dot_general":
+            self._judge_float8(eqn, operands, scope)
         results = []
         for array in arrays:
             found = _count(self.histograms, scope, Value(array, made))
@@ -120,6 +128,16 @@ class CountingWalk(Walk):
                 own = own._replace(sums=frozenset((number,)))
             results.append(own)
         return results
+
+    def _judge_float8(self, eqn: Equation, operands: Sequence[Value], scope: str) -> None:
+        is_scaled = [value.remark.is_scaled for value in operands]
+        judged = float8_shares.judge_product(eqn, [v.array for v in operands], is_scaled)
+        if judged is None:
+            return
+        self.recipes[scope] = judged.recipes & self.recipes.get(scope, judged.recipes)
+        for own, shares in zip(is_scaled, judged.shares, strict=True):
+            key = scope, BACKWARD if own else FORWARD
+            self.float8[key] = float8_shares.merge(self.float8.get(key, {}), shares)
 
     def _find_origin(self, name: str, operands: Sequence[Value]) -> Origin:
         made = self.remark_joined(operands)
@@ -188,7 +206,9 @@ def numerics_report(
     what runs inside, and so do the parameters and the arrays that `fun` closes over. From the
     counts follow, exactly, the shares of the values that a narrower format turns into zero, a
     subnormal number or infinity, and the loss scales that fit. They also tell what to try first:
-    O2 with a scale of 128, O1 with 128, O1 with a dynamic scale, bfloat16 or float32.
+    O2 with a scale of 128, O1 with 128, O1 with a dynamic scale, bfloat16 or float32. Operands of
+    matrix products that could be float8 are cast as the recipes of `ampx.Float8` cast them, which
+    tells what scales of arrays, rows or blocks lose and which recipe to try.
 
     It is exact for a cast of each value, not for what a program in half would make of rounded
     operands, and it knows no sums that overflow only in half before they cancel. Inside a
@@ -255,6 +275,8 @@ def numerics_report(
             MappingProxyType(dict(histograms)),
             MappingProxyType(dict(walk.products)),
             MappingProxyType(dict(sums)),
+            MappingProxyType(walk.float8),
+            MappingProxyType({s: float8_shares.choose_recipe(r) for s, r in walk.recipes.items()}),
             tuple(sorted(walk.opaque)),
             is_finite,
             float(loss_scale),

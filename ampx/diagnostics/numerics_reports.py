@@ -15,7 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ampx.autocasting.float8 import RecipeName, Sharing
+from ampx.checking import join_first
+from ampx.diagnostics import float8_shares
 from ampx.diagnostics.exponents import EXPONENTS, FORMATS, Histogram
+from ampx.diagnostics.float8_shares import Float8Row
 from ampx.diagnostics.recommendations import (
     FORWARD,
     Findings,
@@ -85,6 +89,11 @@ class NumericsReport:
       sums: of those forward values that are sums which are only scaled by a constant number, as in
         a mean. `jnp.mean` adds up half in float32 and divides before it rounds to half, so the
         advice leaves them out.
+      float8: what casts to float8 leave of the operands of those matrix products that could be
+        float8, by (scope, direction); see `float8_table`.
+      float8_recipes: by scope, the recipe of `ampx.Float8` with the fewest casts that keeps what
+        others keep: `"tensorwise"`, `"rowwise"`, `"mxfp8"`. None stands for half, where the terms
+        of a product cancel and float8 leaves little of it but roundings.
       opaque: names of primitives, such as shard_map and kernels, inside of which nothing counts.
       is_finite: whether the loss and the gradients of the parameters are.
       loss_scale: what gradients are multiplied by, in `table`.
@@ -104,6 +113,8 @@ class NumericsReport:
     histograms: Mapping[Key, Histogram]
     products: Mapping[Key, Histogram]
     sums: Mapping[Key, Histogram]
+    float8: Mapping[Key, float8_shares.Shares]
+    float8_recipes: Mapping[str, RecipeName | None]
     opaque: tuple[str, ...]
     is_finite: bool
     loss_scale: float
@@ -157,6 +168,15 @@ class NumericsReport:
         low, high = find_scale_range(sum_histograms(evidence.gradients), _check_format(half_dtype))
         return 2.0**low, 2.0**high
 
+    def float8_table(self, float8_dtype: str) -> tuple[Float8Row, ...]:
+        """What `"float8_e4m3fn"` or `"float8_e5m2"` leaves of operands, by what shares a scale.
+
+        There is a row for each scope and direction with matrix products that could be float8:
+        neither batched nor of sizes that are no multiples of 16. Scales are powers of two, as those
+        of `ampx.Float8`.
+        """
+        return float8_shares.make_rows(self.float8, float8_dtype)
+
     @property
     def recommended(self) -> Recommendation:
         """The opt level, half dtype and loss scale to try first."""
@@ -186,8 +206,40 @@ class NumericsReport:
             + ", ".join("{} {:g} to {:g}".format(f, *self.loss_scales(f)) for f in FORMATS),
             *([f"nothing counted inside: {', '.join(self.opaque)}"] if self.opaque else []),
             f"try first: {self.recommended}",
+            *self._describe_float8(),
         ]
         return "\n".join(lines)
+
+    def _describe_float8(self) -> list[str]:
+        """The lines about float8; none where no product could be float8."""
+        recipes = self.float8_recipes
+        if not recipes:
+            return []
+        rows = [("product of", "direction", *_FLOAT8_COLUMNS, "recipe")]
+        for (scope, direction), found in self.float8.items():
+            shares = (found[name, per] for name, per in _FLOAT8_COLUMNS.values())
+            cells = ("/".join(map(_format_percent, each)) for each in shares)
+            rows.append((scope or "(rest)", direction, *cells, recipes[scope] or "half"))
+        out = [scope for scope, recipe in recipes.items() if recipe is None]
+        one = float8_shares.choose_for_all(recipes)
+        advice = "none" if one is None else f"dots={one!r}"
+        return [
+            "",
+            *format_rows(rows),
+            "",
+            "% of nonzero numbers of the worst operand that become zero/the largest of the format, "
+            "with a scale for each tensor or row",
+            f"float8 with the fewest casts that lose no row: {advice}"
+            + (f", half for {join_first(out)}" if out and one else ""),
+        ]
+
+
+_FLOAT8_COLUMNS: dict[str, tuple[str, Sharing]] = {
+    "e4m3 tensor": (float8_shares.E4M3, "tensor"),
+    "e4m3 row": (float8_shares.E4M3, "row"),
+    "e5m2 tensor": (float8_shares.E5M2, "tensor"),
+    "e5m2 row": (float8_shares.E5M2, "row"),
+}
 
 
 def _format_percent(share: float) -> str:

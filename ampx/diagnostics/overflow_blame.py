@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.autocasting import float8
 from ampx.diagnostics.overflow_reports import ARGUMENT, PROGRAM, TOO_LARGE, OverflowRecord
 from ampx.jaxprs import primitives, reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, compile_equation, is_opaque
@@ -44,6 +45,7 @@ COMPILED_ONLY = (
 )
 _OPAQUE = "what happens inside was not looked into"
 _WRITTEN_NAN = "a NaN that is written into the program"
+_IN_FLOAT8 = "a step of a matrix product in float8"
 _OF_WRITTEN = "of infinities that are written into the program, as for a row masked as a whole"
 # These apply a mask of infinities: they put them in the places of some numbers, or of none.
 _MASKS = primitives.CHOOSING | primitives.ADDING | {"reduce_max", "reduce_min"}
@@ -245,6 +247,7 @@ class BlamingWalk(Walk):
             note = _OF_WRITTEN
         else:
             note = _OPAQUE if is_opaque(eqn) else _describe_conversion(eqn, operands, array)
+            note = note or (_IN_FLOAT8 if here.is_inside(float8.SCOPE) else "")
         return self.blame_here(here, operands, array, note)
 
     def run_loop(self, eqn: Equation, operands: Sequence[Value], here: Place) -> Sequence[Value]:

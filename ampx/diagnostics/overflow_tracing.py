@@ -26,6 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
+from ampx.autocasting.float8 import Dots, Float8
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
 from ampx.checking import check_callable
@@ -54,6 +55,7 @@ def trace_overflow(
     rules: Rules = DEFAULT_RULES,
     output: Output = "as_is",
     custom_vjp: CustomVjp = "transform",
+    dots: Float8 | Dots | None = None,
 ) -> Callable[P, OverflowReport]:
     """Finds the first equation whose infinity or NaN reached a result of a function.
 
@@ -64,7 +66,8 @@ def trace_overflow(
 
     Infinities that reach no result are not reported, nor are those that are written into the
     program, as a mask is; a NaN that is made of these is. An infinity that an operation such as
-    `rsqrt` turned into 0 before something else went wrong is told beside it. `fun` runs several
+    `rsqrt` turned into 0 before something else went wrong is told beside it. What happens inside of
+    a product in float8 is blamed on the line of the product, with a note. `fun` runs several
     times, with all of its prints and callbacks. No argument changes: what it writes to nnx modules
     is dropped.
 
@@ -76,6 +79,7 @@ def trace_overflow(
       rules: as for `ampx.autocast`.
       output: as for `ampx.autocast`.
       custom_vjp: as for `ampx.autocast`.
+      dots: as for `ampx.autocast`.
 
     Returns:
       A function with the signature of `fun` that gives an `OverflowReport`; print it. It runs the
@@ -83,7 +87,7 @@ def trace_overflow(
 
     Raises:
       TypeError: for an argument that is traced or has no value.
-      ValueError: for rules without `half_dtype`, and as `ampx.autocast`.
+      ValueError: for rules or `dots` without `half_dtype`, and as `ampx.autocast`.
 
     References:
       `transformers.debug_utils.DebugUnderflowOverflow`. `jax.debug_nans` stops at the first NaN,
@@ -106,8 +110,10 @@ def trace_overflow(
     check_callable("fun", fun, "fun(*args)")
     if half_dtype is None and rules != DEFAULT_RULES:
         raise ValueError("rules are those of autocast: give the half_dtype to cast to, too")
+    if half_dtype is None and dots is not None:
+        raise ValueError("dots is a setting of autocast: give the half_dtype of the rest, too")
     half = jnp.bfloat16 if half_dtype is None else half_dtype
-    checked = make_settings(half, rules, output, custom_vjp)
+    checked = make_settings(half, rules, output, custom_vjp, dots)
     settings = None if half_dtype is None else checked
 
     @functools.wraps(fun)

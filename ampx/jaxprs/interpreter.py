@@ -79,6 +79,10 @@ class Place(NamedTuple):
         names = [name for eqn, _ in self.path for name in source_info.scope_of(eqn)]
         return "/".join(name for name in names if not _NO_MODULE.fullmatch(name))
 
+    def is_inside(self, scope: str) -> bool:
+        """Whether a name scope is around the equation; `scope` may be one that ampx adds."""
+        return any(scope in source_info.scope_of(eqn) for eqn, _ in self.path)
+
     @property
     def is_backward(self) -> bool:
         """Whether the equation belongs to a backward pass; what remat runs again does not."""

@@ -394,6 +394,54 @@ def test_a_product_that_overflows_under_autocast():
     assert not trace_overflow(loss, half_dtype=jnp.float16, rules=kept)(params, x)
 
 
+def dense_layers(params, x, plant):
+    with jax.named_scope("up"):
+        hidden = x @ params["up"]  # planted: inside
+    if plant == "before":
+        hidden = hidden / (hidden - hidden[0, 0])  # planted: before
+    with jax.named_scope("down"):
+        y = hidden @ params["down"]  # planted: cotangent
+    if plant == "after":
+        y = jnp.exp(y * 0 + 100)  # planted: after
+    if plant == "derivative":
+        y = jnp.sqrt(y * 0)  # planted: derivative
+    if plant == "cotangent":  # 1e38 for each zero
+        y = (y - lax.stop_gradient(y)) * 1e38
+    return jnp.sum(y)
+
+
+@pytest.mark.slow_but("inside")
+@pytest.mark.parametrize(
+    "recipe, plant, expected",
+    [
+        ("rowwise", "inside", ("mul", "inf", "forward", "up")),
+        ("rowwise", "before", ("div", "inf", "forward", "")),
+        ("rowwise", "after", ("exp", "inf", "forward", "")),
+        ("rowwise", "derivative", ("div", "inf", "backward", "")),
+        ("rowwise", "cotangent", ("mul", "inf", "backward", "down")),
+        ("mxfp8", "cotangent", ("dot_general", "inf", "backward", "down")),
+    ],
+    ids=["inside", "before", "after", "derivative", "cotangent", "mxfp8"],
+)
+def test_what_is_born_around_a_product_in_float8_is_blamed_on_a_line_of_the_user(
+    recipe, plant, expected
+):
+    rng = np.random.default_rng(0)
+    params = {"up": rng.standard_normal((32, 64)), "down": rng.standard_normal((64, 32))}
+    params = {name: array.astype(np.float32) for name, array in params.items()}
+    x = rng.standard_normal((32, 32)).astype(np.float32)
+    fun = functools.partial(dense_layers, plant=plant)
+    options = dict(half_dtype=jnp.bfloat16, dots=recipe)
+    if plant == "inside":  # a sum of 32 numbers of 1e38
+        params["up"][:] = 1e38
+        report = trace_overflow(fun, **options)(params, x)
+    else:
+        report = trace_overflow(jax.grad(ampx.autocast(fun, **options)))(params, x)
+    first = check(report, plant, *expected)
+    in_float8 = plant in ("inside", "cotangent")
+    assert first.note == ("a step of a matrix product in float8" if in_float8 else "")
+
+
 def test_a_train_step_with_too_high_a_loss_scale():
     def loss(w, x):
         with jax.named_scope("product"):
