@@ -47,7 +47,7 @@ bench: $(VENV)/.ready ## time ampx against plain optax
 bench-gpu: $(VENV)/.ready-cuda ## time fused updates on a GPU
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m benchmarks.fused --gpu $(ARGS)
 
-aot: $(VENV)/.ready ## count what compilers make of the fused updates; see benchmarks/aot.py
+aot: $(VENV)/.ready ## count what compilers make of fused updates and float8; see benchmarks/aot.py
 	$(BIN)/python -m benchmarks.aot $(ARGS)
 
 docs: $(VENV)/.ready-docs ## build docs/_build/html; warnings are errors

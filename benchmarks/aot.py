@@ -122,14 +122,16 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def _topology(target: str) -> Any:
+def make_topology(target: str, count: int = 1) -> Any:
+    """Describes accelerators that are not there; `count` is of GPUs."""
     if target == "v5e":
         return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    settings = dict(target_config=_h100_config(), topology="1x1x1")
+    settings = dict(target_config=_h100_config(), topology=f"1x1x{count}")
     return topologies.get_topology_desc(platform="cuda", **settings)
 
 
-def _installed(target: str) -> bool:
+def is_installed(target: str) -> bool:
+    """Whether the package with an accelerator's compiler is there."""
     names = {"v5e": ["libtpu"], "h100": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}[target]
     return any(importlib.util.find_spec(name) for name in names)
 
@@ -167,7 +169,7 @@ def _cases() -> dict[str, tuple[Any, Any]]:
 
 def compile_for(target: str) -> None:
     """Compiles everything for one accelerator, prints the rows of its table, exits with faults."""
-    if not _installed(target):
+    if not is_installed(target):
         sys.exit(NOT_INSTALLED)
     faults: list[str] = []
     for name, (tx, dtype) in _cases().items():
@@ -210,7 +212,7 @@ def _compare(
 
 def _measured(target: str, step: Any, params: Any, state: Any) -> Row:
     """Compiles a step with donated parameters and state; reads memory and counts its program."""
-    sharding = jax.sharding.SingleDeviceSharding(_topology(target).devices[0])
+    sharding = jax.sharding.SingleDeviceSharding(make_topology(target).devices[0])
 
     def shaped(tree: Any, dtype: Any = None) -> Any:
         return jax.tree.map(
@@ -265,6 +267,12 @@ def main() -> None:
         elif code:
             print(f"| {TARGETS[target]} | failed with exit status {code} | | | | | |")
             failed = True
+    code = subprocess.run(
+        [sys.executable, "-m", "benchmarks.aot_float8"], env=environment
+    ).returncode
+    if code == NOT_INSTALLED:
+        print("\nProducts in float8: not compiled, jax[cuda12] or jax[cuda13] is not installed.")
+    failed = failed or code not in (0, NOT_INSTALLED)
     if failed:
         sys.exit(1)
 

@@ -36,6 +36,7 @@ Dots = Literal["float8"] | RecipeName
 # operands without a word, so that the casts would cost time and digits and bring nothing.
 MULTIPLE = 16
 SCOPE = "ampx.float8"  # the name scope around all that a product in float8 computes
+_FIRST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs with products in float8: Ada, then Hopper
 BLOCK = 32  # numbers that share a scale in the mx formats
 
 
@@ -158,6 +159,24 @@ def _fits(sizes: list[Any], in_blocks: bool) -> bool:
     if in_blocks and (not sizes or sizes[-1] % BLOCK):
         return False  # blocks are runs of a last axis
     return math.prod(sizes) > 0 and math.prod(sizes) % MULTIPLE == 0
+
+
+def find_fallback(dots: Float8, device: Any) -> str:
+    """Finds why a device multiplies in half what is cast to float8; `""` if no reason is known.
+
+    XLA widens the operands in silence where it has no float8 product, so that casts only cost.
+    """
+    if casts_of(dots).forward[0].per == "block":
+        return f"{dots.recipe} multiplies in half what float8 leaves of its operands"
+    capability = str(getattr(device, "compute_capability", ""))
+    # CPUs are for trying things out. Of other vendors' GPUs the capability is no number.
+    if device.platform == "gpu" and capability.replace(".", "").isdigit():
+        if tuple(map(int, capability.split("."))) < _FIRST_CAPABILITY:
+            return (
+                f"{device.device_kind} has compute capability {capability}, and products in float8 "
+                "begin with 8.9"
+            )
+    return ""
 
 
 def as_float8(dots: Float8 | str | None) -> Float8 | None:

@@ -29,11 +29,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from typing import Any, NamedTuple, ParamSpec
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ampx.autocasting.float8 import Dots, Float8, casts_of
+from ampx.autocasting.float8 import Dots, Float8, casts_of, find_fallback
 from ampx.autocasting.planner import HIDDEN_FUNCTION
 from ampx.autocasting.plans import Decision, Plan, Settings
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
@@ -132,7 +133,9 @@ class Explanation:
         reasons = collections.Counter(row.not_float8 or row.rule for row in others)
         why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         line = f"{float8} of {products} in float8, {dots.recipe}"
-        return f"{line}; not: {why}" if why else line
+        line = f"{line}; not: {why}" if why else line
+        fallback = find_fallback(dots, jax.devices()[0]) if float8 else ""
+        return f"{line}\nno faster here: {fallback}" if fallback else line
 
     def __str__(self) -> str:
         rows = [("equation", "rule", "operands", "results", "written in")]

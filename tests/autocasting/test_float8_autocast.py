@@ -1,6 +1,7 @@
 """autocast(dots=...): which products become float8, in which transformations; what explain says."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 import ampx
+from ampx.autocasting import float8
 
 E4M3 = "float8_e4m3fn"
 
@@ -227,6 +229,21 @@ def test_explain_shows_casts_and_results():
         "0 of 2 matrix products and convolutions in bfloat16\n2 of 2 in float8, tensorwise"
     )
     assert "in float8" not in str(ampx.explain(loss)(W, X))
+
+
+def test_it_is_said_where_a_device_multiplies_in_half_in_silence():
+    def fallback(recipe, **device):
+        return float8.find_fallback(ampx.Float8(recipe), types.SimpleNamespace(**device))
+
+    def gpu(capability):
+        return dict(platform="gpu", device_kind="A GPU", compute_capability=capability)
+
+    assert "A GPU has compute capability 8.6" in fallback("rowwise", **gpu("8.6"))
+    for device in (gpu("8.9"), gpu("9.0"), gpu("12.0"), gpu("gfx942"), dict(platform="cpu")):
+        assert fallback("rowwise", **device) == ""
+        assert fallback("mxfp8", **device).startswith("mxfp8 multiplies in half")
+    told = str(ampx.explain(loss, dots="mxfp8")(W, X)).splitlines()
+    assert told[-1].startswith("no faster here: mxfp8 multiplies in half")
 
 
 def test_products_that_ask_for_something_else_are_left_alone():
