@@ -1,10 +1,12 @@
 """Sphinx configuration. Notebooks are shown as committed; the tests run them, not this build."""
 
-import os
+import pathlib
 import re
+import urllib.request
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
+from sphinx.domains.python import PyObject
 from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 
@@ -17,19 +19,42 @@ copyright = author
 release = version = ampx.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
+extensions += ["sphinx.ext.intersphinx"]
 exclude_patterns = ["_build", "**/.jupyter_cache", "**/.ipynb_checkpoints", "jupyter_execute"]
 
-# Names of other libraries become links where `AMPX_DOCS_ONLINE=1` says that their indices can be
-# fetched. Without, nothing is fetched: a build without a network has no warnings, which are errors.
-if os.environ.get("AMPX_DOCS_ONLINE") == "1":
-    extensions.append("sphinx.ext.intersphinx")
-    intersphinx_mapping = {
-        "python": ("https://docs.python.org/3", None),
-        "numpy": ("https://numpy.org/doc/stable", None),
-        "jax": ("https://docs.jax.dev/en/latest", None),
-        "optax": ("https://optax.readthedocs.io/en/latest", None),
-        "flax": ("https://flax.readthedocs.io/en/latest", None),
-    }
+# Names of other libraries are links to their pages.
+LIBRARIES = {
+    "jax": "https://docs.jax.dev/en/latest",
+    "optax": "https://optax.readthedocs.io/en/latest",
+    "flax": "https://flax.readthedocs.io/en/latest",
+    "numpy": "https://numpy.org/doc/stable",
+    "python": "https://docs.python.org/3",
+}
+
+
+def fetch_indices(libraries, folder):
+    """Fetches the index of each library, which says what page a name is on.
+
+    intersphinx would fetch them, too, but warns where it cannot, and warnings are errors. Without a
+    network the first failure ends the search, so that nobody waits; what an earlier build has
+    fetched is used then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    answers = True
+    for name, url in libraries.items():
+        try:
+            if answers:
+                with urllib.request.urlopen(f"{url}/objects.inv", timeout=3) as response:
+                    (folder / name).write_bytes(response.read())
+        except OSError:
+            answers = False
+    found = [name for name in libraries if (folder / name).exists()]
+    return {name: (libraries[name], str(folder / name)) for name in found}
+
+
+intersphinx_mapping = fetch_indices(
+    LIBRARIES, pathlib.Path(__file__).parent / "_build/indices_of_libraries"
+)
 
 nb_execution_mode = "off"
 myst_enable_extensions = ["colon_fence", "dollarmath"]
@@ -42,14 +67,23 @@ autodoc_typehints_format = "short"
 autodoc_type_aliases = {  # shown by name, not spelt out
     name: name
     for name in ("ArrayLike", "DTypeLike", "optax.OptState", "optax.Params", "optax.Updates")
+    + ("optax.ScalarOrSchedule", "optax.Schedule")
     + ("LossScaleChoice", "OnFloor", "PathRule", "Refill")
 }
+python_maximum_signature_line_length = 90  # a longer one has a line for each argument
 napoleon_attr_annotations = False
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # "Attributes:" lists the fields, so the hook below leaves them out
 
+# It calls the fields of an object "Variables".
+for field in PyObject.doc_field_types:
+    if field.name == "variable":
+        field.label = "Attributes"
+
 html_theme = "furo"
 html_title = f"ampx {release}"
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
 
 
 def _skip(app, what, name, obj, skip, options):

@@ -1,8 +1,12 @@
 """What the documentation names exists, and notebooks run. Code blocks: test_code_blocks.py."""
 
+import ast
+import importlib.util
 import inspect
 import pathlib
 import re
+import tomllib
+import urllib.request
 from collections.abc import Iterator
 
 import nbclient
@@ -105,3 +109,52 @@ def test_notebook_runs(notebook: pathlib.Path) -> None:
 
 def test_there_are_notebooks() -> None:
     assert list((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_a_release_has_absolute_links() -> None:
+    spec = importlib.util.spec_from_file_location("links", ROOT / "docs/absolute_links.py")
+    assert spec is not None and spec.loader is not None
+    links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(links)
+    readme = (ROOT / "README.md").read_text()
+    written = links.link_absolutely(readme, "https://host.example/a/b", "v1")
+    targets = re.findall(r"\]\(([^)]+)\)", readme)
+    assert re.findall(r"\]\(([^)]+)\)", written) == [
+        target
+        if target.startswith("http")
+        else f"https://host.example/a/b/{'raw' if target.endswith('.png') else 'blob'}/v1/{target}"
+        for target in targets
+    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    if "urls" not in project:  # a released source distribution has them
+        text = links.name_urls((ROOT / "pyproject.toml").read_text(), "https://host.example/a/b")
+        told = tomllib.loads(text)["project"]
+        assert told.pop("urls")["Issues"] == "https://host.example/a/b/issues"
+        assert told == project
+
+
+def test_the_source_distribution_holds_what_its_tests_read() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    held = {*build["targets"]["sdist"]["only-include"], "README.md", "pyproject.toml"}
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    read = set(re.findall(r'(?:ROOT|parents\[1\]) / "([\w-][\w.-]*)', "\n".join(texts)))
+    assert read - held == set() and len(read) > 6
+
+
+def test_indices_of_libraries_are_taken_where_they_answer(tmp_path) -> None:
+    """Without a network the docs have no links to JAX, and no warnings, which would be errors."""
+    tree = ast.parse((ROOT / "docs/conf.py").read_text())
+    (function,) = [node for node in tree.body if getattr(node, "name", "") == "fetch_indices"]
+    names = {"urllib": urllib}
+    exec(compile(ast.Module([function], []), "conf.py", "exec"), names)
+    fetch, site = names["fetch_indices"], tmp_path / "site"
+    site.mkdir()
+    (site / "objects.inv").write_bytes(b"index")
+    url, dead = site.as_uri(), (tmp_path / "nowhere").as_uri()
+    assert fetch({"jax": dead, "optax": url}, tmp_path / "kept") == {}, "the first failure ends it"
+    found = fetch({"optax": url, "jax": dead}, tmp_path / "kept")
+    assert found == {"optax": (url, str(tmp_path / "kept/optax"))}
+    assert (tmp_path / "kept/optax").read_bytes() == b"index"
+    assert fetch({"optax": dead}, tmp_path / "kept") == {
+        "optax": (dead, str(tmp_path / "kept/optax"))
+    }
