@@ -137,18 +137,28 @@ def casts_of(dots: Float8) -> Products:
 
 def find_obstacle(dots: Float8, eqn: Any) -> str:
     """Finds why a `dot_general` cannot be float8, in a word for reports; `""` if it can."""
-    (lhs_sum, rhs_sum), (batch, _) = eqn.params["dimension_numbers"]
+    _, (batch, _) = eqn.params["dimension_numbers"]
     if batch:
         return "batched"
+    in_blocks = casts_of(dots).forward[0].per == "block"
+    return "" if all(_fits(sizes, in_blocks) for sizes in _kinds_of_axes(eqn)) else "size"
+
+
+def find_sizes(eqn: Any) -> tuple[int, int, int]:
+    """The three sizes of a product as one of matrices: of its sums, its rows and its columns."""
+    summed, rows, columns = (math.prod(sizes) for sizes in _kinds_of_axes(eqn))
+    return summed, rows, columns
+
+
+def _kinds_of_axes(eqn: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """The sizes of a product's axes by kind: each of its three products sums over one kind."""
+    (lhs_sum, rhs_sum), _ = eqn.params["dimension_numbers"]
     lhs, rhs = (atom.aval.shape for atom in eqn.invars)
-    # Each of the three products sums over one of these kinds of axes.
-    kinds = (
+    return (
         [lhs[axis] for axis in lhs_sum],
         [size for axis, size in enumerate(lhs) if axis not in lhs_sum],
         [size for axis, size in enumerate(rhs) if axis not in rhs_sum],
     )
-    in_blocks = casts_of(dots).forward[0].per == "block"
-    return "" if all(_fits(sizes, in_blocks) for sizes in kinds) else "size"
 
 
 def _fits(sizes: list[Any], in_blocks: bool) -> bool:

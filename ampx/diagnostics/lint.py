@@ -7,6 +7,7 @@ silent where it cannot:
 
     scale_checks    the loss scale: once, unscaled before all else, and skips that undo all
     half_checks     what is kept, added up or written in half precision
+    float8_checks   heads in float8, and products that only a size keeps out of it
     here            callbacks to the host, donated arrays, dtypes that change
 """
 
@@ -20,7 +21,7 @@ from pathlib import PurePath
 from typing import Any, ParamSpec, get_args
 
 from ampx.checking import check_callable, check_choice, join_first
-from ampx.diagnostics import half_checks, scale_checks
+from ampx.diagnostics import float8_checks, half_checks, scale_checks
 from ampx.diagnostics.dataflow import Flow, ReductionRecord
 from ampx.diagnostics.lint_findings import CheckName, LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output, trace_step
@@ -110,6 +111,9 @@ def lint_step(
       random; averages that decay by less than half precision resolves;
     - `"half_constant"`: a number that is infinite in half precision is multiplied or added, or a
       loss scale is converted to float16 that is (for this its value must be given);
+    - `"float8_head"`: a softmax reads a product in float8, as that of a head or a router;
+    - `"float8_size"`: beside products in float8 a large one stays in half, since a size of it is no
+      multiple of 16;
     - `"callback"`: a callback or a print, for which the device talks to the host in every step;
     - `"donation"`: a donated array that no result can take the place of;
     - `"dtype"`: an array of the state comes back in another dtype, so the next call compiles anew.
@@ -166,6 +170,7 @@ def _find_all(program: StepProgram) -> Iterator[LintFinding]:
         yield from scale_checks.find_unfrozen_statistics(program, flow)
     yield from half_checks.find_half_sums(program)
     yield from half_checks.find_half_states(program)
+    yield from float8_checks.find_float8_faults(program)
     yield from _find_callbacks(program)
     yield from _find_useless_donations(program)
     yield from _find_changing_dtypes(program)

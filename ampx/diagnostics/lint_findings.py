@@ -14,6 +14,8 @@ CheckName = Literal[
     "half_sum",
     "half_state",
     "half_constant",
+    "float8_head",
+    "float8_size",
     "callback",
     "donation",
     "dtype",

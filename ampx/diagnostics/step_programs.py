@@ -165,10 +165,15 @@ def _fits(
 
 def source_of(eqns: tuple[Equation, ...], jaxpr: Jaxpr) -> str:
     """The innermost line of the user's own at an equation and those around it, innermost first."""
+    return place_of(eqns, jaxpr).source
+
+
+def place_of(eqns: tuple[Equation, ...], jaxpr: Jaxpr) -> Place:
+    """The place of an equation, given with those around it, innermost first."""
     place = Place()
     for eqn in reversed(eqns):
         place = place.at(eqn, jaxpr)
-    return place.source
+    return place
 
 
 def source_of_output(program: StepProgram, number: int) -> str:

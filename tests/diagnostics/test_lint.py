@@ -1,6 +1,7 @@
 """lint_step: planted faults are found, each by its check, and sound programs give nothing."""
 
 import functools
+import pathlib
 import re
 
 import flax.linen as nn
@@ -205,6 +206,30 @@ def changing_dtype():
     return changing, (params, opt_state, batch)
 
 
+def in_float8(head=64, hidden=64, rules=ampx.DEFAULT_RULES, dots="float8"):
+    """A scanned layer with attention of its own to its inputs, and a head that a softmax reads."""
+    shapes = {"up": (2, 32, hidden), "down": (2, hidden, 32), "head": (32, head)}
+    shapes["embed"] = (32, 32)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def layer(x, w):
+        scores = jnp.einsum("bqk,bmk->bqm", x, x)
+        x = x + jax.nn.softmax(scores) @ x
+        return x + jax.nn.gelu(x @ w[0]) @ w[1], None
+
+    def loss(params, batch):
+        x = batch["x"] @ params["embed"]
+        x, _ = jax.lax.scan(layer, x, (params["up"], params["down"]))
+        with jax.named_scope("lm_head"):
+            logits = x @ params["head"]
+        return -jnp.mean(jax.nn.log_softmax(30 * jnp.tanh(logits / 30))[..., 0])
+
+    policy = ampx.opt_level("O1", loss_scale=None, dots=dots, rules=rules)
+    step = ampx.train_step(loss, optax.sgd(0.1), policy=policy)
+    x = jax.ShapeDtypeStruct((2, 16, 32), jnp.float32)
+    return jax.jit(step), (jax.eval_shape(step.init, params), {"x": x})
+
+
 RATE = optax.linear_schedule(0.1, 0.0, 100)
 FAULTS = {
     "forgotten, SGD": ("loss_scale", lambda: step_of(dynamic(optax.sgd(0.1)), scaled=False)),
@@ -287,6 +312,8 @@ FAULTS = {
     ),
     "print": ("callback", lambda: talking("print")),
     "callback": ("callback", lambda: talking("callback")),
+    "head in float8": ("float8_head", in_float8),
+    "size beside float8": ("float8_size", lambda: in_float8(head=63, hidden=300)),
     "donated batch": ("donation", donating_batch),
     "changing dtype": ("dtype", changing_dtype),
 }
@@ -407,6 +434,10 @@ def with_error_kept(kind):
 
 
 SOUND = {
+    "float8: head in half": lambda: in_float8(rules=ampx.DEFAULT_RULES.half("lm_head")),
+    "float8: head of another size": lambda: in_float8(head=1003),
+    "float8: small sizes": lambda: in_float8(head=63, hidden=40),
+    "float8: none": lambda: in_float8(hidden=300, dots=None),
     "plain optax": lambda: step_of(optax.sgd(0.1), scaled=False),
     "optax: clip, adamw, schedule": lambda: step_of(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)), scaled=False
@@ -496,6 +527,17 @@ def test_a_report_is_a_table_of_lines_and_fixes():
     step, args = SOUND["shard_map"]()
     report = lint_step(step)(*args)
     assert len(report.reductions) == 3 and str(report).endswith("3, of 76 bytes in all.")
+
+
+def test_what_to_do_about_float8_names_the_rule_and_the_size():
+    (head,) = lint_step((step := in_float8())[0])(*step[1]).findings
+    assert head.fix.endswith("rules=ampx.DEFAULT_RULES.half('lm_head')")
+    step, args = in_float8(head=63, hidden=300)
+    sizes = lint_step(step)(*args).findings  # up and down stand in one line
+    assert [found.fix for found in sizes] == ["widen the layer: 300 to 304"]
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    named = [lines[int(found.source.split(":")[1].split()[0]) - 1] for found in (head, *sizes)]
+    assert "params[" in named[0] and "gelu" in named[1]
 
 
 def test_a_failed_test_shows_checks_and_lines():
