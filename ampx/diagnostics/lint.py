@@ -24,6 +24,7 @@ from ampx.checking import check_callable, check_choice, join_first
 from ampx.diagnostics import float8_checks, half_checks, scale_checks
 from ampx.diagnostics.dataflow import Flow, ReductionRecord
 from ampx.diagnostics.lint_findings import CheckName, LintFinding
+from ampx.diagnostics.product_shares import ProductCount, count_products, describe_shares
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output, trace_step
 from ampx.jaxprs import folds, reading
 from ampx.summaries import show_table
@@ -49,6 +50,8 @@ class LintReport:
     Attributes:
       findings: the faults, in the order of the checks.
       reductions: the sums over devices of one step, in the order of the program.
+      products: for each dtype the floating-point operations of its matrix products, and the line of
+        the largest one.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -60,6 +63,7 @@ class LintReport:
 
     findings: tuple[LintFinding, ...]
     reductions: tuple[ReductionRecord, ...] = ()
+    products: tuple[ProductCount, ...] = ()
 
     _repr_html_ = show_table
 
@@ -84,6 +88,8 @@ class LintReport:
                 format_table([("check", "written in", "what is wrong"), *rows]),
                 format_table([("check", "what to do"), *fixes]),
             ]
+        if shares := describe_shares(self.products):
+            parts.append(shares)
         if self.reductions:
             total = sum(record.bytes for record in self.reductions)
             count = len(self.reductions)
@@ -117,6 +123,9 @@ def lint_step(
     - `"callback"`: a callback or a print, for which the device talks to the host in every step;
     - `"donation"`: a donated array that no result can take the place of;
     - `"dtype"`: an array of the state comes back in another dtype, so the next call compiles anew.
+
+    The printed report also has the bytes that are reduced over devices, and the share of matrix
+    products in each dtype, with the line of the largest that is float32 in a step that is half.
 
     A check says nothing where the program leaves it open: what a kernel does, how large a rate is.
     A step without findings may have faults that are none of these.
@@ -157,7 +166,8 @@ def lint_step(
         found = [finding for finding in _find_all(program) if finding.check not in ignore]
         flow = Flow()
         flow.follow(program.jaxpr, [0] * len(program.inputs), {})
-        return LintReport(tuple(dict.fromkeys(found)), tuple(flow.reductions))
+        products = count_products(program.jaxpr)
+        return LintReport(tuple(dict.fromkeys(found)), tuple(flow.reductions), products)
 
     return linted
 

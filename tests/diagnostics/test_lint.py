@@ -540,6 +540,32 @@ def test_what_to_do_about_float8_names_the_rule_and_the_size():
     assert "params[" in named[0] and "gelu" in named[1]
 
 
+def test_shares_of_products_are_those_counted_by_hand():
+    def step(params, batch):
+        def layer(x, w):  # 3 times 2 x 4 x 5 x 5 in bfloat16
+            return jnp.tanh(x.astype(BF16) @ w.astype(BF16)).astype(jnp.float32), None
+
+        x, _ = jax.lax.scan(layer, batch, params["layers"])
+        image = x.reshape(1, 4, 5, 1)
+        smooth = jax.lax.conv_general_dilated(  # 2 x 4 x 5 results x 2 channels x 9 in float32
+            image, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return params, jnp.sum(x @ params["head"]) + jnp.sum(smooth)  # 2 x 4 x 5 x 2 in float32
+
+    params = {
+        "layers": np.ones((3, 5, 5)),
+        "head": np.ones((5, 2)),
+        "kernel": np.ones((3, 3, 1, 2)),
+    }
+    params = jax.tree.map(np.float32, params)
+    report = lint_step(step)(params, np.ones((4, 5), np.float32))
+    assert [count[:2] for count in report.products] == [("float32", 720 + 80), ("bfloat16", 600)]
+    line = step.__code__.co_firstlineno + 6
+    expected = "Operations of matrix products: 57.1% in float32, 42.9% in bfloat16. The largest in "
+    assert f"{expected}float32: {__file__}:{line}" in str(report)
+    assert str(lint_step(lambda p, x: p @ x)(np.ones((2, 2)), np.ones((2, 2)))) == "Nothing found."
+
+
 def test_a_failed_test_shows_checks_and_lines():
     step, args = step_of(dynamic(optax.sgd(0.1)), scaled=False)
     shown = repr(lint_step(step)(*args))
