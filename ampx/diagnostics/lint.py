@@ -52,6 +52,7 @@ class LintReport:
       reductions: the sums over devices of one step, in the order of the program.
       products: for each dtype the floating-point operations of its matrix products, and the line of
         the largest one.
+      has_loss_scale: whether the state of the step holds a loss scale.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -64,6 +65,7 @@ class LintReport:
     findings: tuple[LintFinding, ...]
     reductions: tuple[ReductionRecord, ...] = ()
     products: tuple[ProductCount, ...] = ()
+    has_loss_scale: bool = True
 
     _repr_html_ = show_table
 
@@ -90,6 +92,11 @@ class LintReport:
             ]
         if shares := describe_shares(self.products):
             parts.append(shares)
+        if not self.has_loss_scale and any(each.dtype == "float16" for each in self.products):
+            parts.append(
+                "It multiplies in float16, and its state holds no loss scale: gradients below 3e-8 "
+                "become zero. ampx.dynamic_loss_scale keeps them; bfloat16 needs none."
+            )
         if self.reductions:
             total = sum(record.bytes for record in self.reductions)
             count = len(self.reductions)
@@ -125,7 +132,8 @@ def lint_step(
     - `"dtype"`: an array of the state comes back in another dtype, so the next call compiles anew.
 
     The printed report also has the bytes that are reduced over devices, and the share of matrix
-    products in each dtype, with the line of the largest that is float32 in a step that is half.
+    products in each dtype, with the line of the largest that is float32 in a step that is half. It
+    says where a step in float16 has no loss scale.
 
     A check says nothing where the program leaves it open: what a kernel does, how large a rate is.
     A step without findings may have faults that are none of these.
@@ -167,7 +175,12 @@ def lint_step(
         flow = Flow()
         flow.follow(program.jaxpr, [0] * len(program.inputs), {})
         products = count_products(program.jaxpr)
-        return LintReport(tuple(dict.fromkeys(found)), tuple(flow.reductions), products)
+        return LintReport(
+            findings=tuple(dict.fromkeys(found)),
+            reductions=tuple(flow.reductions),
+            products=products,
+            has_loss_scale=bool(program.scales),
+        )
 
     return linted
 

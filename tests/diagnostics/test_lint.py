@@ -566,6 +566,22 @@ def test_shares_of_products_are_those_counted_by_hand():
     assert str(lint_step(lambda p, x: p @ x)(np.ones((2, 2)), np.ones((2, 2)))) == "Nothing found."
 
 
+def test_float16_without_a_loss_scale_is_told():
+    def halved(scaled):
+        tx = dynamic(optax.sgd(0.1)) if scaled else optax.sgd(0.1)
+        step = ampx.train_step(
+            lambda w, x: jnp.sum(x.astype(w.dtype) @ w), tx, policy=policy_of_step
+        )
+        params = np.ones((2, 2), np.float32)
+        return str(lint_step(step)(step.init(params), params))
+
+    policy_of_step = "p=f32,c=f16,o=f32"
+    assert "its state holds no loss scale: gradients below 3e-8 become zero" in halved(False)
+    assert "no loss scale" not in halved(True)
+    policy_of_step = "p=f32,c=bf16,o=f32"
+    assert "no loss scale" not in halved(False)
+
+
 def test_a_failed_test_shows_checks_and_lines():
     step, args = step_of(dynamic(optax.sgd(0.1)), scaled=False)
     shown = repr(lint_step(step)(*args))
