@@ -17,23 +17,21 @@ multiplied, too, and recipes are chosen by the errors of the products.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import collections
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.autocasting.float8 import BLOCK, Float8, RecipeName, Sharing, find_obstacle
+from ampx.autocasting.float8 import BLOCK, Float8, RecipeName, Sharing, casts_of, find_obstacle
 from ampx.jaxprs.reading import Equation
 from ampx.summaries import show_fields
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-# Which numbers share a scale, by recipe: from the fewest casts to the most room for small numbers.
-_LADDER: tuple[tuple[RecipeName, Sharing], ...] = (
-    ("tensorwise", "tensor"),
-    ("rowwise", "row"),
-    ("mxfp8", "block"),
-)
+# From the fewest casts to the most room for small numbers.
+LADDER: tuple[RecipeName, ...] = ("tensorwise", "rowwise", "rowwise_half_dw", "mxfp8")
+Role = Literal["input", "parameter", "cotangent"]
 # The error of a product of normal numbers is 0.04, and 0.06 with e5m2. Where the best recipe has
 # more than this, the terms of its sums cancel, and what is left are roundings.
 _LARGEST_ERROR = 0.25
@@ -110,7 +108,7 @@ class JudgedProduct(NamedTuple):
 
 
 def judge_product(
-    eqn: Equation, operands: Sequence[Any], is_cotangent: Sequence[bool]
+    eqn: Equation, operands: Sequence[Any], roles: Sequence[Role]
 ) -> JudgedProduct | None:
     """Casts the operands of a `dot_general` and multiplies them; None if it cannot be float8."""
     is_real = all(jnp.issubdtype(jnp.result_type(array), np.floating) for array in operands)
@@ -124,21 +122,32 @@ def judge_product(
         product = np.tensordot(*arrays, axes=sums)
         return product.reshape(-1, np.prod(product.shape[pairs[0][0].ndim - len(sums[0]) :]))
 
-    exact, errors = multiply(array for array, _ in pairs), {}
-    for recipe, per in _LADDER:
-        names = [E5M2 if own and per == "tensor" else E4M3 for own in is_cotangent]
-        if all((name, per) in own for name, own in zip(names, casts, strict=True)):
-            arrays = (own[name, per][0] for name, own in zip(names, casts, strict=True))
+    exact = multiply(array for array, _ in pairs)
+    errors: dict[RecipeName, tuple[float, float]] = {}
+    fitting: set[RecipeName] = set()
+    for recipe in LADDER:
+        keys = [_find_cast(recipe, role, roles) for role in roles]
+        if None in keys:  # this product is left in half
+            fitting.add(recipe)
+        elif all(key in own for key, own in zip(keys, casts, strict=True)):
+            arrays = (own[key][0] for key, own in zip(keys, casts, strict=True) if key)
             errors[recipe] = _find_errors(multiply(arrays), exact)
-    of_all = min(error for error, _ in errors.values())
-    of_worst = min(worst for _, worst in errors.values())
-    fitting = frozenset(
-        recipe
-        for recipe, (_, worst) in errors.items()
-        if of_all <= _LARGEST_ERROR and worst <= _LOST * of_worst
-    )
+    if min(error for error, _ in errors.values()) <= _LARGEST_ERROR:
+        least = min(worst for _, worst in errors.values())
+        fitting |= {recipe for recipe, (_, worst) in errors.items() if worst <= _LOST * least}
     shares = tuple({key: found for key, (_, found) in own.items()} for own in casts)
-    return JudgedProduct(shares, fitting)
+    return JudgedProduct(shares, frozenset(fitting))
+
+
+def _find_cast(recipe: RecipeName, role: Role, roles: Sequence[Role]) -> tuple[str, Sharing] | None:
+    """How a recipe casts an operand in its role, beside the other's; None leaves it in half."""
+    casts = casts_of(Float8(recipe))
+    if "cotangent" not in roles:
+        found = casts.forward[0]
+    else:
+        of_cotangent, of_other = casts.dx if "parameter" in roles else casts.dw
+        found = of_cotangent if role == "cotangent" else of_other
+    return None if found is None else (str(found.dtype), found.per)
 
 
 def _finite(array: Any) -> np.ndarray:
@@ -201,13 +210,12 @@ def make_rows(found: Mapping[tuple[str, str], Shares], name: str) -> tuple[Float
     )
 
 
-def choose_recipe(fitting: frozenset[RecipeName]) -> RecipeName | None:
+def choose_recipe(fitting: Container[RecipeName]) -> RecipeName | None:
     """The recipe with the fewest casts among some; None of none."""
-    return next((recipe for recipe, _ in _LADDER if recipe in fitting), None)
+    return next((recipe for recipe in LADDER if recipe in fitting), None)
 
 
-def choose_for_all(recipes: Mapping[str, RecipeName | None]) -> RecipeName | None:
-    """The recipe for products whose scopes need these: the one with the most room of them."""
-    order = [recipe for recipe, _ in _LADDER]
-    needed = [recipe for recipe in recipes.values() if recipe is not None]
-    return max(needed, key=order.index, default=None)
+def choose_for_all(fitting: Iterable[frozenset[RecipeName]]) -> RecipeName | None:
+    """The recipe that serves the most scopes, and of those the one with the fewest casts."""
+    counts = collections.Counter(recipe for recipes in fitting for recipe in recipes)
+    return max(LADDER, key=counts.__getitem__) if counts else None

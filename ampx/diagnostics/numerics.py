@@ -61,12 +61,14 @@ class Origin(NamedTuple):
       is_scaled: whether it depends on the cotangent of the loss. A gradient is linear in that, so
         this is what a loss scale multiplies. What remat computes again does not depend on it.
       is_constant: whether it is made of numbers of the program alone.
+      is_parameter: whether it is a parameter, moved at most.
       fills: which of its numbers mask something.
       sums: keys, in `CountingWalk.sums`, of the large sums that it is, moved at most.
     """
 
     is_scaled: bool = False
     is_constant: bool = False
+    is_parameter: bool = False
     fills: Fills = NO_FILLS
     sums: frozenset[int] = frozenset()
 
@@ -130,17 +132,19 @@ class CountingWalk(Walk):
         return results
 
     def _judge_float8(self, eqn: Equation, operands: Sequence[Value], scope: str) -> None:
-        is_scaled = [value.remark.is_scaled for value in operands]
-        judged = float8_shares.judge_product(eqn, [v.array for v in operands], is_scaled)
+        roles = [_find_role(value.remark) for value in operands]
+        judged = float8_shares.judge_product(eqn, [v.array for v in operands], roles)
         if judged is None:
             return
         self.recipes[scope] = judged.recipes & self.recipes.get(scope, judged.recipes)
-        for own, shares in zip(is_scaled, judged.shares, strict=True):
-            key = scope, BACKWARD if own else FORWARD
+        for role, shares in zip(roles, judged.shares, strict=True):
+            key = scope, BACKWARD if role == "cotangent" else FORWARD
             self.float8[key] = float8_shares.merge(self.float8.get(key, {}), shares)
 
     def _find_origin(self, name: str, operands: Sequence[Value]) -> Origin:
         made = self.remark_joined(operands)
+        if name not in MOVING:
+            made = made._replace(is_parameter=False)
         # Fills stay fills where numbers are only picked or moved. In a sum masks do, too: -1e9 plus
         # a score is still a mask. Anything else computes on them.
         if name in ("add", "sub"):
@@ -167,9 +171,16 @@ class CountingWalk(Walk):
         return Origin(
             any(remark.is_scaled for remark in remarks),
             bool(remarks) and all(remark.is_constant for remark in remarks),
+            bool(remarks) and all(remark.is_parameter for remark in remarks),
             functools.reduce(operator.or_, (remark.fills for remark in remarks), NO_FILLS),
             frozenset().union(*(remark.sums for remark in remarks)),
         )
+
+
+def _find_role(origin: Origin) -> float8_shares.Role:
+    if origin.is_scaled:
+        return "cotangent"
+    return "parameter" if origin.is_parameter else "input"
 
 
 def _count(histograms: Counts, scope: str, value: Value) -> Histogram:
@@ -276,7 +287,7 @@ def numerics_report(
             MappingProxyType(dict(walk.products)),
             MappingProxyType(dict(sums)),
             MappingProxyType(walk.float8),
-            MappingProxyType({s: float8_shares.choose_recipe(r) for s, r in walk.recipes.items()}),
+            MappingProxyType(walk.recipes),
             tuple(sorted(walk.opaque)),
             is_finite,
             float(loss_scale),
@@ -330,7 +341,9 @@ def _run_loss_and_gradient(
         raise TypeError(f"fun must give a floating scalar, got {loss}: see has_aux for a pair")
     seed = jnp.ones((), loss.dtype)
     jaxpr, shapes = reading.trace(both, seed, *arrays)
-    walk, operands = CountingWalk(), [Value(array, Origin()) for array in arrays]
+    of_params = Origin(is_parameter=True)
+    count, walk = len(split_arrays(params)[0]), CountingWalk()
+    operands = [Value(a, of_params if i < count else Origin()) for i, a in enumerate(arrays)]
     values = walk.run(jaxpr, [Value(seed, Origin(True)), *operands], Place())
     walk.count_sums_of(values[0].remark)  # a loss that is a sum itself comes out in half
     loss, gradients = jax.tree.unflatten(jax.tree.structure(shapes), [v.array for v in values])

@@ -91,9 +91,8 @@ class NumericsReport:
         advice leaves them out.
       float8: what casts to float8 leave of the operands of those matrix products that could be
         float8, by (scope, direction); see `float8_table`.
-      float8_recipes: by scope, the recipe of `ampx.Float8` with the fewest casts that keeps what
-        others keep: `"tensorwise"`, `"rowwise"`, `"mxfp8"`. None stands for half, where the terms
-        of a product cancel and float8 leaves little of it but roundings.
+      float8_fitting: by scope, the recipes of `ampx.Float8` that lose no row or column of a product
+        which others keep; none where the terms of one cancel, so that little but roundings is left.
       opaque: names of primitives, such as shard_map and kernels, inside of which nothing counts.
       is_finite: whether the loss and the gradients of the parameters are.
       loss_scale: what gradients are multiplied by, in `table`.
@@ -114,7 +113,7 @@ class NumericsReport:
     products: Mapping[Key, Histogram]
     sums: Mapping[Key, Histogram]
     float8: Mapping[Key, float8_shares.Shares]
-    float8_recipes: Mapping[str, RecipeName | None]
+    float8_fitting: Mapping[str, frozenset[RecipeName]]
     opaque: tuple[str, ...]
     is_finite: bool
     loss_scale: float
@@ -178,6 +177,15 @@ class NumericsReport:
         return float8_shares.make_rows(self.float8, float8_dtype)
 
     @property
+    def float8_recipes(self) -> Mapping[str, RecipeName | None]:
+        """By scope, the recipe with the fewest casts in `float8_fitting`; None stands for half.
+
+        The order is `"tensorwise"`, `"rowwise"`, `"rowwise_half_dw"`, `"mxfp8"`.
+        """
+        fitting = self.float8_fitting.items()
+        return MappingProxyType({s: float8_shares.choose_recipe(of) for s, of in fitting})
+
+    @property
     def recommended(self) -> Recommendation:
         """The opt level, half dtype and loss scale to try first."""
         everything = collect_evidence(self.histograms, self.sums)
@@ -220,8 +228,8 @@ class NumericsReport:
             shares = (found[name, per] for name, per in _FLOAT8_COLUMNS.values())
             cells = ("/".join(map(_format_percent, each)) for each in shares)
             rows.append((scope or "(rest)", direction, *cells, recipes[scope] or "half"))
-        out = [scope for scope, recipe in recipes.items() if recipe is None]
-        one = float8_shares.choose_for_all(recipes)
+        one = float8_shares.choose_for_all(self.float8_fitting.values())
+        out = [scope for scope, of in self.float8_fitting.items() if one not in of]
         advice = "none" if one is None else f"dots={one!r}"
         return [
             "",

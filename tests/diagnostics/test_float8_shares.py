@@ -18,14 +18,15 @@ def draw(seed, *shape):
 def make_operands():
     """Inputs and weights of products that need different recipes."""
     x, w = draw(0, 64, 64), draw(1, 64, 32)
-    sizes = 2.0 ** np.random.default_rng(2).integers(-12, 13, size=(64, 1))
     # The second half of the channels is small, and counts as much by its weights.
     channels = np.repeat(np.float32([1, 2.0**-16]), 32)
     tiny = 1 + 1e-3 * draw(3, 32, 32)
     return {
         "plain": (x, w),
-        "tokens": (x * sizes.astype(np.float32), w),
+        "tokens": (x * SIZES, w),
         "channels": (x * channels, w / channels[:, None]),
+        # Small inputs with large cotangents: in dw all terms count alike.
+        "tokens_dw": (x * SIZES, w),
         "cancelling": (np.hstack([x[:, :32]] * 2), np.vstack([w[:32], -w[:32] * tiny])),
         "batched": (x.reshape(4, 16, 64), np.stack([w] * 4)),
         "small": (x, w[:, :3]),
@@ -37,11 +38,14 @@ def loss(weights, inputs):
     for name, w in weights.items():
         with jax.named_scope(name):
             y = inputs[name] @ w
+        if name == "tokens_dw":
+            y = y / SIZES
         total += jnp.sum(y * COTANGENTS[: y.size].reshape(y.shape))
     return total
 
 
 COTANGENTS = draw(4, 64 * 32)
+SIZES = 2.0 ** np.random.default_rng(2).integers(-12, 13, size=(64, 1)).astype(np.float32)
 
 
 def shares(x, name, axes, block=False):
@@ -62,9 +66,9 @@ def test_shares_are_those_of_the_casts_and_recipes_keep_what_matters():
     inputs, weights = ({name: pair[i] for name, pair in operands.items()} for i in (0, 1))
     report = ampx.numerics_report(loss)(weights, inputs)
     tables = {name: {row[:2]: row for row in report.float8_table(name)} for name in DTYPES}
-    g = COTANGENTS.reshape(64, 32)
     # The forward product sums over columns of x, and the gradient of w over rows of x and of g.
-    for scope, (x, w) in list(operands.items())[:4]:
+    for scope, (x, w) in list(operands.items())[:5]:
+        g = COTANGENTS.reshape(64, 32) / (SIZES if scope == "tokens_dw" else 1)
         for name, table in tables.items():
             of_forward, of_cotangent = table[scope, "forward"], table[scope, "backward"]
             for found, casts, block in (
@@ -77,9 +81,14 @@ def test_shares_are_those_of_the_casts_and_recipes_keep_what_matters():
                 expected = [shares(array, name, axes, block) for array, axes in casts]
                 np.testing.assert_allclose(found, np.max(expected, axis=0), atol=1e-12)
     assert tables["float8_e4m3fn"]["tokens", "forward"].by_tensor.flushed > 0.3
-    recipes = {"plain": "tensorwise", "tokens": "rowwise", "channels": "mxfp8", "cancelling": None}
-    assert dict(report.float8_recipes) == recipes  # not of batched or small ones
+    assert dict(report.float8_recipes) == {  # not of batched or small ones
+        "plain": "tensorwise",
+        "tokens": "rowwise",
+        "tokens_dw": "rowwise_half_dw",
+        "channels": "mxfp8",
+        "cancelling": None,
+    }
     lines = str(report).splitlines()
-    assert lines[-1].endswith("dots='mxfp8', half for cancelling")
+    assert lines[-1].endswith("dots='rowwise_half_dw', half for cancelling, channels")
     with pytest.raises(ValueError, match="float8_dtype must be .*, got 'float16'"):
         report.float8_table("float16")
