@@ -107,8 +107,13 @@ def test_notebook_runs(notebook: pathlib.Path) -> None:
     assert size < 300_000, f"{notebook.name} holds {size} bytes: keep outputs small"
 
 
-def test_there_are_notebooks() -> None:
-    assert list((ROOT / "notebooks").glob("*.ipynb"))
+def test_a_notebook_begins_by_installing_what_it_needs() -> None:
+    notebooks = list((ROOT / "notebooks").glob("*.ipynb"))
+    assert notebooks
+    for path in notebooks:
+        cells = nbformat.read(path, as_version=4).cells
+        first = next(cell.source for cell in cells if cell.cell_type == "code")
+        assert 'find_spec("ampx") is None' in first and '%pip install -q "..[ex' in first, path
 
 
 def test_a_release_has_absolute_links() -> None:
