@@ -55,15 +55,21 @@ class Peer(NamedTuple):
       runs: what is run and how, in one or two sentences of Markdown that begin in lower case.
       cases: returns the names of all cases, without running them. Each program in each form is one.
       excluded: which of these cases cannot pass, and why, in words that a reader of the page
-        understands.
+        understands; or a function that returns this, where finding it takes seconds, which every
+        worker would spend while it collects tests.
       in_suite: returns the names of those cases that the suite runs; without it, it runs all.
     """
 
     source: str
     runs: str
     cases: Callable[[], Iterable[str]]
-    excluded: Mapping[str, str]
+    excluded: Mapping[str, str] | Callable[[], Mapping[str, str]]
     in_suite: Callable[[], Iterable[str]] | None = None
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """`excluded`, found if need be."""
+        return self.excluded() if callable(self.excluded) else self.excluded
 
     @property
     def version(self) -> str:
@@ -100,12 +106,12 @@ def read_files() -> Iterator[tuple[str, tuple[Peer, ...]]]:
 
 def rows_of(file: str, peer: Peer) -> tuple[str, list[str]]:
     """A peer's row in the table, and its rows in the table of what is excluded."""
-    cases, excluded = len(list(peer.cases())), len(peer.excluded)
+    cases, excluded = len(list(peer.cases())), len(peer.reasons)
     cells = (peer.source, peer.version, f"`{file}`", peer.runs)
     in_suite = cases if peer.in_suite is None else len(list(peer.in_suite()))
     counts = (f"{number:,}" for number in (cases, cases - excluded, excluded, in_suite))
     groups = collections.defaultdict(list)
-    for name, reason in peer.excluded.items():
+    for name, reason in peer.reasons.items():
         groups[reason].append(name)
     details = []
     for reason, names in groups.items():

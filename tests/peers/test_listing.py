@@ -11,11 +11,11 @@ def test_every_excluded_case_exists_and_has_a_reason():
         for peer in peers:
             cases = collections.Counter(peer.cases())
             assert cases and max(cases.values()) == 1, f"{file}: no cases, or two of one name"
-            assert set(peer.excluded) <= set(cases), f"{file}: excludes what is no case"
+            assert set(peer.reasons) <= set(cases), f"{file}: excludes what is no case"
             if peer.in_suite is not None:
                 some = list(peer.in_suite())
                 assert len(set(some)) == len(some) and set(some) < set(cases), file
-            assert all(reason.strip() for reason in peer.excluded.values())
+            assert all(reason.strip() for reason in peer.reasons.values())
 
 
 def test_the_page_shows_what_the_files_say():

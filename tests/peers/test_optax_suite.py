@@ -15,7 +15,6 @@ from listing import Peer
 from optax_cases import FORMS, NOT_FUSED, UNUSED, WHOLE_TESTS, all_cases, listed, short, some_cases
 
 MODULES = optax_cases.modules()
-EXCLUDED = optax_cases.excluded()
 # How a sum is rounded depends on the processor, too.
 LAST_DIGITS = "compares to more digits than a compiled program and single operations share"
 
@@ -35,7 +34,7 @@ PEERS = (
         "its place",
         cases=lambda: names_of(all_cases),
         in_suite=lambda: names_of(some_cases),
-        excluded=EXCLUDED,
+        excluded=optax_cases.excluded,
     ),
 )
 
@@ -60,7 +59,7 @@ def check(module, form, choose=some_cases):
         is_alone = len(whole[test]) == 1
         if is_alone and seen and seen[0].names & optax_cases.FUSED:
             fused.append(f"fused: {test}")
-    installed_tests.compare_errors(errors, EXCLUDED, may_pass=(LAST_DIGITS,))
+    installed_tests.compare_errors(errors, optax_cases.excluded(), may_pass=(LAST_DIGITS,))
     assert not idle, f"list these with {UNUSED!r}, or for fused with {NOT_FUSED!r}: {idle}"
     wrong = set(fused) & set(listed())
     assert not wrong, f"these make optimizers that ampx.fused has: {wrong}"
