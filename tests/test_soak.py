@@ -4,7 +4,7 @@ import pytest
 import soak
 
 
-@pytest.mark.slow_but("one device, fused adamw, O1, dynamic", "vma, adamw, f32, strict")
+@pytest.mark.slow_but("one device, fused adamw, O1, dynamic")
 @pytest.mark.parametrize(
     "name",
     [

@@ -246,6 +246,7 @@ def normed_loss(params, batch, *, model_state):
     return jnp.mean((out - batch["y"]) ** 2), updated["batch_stats"]
 
 
+@pytest.mark.slow_but("4")
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_collections_go_through_the_microbatches_in_order(num_microbatches):
     _, batch = data()

@@ -187,6 +187,7 @@ def test_inner_update_is_behind_a_cond():
     assert sorted("sqrt" in str(branch) for branch in update) == [False, True]
 
 
+@pytest.mark.slow_but("1", "4")
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_equals_microbatches_in_one_step(k):
     rng = np.random.default_rng(0)

@@ -56,11 +56,8 @@ def dtypes_of(tree):
 
 
 @pytest.mark.slow_but(
-    "MLP, nnx-bfloat16",
     "MLP, nnx-float16",
-    "CNN with BatchNorm, linen-float16",
     "transformer, scan + remat-bfloat16",
-    "transformer, scan + remat-float16",
 )
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", COMPARED)
@@ -71,11 +68,8 @@ def test_loss_and_gradients_are_close_to_float32(name, half):
 
 
 @pytest.mark.slow_but(
-    "MLP, nnx-bfloat16",
     "MLP, nnx-float16",
-    "CNN with BatchNorm, linen-float16",
     "transformer, scan + remat-bfloat16",
-    "transformer, scan + remat-float16",
 )
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", COMPARED)

@@ -153,7 +153,7 @@ def test_without_the_chain_xla_merges_what_is_independent():
     assert counts[True] >= 6 > counts[False]
 
 
-@pytest.mark.slow_but("True-vma", "False-no vma")
+@pytest.mark.slow_but("True-vma")
 @CHECKED
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_step_over_devices_is_the_step_of_one(check_vma, scaled):
@@ -192,7 +192,7 @@ def test_a_step_over_devices_is_the_step_of_one(check_vma, scaled):
 # Overflow. The verdict is that of the local gradients, and all devices agree on it.
 
 
-@pytest.mark.slow_but("0-inf-vma", "3-nan-no vma", "3-inf-vma")
+@pytest.mark.slow_but("0-inf-vma", "3-nan-no vma")
 @CHECKED
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 @pytest.mark.parametrize("where", [0, 3])

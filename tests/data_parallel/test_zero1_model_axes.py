@@ -192,7 +192,7 @@ def assert_close(tree, like):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.slow_but("types", "names")
+@pytest.mark.slow_but("names")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -210,6 +210,7 @@ def test_parts_are_updated_as_the_whole_is(kind):
         np.testing.assert_allclose(inner.gradient_norm, norm, rtol=1e-6)
 
 
+@pytest.mark.slow_but("names")
 @pytest.mark.parametrize("kind", ["types", "names"])
 def test_an_overflow_on_one_part_skips_on_all_devices(kind):
     program = sharded(kind)

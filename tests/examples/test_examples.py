@@ -192,7 +192,7 @@ def alone(short, model) -> Run:
     return language_model.train(SHORT, corpus=short, model=model)
 
 
-@pytest.mark.slow_but("data=2-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bit_equal
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ampx
@@ -25,6 +25,7 @@ def arrays(draw_shapes, draw_dtypes):
     ]
 
 
+@settings(max_examples=8)  # each compiles a program
 @given(
     st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), max_size=12),
     st.integers(1, 200),

@@ -102,7 +102,7 @@ def jitted(name, max_norm=None, library=fused, loss_scale=dynamic):
 KINDS = {"good": None, "inf": INF, "nan": NAN, "-inf": -INF}
 
 
-@pytest.mark.slow_but("adamw", "partition", "masters", "lion")
+@pytest.mark.slow_but("partition", "masters")
 @pytest.mark.parametrize("name", FULL)
 @settings(max_examples=8)
 @given(kinds=st.lists(st.sampled_from([*KINDS, "good"]), min_size=1, max_size=8))
@@ -140,7 +140,7 @@ def test_skips_of_the_update_face_leave_every_bit(name):
 # --- equality with the parts ---------------------------------------------------------------------
 
 
-@pytest.mark.slow_but("adamw-1.0", "partition-1.0", "masters-1.0", "novograd-1.0", "adamw-None")
+@pytest.mark.slow_but("partition-1.0", "novograd-1.0", "adamw-None")
 @pytest.mark.parametrize(
     "name, max_norm", [*((name, 1.0) for name in FULL), ("adamw", None), ("masters", None)]
 )

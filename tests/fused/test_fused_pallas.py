@@ -116,7 +116,7 @@ def count_kernels(monkeypatch):
 # --- equality ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_but("adamw", "lamb", "novograd", "groups")
+@pytest.mark.slow_but("lamb", "groups")
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_xla_and_optax(case, monkeypatch):
     calls = count_kernels(monkeypatch)
@@ -222,6 +222,7 @@ def test_coefficients_that_are_not_finite_are_counted():
 # --- the GPU kernels, interpreted ----------------------------------------------------------------
 
 
+@pytest.mark.slow_but("lamb")
 @pytest.mark.parametrize("case", ["adamw", "lamb"])
 def test_gpu_kernels_equal_xla(case, monkeypatch):
     interpreted = functools.partial(gpu.map_leaves, interpret=True)

@@ -43,9 +43,7 @@ def assert_undone(before, after, loss_scale):
     assert float(after.loss_scale) == loss_scale, "a smaller scale would not help"
 
 
-@pytest.mark.slow_but(
-    "optax-hold", "optax-skip", "fused-hold", "fused, partition-skip", "masters-hold"
-)
+@pytest.mark.slow_but("optax-hold", "fused, partition-skip", "masters-hold")
 @pytest.mark.parametrize("mode", ["hold", "skip"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_step_is_undone_and_counted(name, mode):

@@ -41,7 +41,7 @@ def assert_near(found, expected):
 
 
 ROOT = pathlib.Path(__file__).parents[2]
-QUICK = ["adam", "sgd", "contrib.sam", "fused.adam", "fused.lamb", "fused.novograd"]
+QUICK = ["adam", "contrib.sam", "fused.lamb"]
 
 
 @pytest.mark.slow_but(*QUICK)

@@ -215,7 +215,7 @@ def check_against_reference(refill, bads, **settings):
 
 # Each example compiles a program: few settings, and long sequences.
 @pytest.mark.parametrize("refill", REFERENCES)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     bads=st.lists(st.booleans(), min_size=120, max_size=120),
     init=st.sampled_from([1.0, 8.0, 2.0**16]),

@@ -21,6 +21,7 @@ import re
 import types
 import unittest
 import zlib
+from collections.abc import Collection, Iterator
 
 import installed_tests
 import optax
@@ -128,17 +129,28 @@ def some_cases(module: str, form: str) -> dict[str, Cases]:
 
 @functools.cache
 def excluded() -> dict[str, str]:
-    """Each case that cannot pass, and why."""
+    """Each case that cannot pass, and why. Finding them imports every file."""
     names = [name for module in modules() for form in FORMS for name in _names(module, form)]
     found: dict[str, str] = {}
+    for line, reason, met in _exclusions(names):
+        assert met and not found.keys() & set(met), f"no case, or one that is listed twice: {line}"
+        found |= dict.fromkeys(met, reason)
+    return found
+
+
+def excluded_among(names: Collection[str]) -> dict[str, str]:
+    """Those of some cases that cannot pass, and why."""
+    return {name: reason for _, reason, met in _exclusions(names) for name in met}
+
+
+def _exclusions(names: Collection[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Each line of the list about cases, its reason, and the cases that it stands for."""
     for line, reason in listed().items():
         if reason in WHOLE_TESTS:
             continue
         pattern = line.removeprefix(PATTERN)
         met = [name for name in names if re.fullmatch(pattern, name)] if pattern != line else [line]
-        assert met and not found.keys() & set(met), f"no case, or one that is listed twice: {line}"
-        found |= dict.fromkeys(met, reason)
-    return found
+        yield line, reason, met
 
 
 def _names(module: str, form: str) -> list[str]:

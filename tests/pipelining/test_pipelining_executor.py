@@ -68,7 +68,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(Pool, "fill", poisoned_fill)
 
 
-@pytest.mark.slow_but("1f1b-residuals")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "stash"),
     [
@@ -279,7 +279,7 @@ def test_axlearn_batch_of_14_in_microbatches_of_2():
     assert_as_sequential(one_f_one_b(4, 7), rows=14)
 
 
-@pytest.mark.slow_but("8")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [4, 8])
 def test_maxtext_circular_pipeline_of_32_layers(num_microbatches):
     assert_as_sequential(

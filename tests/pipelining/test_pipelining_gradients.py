@@ -101,9 +101,7 @@ def assert_equal_to(expected, result, scale=1.0):
 
 
 # One of each generator is quick; further numbers of devices, chunks and micro-batches are slow.
-@pytest.mark.slow_but(
-    "1f1b S=2 V=1 M=5-2", "looped-bfs S=2 V=4 M=5-2", "zero-bubble-v S=2 V=2 M=5-2"
-)
+@pytest.mark.slow_but("looped-bfs S=2 V=4 M=5-2", "zero-bubble-v S=2 V=2 M=5-2")
 @pytest.mark.parametrize(("schedule", "data"), CASES, ids=name_of)
 def test_gradients_are_those_of_the_undivided_model(schedule, data):
     number = CASES.index((schedule, data))

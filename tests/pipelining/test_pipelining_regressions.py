@@ -167,7 +167,7 @@ def test_layers_may_make_x_differ_along_another_axis():
     np.testing.assert_allclose(found.grads["stages"], jax.grad(loss)(params), rtol=1e-5)
 
 
-@pytest.mark.slow_but("interleaved", "not divided")
+@pytest.mark.slow_but("interleaved")
 @pytest.mark.parametrize(
     ("schedule", "layers_per_stage"),
     [

@@ -133,7 +133,7 @@ def u_net_reference(num_microbatches):
     return jax.tree.map(lambda leaf: leaf / 12, value_and_grad(u_net_params()))
 
 
-@pytest.mark.slow_but("1f1b-residuals-Auto", "interleaved-dots-Explicit")
+@pytest.mark.slow_but("interleaved-dots-Explicit")
 @pytest.mark.parametrize(
     ("schedule", "stash", "kind"),
     [

@@ -163,7 +163,7 @@ def gradient_functions():
     return grads_of, jax.jit(grads_of), jax.jit(alone)
 
 
-@pytest.mark.slow_but("lamb", "multi_steps")
+@pytest.mark.slow_but("multi_steps")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_need_not_know_of_stages(name):
     grads_of, pipelined, alone = gradient_functions()
@@ -307,6 +307,7 @@ def test_the_verdict_is_the_count_over_the_gradients():
         assert layers.tolist() == [True, True, not bad["gains"].any(), True]
 
 
+@pytest.mark.slow_but("15")
 @pytest.mark.parametrize("row", [0, 15])
 def test_a_nan_in_one_row_is_skipped_everywhere(row):
     step = ampx.train_step(make_grads_of(one_f_one_b(2, 4)), optax.adamw(1e-2), loss_scale=8.0)

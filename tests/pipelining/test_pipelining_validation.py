@@ -159,10 +159,10 @@ def test_every_drop_and_every_duplicate_is_found(schedule):
 def test_mutants_are_refused_if_and_only_if_the_oracle_refuses_them(mutate):
     verdicts = []
     for schedule in SCHEDULES:
-        for mutant in sample(mutate(schedule), 200):
+        for mutant in sample(mutate(schedule), 100):
             verdicts.append(is_valid(mutant))
             assert is_accepted(mutant) == verdicts[-1], mutant.render()
-    assert len(verdicts) > 5000
+    assert len(verdicts) > 2500
     assert any(verdicts) and not all(verdicts)
 
 

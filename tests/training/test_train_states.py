@@ -321,6 +321,7 @@ def test_read_and_write_are_inverse():
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("linen")
 @pytest.mark.parametrize("kind", ["pytree", "linen"])
 def test_orbax_round_trip_resumes_bit_equal(kind, tmp_path: pathlib.Path):
     tx = optax.adamw(optax.cosine_decay_schedule(0.1, 20))

@@ -162,6 +162,7 @@ def test_nnx_is_bit_equal_to_flax():
     assert int(new_optimizer.step[...]) == STEPS
 
 
+@pytest.mark.slow_but("dynamic")
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128])
 def test_loss_scale_changes_nothing_in_float32(loss_scale):
     """Powers of two scale exactly: bit for bit, operation by operation.
