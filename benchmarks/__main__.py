@@ -115,6 +115,7 @@ def _tail(title: str, leaves: int, size: int, rounds: int) -> None:
         "scale, in train_step": (scaled, with_params, grads),
         "the same, step skipped": (scaled, with_params, infinite),
         "scale, tx.update": (scaled, with_updates, grads),
+        "tx.update, step skipped": (scaled, with_updates, infinite),
         "hold": (ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="hold"), with_params, grads),
         "skip": (ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="skip"), with_params, grads),
         "apply_if_finite": (optax.apply_if_finite(OPTIMIZER, 5), with_updates, grads),

@@ -200,26 +200,27 @@ def rebuild(
     return body if jaxpr is opened else core.ClosedJaxpr(body, jaxpr.consts)
 
 
+def extract(
+    jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Atom], eqns: Sequence[Equation]
+) -> Jaxpr:
+    """Puts some equations of `jaxpr` into a jaxpr of their own, without constants."""
+    # The names are those of the parent's arguments and results, of which there may be others.
+    debug_info = open_jaxpr(jaxpr).debug_info._replace(arg_names=None, result_paths=None)
+    effects = frozenset(effect for eqn in eqns for effect in eqn.effects)
+    body = core.Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug_info)
+    return core.ClosedJaxpr(body, [])
+
+
 def as_function(eqn: Equation, parent: Jaxpr) -> Callable[..., list[Any]]:
     """One equation as a function of all its operands, differentiable by the equation's own rule.
 
     The function evaluates a jaxpr of this single equation. That keeps its scope, line and context,
     which a bare bind of its primitive would not.
     """
-    opened = open_jaxpr(parent)
     invars = [new_variable(atom.aval) for atom in eqn.invars]
     outvars = [new_variable(out.aval) for out in eqn.outvars]
-    # The names are those of the parent's arguments and results, of which there may be others.
-    debug_info = opened.debug_info._replace(arg_names=None, result_paths=None)
-    single = core.Jaxpr(
-        [],
-        invars,
-        outvars,
-        [eqn.replace(invars=invars, outvars=outvars)],
-        eqn.effects,
-        debug_info,
-    )
-    return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))
+    single = eqn.replace(invars=invars, outvars=outvars)
+    return core.jaxpr_as_fun(extract(parent, invars, outvars, [single]))
 
 
 def infer_output_dtypes(eqn: Equation, dtypes: Sequence[Any]) -> list[Any]:

@@ -23,29 +23,31 @@ from jax import lax
 
 from ampx.jaxprs import building, primitives
 from ampx.jaxprs.reading import (
+    Jaxpr,
     evaluate,
     find_equations_for,
     is_dropped,
     is_literal,
     new_variable,
     open_jaxpr,
-    trace,
 )
 
 _CHEAP = primitives.ELEMENTWISE | {"broadcast_in_dim", "reduce_sum", "optimization_barrier"}
 
 
-def hoist_sums(fun: Callable[..., Any], operands: Sequence[jax.Array]) -> Callable[[], list[Any]]:
-    """Traces `fun(*operands)` and computes here what it needs of sums of its operands.
+def hoist_sums(jaxpr: Jaxpr, operands: Sequence[jax.Array], count: int) -> Callable[[], list[Any]]:
+    """Computes here what a program needs of sums of its first operands.
 
-    What `fun` closes over takes no part in what is taken out.
+    Args:
+      jaxpr: the program. Constants that are attached to it take no part in what is taken out.
+      operands: arrays.
+      count: how many of the operands, from the first, sums may be of.
 
     Returns:
-      A function without arguments to the results of `fun`, as a flat list, which computes the rest.
+      A function without arguments to the results of the program, which computes the rest.
     """
-    jaxpr, _ = trace(fun, *operands)
     opened = open_jaxpr(jaxpr)
-    known, sums, taken = set(opened.invars), set(), set()
+    known, sums, taken = set(opened.invars[:count]), set(), set()
     for number, eqn in enumerate(opened.eqns):
         atoms = [atom for atom in eqn.invars if not is_literal(atom)]
         if eqn.effects or eqn.primitive.name not in _CHEAP or not known.issuperset(atoms):

@@ -15,7 +15,8 @@ update has three parts: a judgement, a transition, and a move of the scale.
     updates, new state
 
 Judgement (`judging`) and transition (`transitions`) come in two forms. The plain form works around
-any optax transformation: unscaling and the update stand in one branch, which a skip does not take.
+any optax transformation: unscaling and the update stand in one branch, which a skip does not take
+(but for what makes updates of results of the branch, element by element).
 The fused form works around an optimizer of `ampx.fused`: it hands the factor 1/scale and the
 verdict down as a `Tail`, and the optimizer does both in the one pass in which it reads each number
 anyway.

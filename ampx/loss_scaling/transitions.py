@@ -1,7 +1,9 @@
 """The transition of a step: unscale, clip, update; or leave everything as it was.
 
     form          around                       a skip is
-    plain         any optax transformation     one branch around the whole update
+    plain         any optax transformation     one branch around the whole update; updates
+                                               that are elementwise in new state and known
+                                               arrays are made and chosen behind it
     leaf by leaf  one with a reduction that    a select behind each leaf
                   overlaps with updates
     fused         an optimizer of ampx.fused   a select where each number is made
@@ -14,6 +16,7 @@ transition chooses leaf by leaf: each parameter then waits for the verdict and i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +27,7 @@ from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.calls import Call, Judgement, Settings, Transition, split_by_loss
 from ampx.trees import has_mark
 from ampx.updates.applying import apply_updates
-from ampx.updates.branching import run_unless
+from ampx.updates.branching import run_unless, update_unless
 from ampx.updates.clipping import clip_by_norm_of_whole
 from ampx.updates.gradient_norms import fold_clip
 from ampx.updates.tails import Applied, Tail, hold_wrappers, unwrap_results
@@ -35,9 +38,10 @@ def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transitio
     wants_params = call.tail is not None and call.tail.new_params
     undone = judgement.undoes
 
-    def run(grads: Any, loss_scale: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def run(grads: Any, loss_scale: jax.Array, params: Any) -> tuple[Any, Any, jax.Array]:
         state = call.state._replace(loss_scale=loss_scale)
-        return _update(settings, call._replace(grads=grads, state=state), judgement)
+        given = call._replace(grads=grads, state=state, params=params)
+        return _update(settings, given, judgement)
 
     def stay(types: Any) -> tuple[Any, Any, jax.Array]:
         # The update of a skip is u = -0.0, the one number for which x + u has all bits of x:
@@ -50,12 +54,17 @@ def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transitio
 
     # Outside of `jit` a branch would be compiled anew in every call.
     if _overlaps(call) or not isinstance(undone, jax.core.Tracer):
-        new = run(call.grads, call.state.loss_scale)
+        new = run(call.grads, call.state.loss_scale, call.params)
         # A select, not a product with 0: 0 * inf is NaN.
         updates, inner_state, is_bad = trees.hold(undone, new, stay(new))
-    else:
+    elif wants_params:
+        with_params = functools.partial(run, params=call.params)
         updates, inner_state, is_bad = run_unless(
-            undone, run, stay, call.grads, call.state.loss_scale
+            undone, with_params, stay, call.grads, call.state.loss_scale
+        )
+    else:
+        updates, inner_state, is_bad = update_unless(
+            undone, run, stay, call.grads, call.state.loss_scale, params=call.params
         )
     skip = undone | is_bad if settings.nonfinite_updates == "skip" else undone
     is_bad = (is_bad | judgement.is_too_large) & ~judgement.overflow

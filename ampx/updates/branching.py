@@ -6,7 +6,9 @@
 A `lax.cond` costs nothing where it is taken: on both ways XLA writes into the buffers of donated
 arguments. A choice between old and new, leaf by leaf, needs both in memory at once, and on CPUs
 that means a copy of every moment. But a `cond` is one operation: all of its results wait for all of
-its operands, and nothing inside begins before `skip` is known.
+its operands, nothing inside begins before `skip` is known, and nothing inside is fused with what is
+outside. So updates that the caller adds to parameters are made behind the branch where they can be:
+see `ampx.jaxprs.sinking`.
 
 Both ways must return the same types. An update may change what its arrays vary over inside
 `shard_map`, or how they lie on an Explicit mesh; then what is handed on gets the same marks.
@@ -14,7 +16,7 @@ Both ways must return the same types. An update may change what its arrays vary 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.jaxprs.hoisting import hoist_sums
+from ampx.jaxprs.reading import Jaxpr, evaluate, trace
+from ampx.jaxprs.sinking import sink
 from ampx.mesh_axes import mark_varying, match_type, varying_axes
-from ampx.trees import is_float0, is_floating
+from ampx.trees import is_float0, is_floating, null_updates
 
 
 def run_unless(
@@ -41,18 +45,50 @@ def run_unless(
       *gradients: trees. Sums of them alone, such as their norm, are computed in front of the
         branch, where XLA merges them with the verdict.
     """
+    return _branch(skip, run, stay, gradients, ())
+
+
+def update_unless(
+    skip: jax.Array,
+    run: Callable[..., Any],
+    stay: Callable[[Any], Any],
+    *gradients: Any,
+    params: Any,
+) -> Any:
+    """As `run_unless`, where the caller is to add the updates to the parameters.
+
+    Updates that are made element by element of gradients, parameters and new state are computed
+    behind the branch and chosen there. XLA fuses that with the addition.
+
+    Args:
+      skip: as in `run_unless`.
+      run: a function of `gradients` and `params` to a tuple, of which the first is the updates.
+      stay: as in `run_unless`; its updates are null.
+      *gradients: as in `run_unless`.
+      params: a tree, or None.
+    """
+    return _branch(skip, run, stay, gradients, (params,))
+
+
+def _branch(
+    skip: jax.Array,
+    run: Callable[..., Any],
+    stay: Callable[[Any], Any],
+    gradients: tuple[Any, ...],
+    params: tuple[Any, ...],
+) -> Any:
     # Structure and types of what `run` returns.
     found: list[Any] = []
     axes = sorted(varying_axes(skip))
 
-    given, of_gradients = jax.tree.flatten(gradients)
+    given, of_operands = jax.tree.flatten((*gradients, *params))
     places = [place for place, leaf in enumerate(given) if is_floating(leaf)]
 
     def take(*floating: Any) -> list[Any]:
         filled = list(given)
         for place, leaf in zip(places, floating, strict=True):
             filled[place] = leaf
-        leaves, structure = jax.tree.flatten(run(*of_gradients.unflatten(filled)))
+        leaves, structure = jax.tree.flatten(run(*of_operands.unflatten(filled)))
         leaves = [leaf if is_float0(leaf) else jnp.asarray(leaf) for leaf in leaves]
         held = structure.flatten_up_to(stay(structure.unflatten(leaves)))
         # Usually what is new varies over more than what is old. Where it is the other way round, it
@@ -67,19 +103,83 @@ def run_unless(
         return arrays
 
     operands = [jnp.asarray(given[place]) for place in places]
-    # A `cond` traces its first branch first, so `keep` finds the types.
-    take_rest = hoist_sums(take, operands) if operands else take
+    compute, parts = take, None
+    if operands:
+        jaxpr, _ = trace(take, *operands)
+        if params:
+            structure, types = found
+            updates = _arrays(jax.tree.leaves(structure.unflatten(types)[0]))
+            parts = sink(jaxpr, [n for n, leaf in enumerate(updates) if is_floating(leaf)])
+            jaxpr = parts.inside
+        count = len(jax.tree.leaves(gradients))
+        compute = hoist_sums(jaxpr, operands, sum(place < count for place in places))
+    moved = frozenset(parts.moved if parts else ())
+    numbers: list[Any] = []  # types of what the branch returns for the sake of what is behind it
 
+    def take_rest() -> list[Any]:
+        arrays = compute()
+        _, types = found
+        more = arrays[len(_arrays(types)) - len(moved) :]
+        numbers[:] = jax.eval_shape(lambda: more)
+        return arrays
+
+    # A `cond` traces its first branch first, so `keep` finds the types.
     def keep() -> list[Any]:
         structure, types = found
         held = structure.flatten_up_to(stay(structure.unflatten(types)))
         pairs = zip(_arrays(held), _arrays(types), strict=True)
+        pairs = [pair for place, pair in enumerate(pairs) if place not in moved]
+        pairs += [(jnp.zeros(like.shape, like.dtype), like) for like in numbers]
         return [match_type(jnp.asarray(old), new) for old, new in pairs]
 
-    arrays = iter(lax.cond(~skip, take_rest, keep))
+    arrays = lax.cond(~skip, take_rest, keep)
     structure, types = found
+    if parts is not None and moved:
+        values = [*operands, *arrays]
+        made = _choose(skip, parts.behind, [values[source] for source in parts.sources])
+        arrays = _weave(arrays, dict(zip(parts.moved, made, strict=True)), len(_arrays(types)))
+    rest = iter(arrays)
     # An empty gradient of an integer is no array, and the same on both ways.
-    return structure.unflatten([leaf if is_float0(leaf) else next(arrays) for leaf in types])
+    return structure.unflatten([leaf if is_float0(leaf) else next(rest) for leaf in types])
+
+
+def _choose(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
+    """The results of a program, or null updates on a skip.
+
+    A select behind an operation hands it a gradient of zero on a skip. Where the derivative of the
+    operation is infinite or NaN, so is the product. So the derivative stands in a branch.
+    """
+
+    def compute(*operands: Any) -> list[Any]:
+        return evaluate(jaxpr, *operands)
+
+    @jax.custom_jvp
+    def choose(skip: jax.Array, *operands: Any) -> list[Any]:
+        new = compute(*operands)
+        null = map(match_type, null_updates(new), new)
+        return [jnp.where(skip, *pair) for pair in zip(null, new, strict=True)]
+
+    @choose.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        types: list[Any] = []
+
+        def differentiate() -> list[Any]:
+            _, found = jax.jvp(compute, primals[1:], tangents[1:])
+            types[:] = jax.eval_shape(lambda: found)
+            return found
+
+        def stay() -> list[Any]:
+            return [match_type(jnp.zeros(like.shape, like.dtype), like) for like in types]
+
+        return choose(*primals), lax.cond(~primals[0], differentiate, stay)
+
+    return choose(skip, *operands)
+
+
+def _weave(arrays: Sequence[Any], moved: dict[int, Any], count: int) -> list[Any]:
+    """Puts what was moved between what the branch returned, `count` arrays in all."""
+    rest = iter(arrays)
+    return [moved[place] if place in moved else next(rest) for place in range(count)]
 
 
 def _arrays(leaves: list[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from ampx.jaxprs.hoisting import hoist_sums
-from ampx.jaxprs.reading import is_literal, open_jaxpr
+from ampx.jaxprs.reading import is_literal, open_jaxpr, trace
 
 GRADS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(4, np.float32)]
 
@@ -15,7 +15,8 @@ def split(fun):
     """The equations before the branch, and those of the branch that computes the rest."""
 
     def program(skip, other, *grads):
-        rest = hoist_sums(lambda *given: fun(other, *given), grads)
+        jaxpr, _ = trace(lambda *given: fun(other, *given), *grads)
+        rest = hoist_sums(jaxpr, grads, len(grads))
         return jax.lax.cond(skip, lambda: [jnp.zeros_like(x) for x in rest()], rest)
 
     jaxpr = open_jaxpr(jax.make_jaxpr(program)(False, 2.0, *GRADS))
@@ -47,7 +48,8 @@ def test_each_equation_reads_a_copy_of_its_own():
     clip = optax.clip_by_global_norm(1.0)
 
     def program(skip, *grads):
-        rest = hoist_sums(lambda *given: clip.update(list(given), clip.init(given))[0], grads)
+        jaxpr, _ = trace(lambda *given: clip.update(list(given), clip.init(given))[0], *grads)
+        rest = hoist_sums(jaxpr, grads, len(grads))
         return jax.lax.cond(skip, lambda: list(grads), rest)
 
     jaxpr = open_jaxpr(jax.make_jaxpr(program)(False, *GRADS))
@@ -70,6 +72,17 @@ def test_sums_of_other_things_stay():
     before, inside = split(fun)
     assert "reduce_sum" not in before
     assert inside.count("reduce_sum") == 3 and inside.count("reduce_max") == 2
+
+
+def test_sums_of_later_operands_stay():
+    """Those of parameters: a step that is skipped need not read them."""
+
+    def program(*operands):
+        jaxpr, _ = trace(lambda g, p: [jnp.sum(g), jnp.sum(p)], *operands)
+        return jax.lax.cond(True, hoist_sums(jaxpr, operands, 1), lambda: [0.0, 0.0])
+
+    names = [eqn.primitive.name for eqn in open_jaxpr(jax.make_jaxpr(program)(*GRADS)).eqns]
+    assert names.count("reduce_sum") == 1
 
 
 def test_a_result_may_be_a_sum_alone():

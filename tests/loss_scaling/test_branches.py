@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ampx
+from ampx.jaxprs import primitives
 from ampx.jaxprs.reading import inner_jaxprs, open_jaxpr
 from ampx.updates.tails import Tail
 
@@ -27,13 +28,13 @@ def grads_of(value=1.0):
 def equations(jaxpr, *, in_branches=True):
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
-        if in_branches or eqn.primitive.name != "cond":
+        if in_branches or eqn.primitive.name not in ("cond", "custom_jvp_call"):
             for body in inner_jaxprs(eqn):
                 yield from equations(body, in_branches=in_branches)
 
 
 def outside(fun, *args):
-    """Names of the equations on whole arrays that are in no branch."""
+    """Names of the equations on whole arrays that are neither in a branch nor chosen behind it."""
     found = equations(jax.make_jaxpr(fun)(*args), in_branches=False)
     return {e.primitive.name for e in found if any(out.aval.shape for out in e.outvars)}
 
@@ -47,12 +48,35 @@ def applied(tx, state, grads, params):
     return result.params, state
 
 
-@pytest.mark.parametrize("face", [applied, lambda tx, s, g, p: tx.update(g, s, p)])
-def test_all_but_the_verdict_and_the_norm_is_in_the_branch(face):
+def updated(tx, state, grads, params):
+    """One step that asks for updates."""
+    return tx.update(grads, state, params)
+
+
+def test_all_but_the_verdict_and_the_norm_is_in_the_branch():
     tx = dynamic(CHAIN)
-    names = outside(functools.partial(face, tx), tx.init(PARAMS), grads_of(), PARAMS)
+    names = outside(functools.partial(applied, tx), tx.init(PARAMS), grads_of(), PARAMS)
     assert "cond" in names
     assert not names & {"select_n", "div", "add_any", "where"}, "an update outside of the branch"
+
+
+def test_only_elementwise_work_on_new_moments_is_behind_the_branch():
+    tx = dynamic(CHAIN)
+    state = tx.init(PARAMS)
+    traced = open_jaxpr(jax.make_jaxpr(functools.partial(updated, tx))(state, grads_of(), PARAMS))
+    (branch,) = (e for e in traced.eqns if e.primitive.name == "cond" and len(e.outvars) > 4)
+    (behind,) = (e for e in traced.eqns if e.primitive.name == "custom_jvp_call")
+    # It reads no gradient and no old moment: of each leaf new moments and the parameter.
+    operands, outputs = set(traced.invars), set(branch.outvars)
+    arrays = [atom for atom in behind.invars if atom.aval.shape]
+    assert len(arrays) == 3 * len(PARAMS)
+    assert len(outputs.intersection(arrays)) == 2 * len(PARAMS)
+    assert len(operands.intersection(arrays)) == len(PARAMS)
+    work = {e.primitive.name for e in equations(behind.params["call_jaxpr"])}
+    assert work <= primitives.ELEMENTWISE | {"jit", "pjit", "broadcast_in_dim"}
+    # Nothing else has the shape of a parameter and is computed outside, but for the verdict.
+    rest = {e.primitive.name for e in traced.eqns if any(out.aval.shape for out in e.outvars)}
+    assert not rest & {"select_n", "div", "add_any", "where"}
 
 
 def test_the_norm_of_a_clip_is_computed_in_front_of_the_branch():
@@ -112,7 +136,10 @@ def test_updates_that_overlap_with_a_reduction_are_in_no_branch(tail_overlap):
         mapped = jax.shard_map(
             step, mesh=mesh, in_specs=(P(), data_specs), out_specs=P(), check_vma=False
         )
-        assert ("select_n" in outside(mapped, state, data)) == tail_overlap
+        names = outside(mapped, state, data)
+        assert ("select_n" in names) == tail_overlap
+        # What is chosen behind a branch is chosen there for all leaves, and is elementwise.
+        assert ("custom_jvp_call" in names) == (step is update and not tail_overlap)
 
 
 # --- the same numbers everywhere -----------------------------------------------------------------
