@@ -61,6 +61,7 @@ def of_floats(tx, state):
     return total
 
 
+@pytest.mark.slow_but("reverse")
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_a_skipped_update_has_a_derivative_of_zero(mode):
     """A select behind the update multiplies its zero cotangent with 1 / 0."""
@@ -92,6 +93,7 @@ def test_a_skipped_update_has_a_derivative_of_zero(mode):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow_but("False")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_reverse_mode_inside_shard_map(check_vma):
     tx = dynamic(optax.adamw(0.1), axis_names="data")
