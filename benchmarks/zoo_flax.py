@@ -121,11 +121,11 @@ def perceptron(width: int = 64, rows: int = 16) -> Model:
     return _linen_model("MLP, linen", module, (rows, 32), (rows,))
 
 
-def decoder(rows: int = 4, length: int = 32) -> Model:
+def decoder(rows: int = 4, length: int = 32, layers: int = 2) -> Model:
     """A transformer of linen's own layers, beside those of `zoo`, whose layers are hand-written."""
 
     def init(key: jax.Array) -> tuple[Any, Any]:
-        return Decoder().init(key, jnp.zeros((1, length), jnp.int32))["params"], {}
+        return Decoder(layers).init(key, jnp.zeros((1, length), jnp.int32))["params"], {}
 
     def batch(key: jax.Array) -> tuple[Any, Any]:
         tokens = jax.random.randint(key, (rows, length + 1), 0, Decoder.vocabulary)
@@ -133,7 +133,7 @@ def decoder(rows: int = 4, length: int = 32) -> Model:
 
     def forward(params: Any, state: Any, tokens: jax.Array, dtype: Any) -> tuple[Any, Any]:
         with _mixing(dtype or jnp.float32):
-            return Decoder(dtype=dtype).apply({"params": params}, tokens), state
+            return Decoder(layers, dtype=dtype).apply({"params": params}, tokens), state
 
     return Model("transformer, linen", init, batch, forward)
 

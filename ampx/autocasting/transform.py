@@ -34,6 +34,7 @@ from ampx.checking import as_bool, as_dtype, check_callable, check_choice
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.pure_calls import PureCall, split_arrays
 from ampx.jaxprs.reading import Jaxpr
+from ampx.jaxprs.sharing import is_differentiated, share_bodies
 
 Output = Literal["as_is", "original"]
 CustomVjp = Literal["transform", "opaque"]
@@ -68,6 +69,8 @@ class Traced(NamedTuple):
     def run(self) -> Any:
         """Computes the result and the new state of nnx modules, as planned."""
         rewritten = self.rewriter.rewrite(self.jaxpr, self.plan)
+        if is_differentiated(self.arrays):
+            rewritten = share_bodies(rewritten)
         results = reading.evaluate(rewritten, *self.arrays)
         # A result that is written into the jaxpr comes as a number, as Python's `True`.
         arrays = [r if isinstance(r, jax.Array) else jnp.asarray(r) for r in results]
