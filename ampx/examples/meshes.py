@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -277,7 +278,10 @@ def spread(
       1.0 6.0
     """
     if mesh is None:
-        return step, step.init(params)
+        with warnings.catch_warnings():
+            # O3 is among the runs to show what that costs.
+            warnings.filterwarnings("ignore", "parameters are stored in")
+            return step, step.init(params)
     # Nothing is computed for the shapes. The state is then made where it belongs: on one device the
     # moments of a model that needs ZeRO-1 might not fit.
     shapes = jax.eval_shape(step.init, params)

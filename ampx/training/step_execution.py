@@ -61,6 +61,7 @@ from ampx.precision.opt_levels import Recipe
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.summaries import show_fields
 from ampx.training import step_arguments, train_states
+from ampx.training.half_warnings import warn_of_half
 from ampx.training.monitoring import find_figures
 from ampx.training.step_reports import StepReport, measure_groups
 from ampx.training.train_states import TrainState
@@ -133,6 +134,10 @@ class TrainStep:
           TypeError: for an nnx model, which needs an `nnx.Optimizer` in the place of a state; for
             what is no array, or no key.
           ValueError: for a loss scale of several losses.
+
+        Warns:
+          UserWarning: where the policy computes in float16 and there is no loss scale, or stores
+            parameters in half precision and nothing keeps what half cannot hold.
         """
         if flax_modules.is_nnx_module(params):
             raise TypeError(
@@ -149,6 +154,8 @@ class TrainStep:
         opt_state = self.tx.init(split_optimized(stored)[0])
         state = TrainState(step, stored, opt_state, key, model_state)
         train_states.check_has_one_loss(state.opt_state)
+        if self.recipe is not None and self.schedule is None:
+            warn_of_half(self.recipe, opt_state, stacklevel=2)
         state = train_states.separate_buffers(state)
         return train_states.place_beside(params, state)
 

@@ -566,6 +566,7 @@ def test_shares_of_products_are_those_counted_by_hand():
     assert str(lint_step(lambda p, x: p @ x)(np.ones((2, 2)), np.ones((2, 2)))) == "Nothing found."
 
 
+@pytest.mark.filterwarnings("ignore:float16 without a loss scale")
 def test_float16_without_a_loss_scale_is_told():
     def halved(scaled):
         tx = dynamic(optax.sgd(0.1)) if scaled else optax.sgd(0.1)

@@ -24,6 +24,7 @@ WORDS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:float16 without a loss scale", "ignore:parameters are stored")
 @pytest.mark.parametrize("word", WORDS)
 def test_a_step_stores_computes_and_scales_as_the_word_says(word):
     stored, given, computing, loss_scale = WORDS[word]

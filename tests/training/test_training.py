@@ -341,6 +341,7 @@ def test_nnx_groups_have_plain_names():
     assert report.size == {"dense": 35, "head": 6}
 
 
+@pytest.mark.filterwarnings("ignore:parameters are stored in float16 without masters")
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_overflow_is_reported_with_a_finite_loss(num_microbatches):
     step = ampx.train_step(
@@ -619,6 +620,7 @@ def test_clipping_around_a_loss_scale_is_refused():
 # --- precision -----------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:parameters are stored in .* without masters")
 @pytest.mark.slow_but("O0-bfloat16", "O1-float16", "O2-bfloat16", "O3-float16")
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -693,6 +695,7 @@ def test_an_nnx_model_with_statistics_trains_at_o1():
     assert reports[-1].loss < reports[0].loss
 
 
+@pytest.mark.filterwarnings("ignore:float16 without a loss scale", "ignore:parameters are stored")
 def test_half_moments_stay_half_without_a_loss_scale():
     policy = ampx.opt_level("O3", half_dtype=jnp.float16, loss_scale=None)
     tree = ampx.train_step(lambda w, x: jnp.mean((w * x) ** 2), optax.adam(1e-3), policy=policy)
