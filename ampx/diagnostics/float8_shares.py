@@ -55,6 +55,7 @@ class Float8Shares(NamedTuple):
 
     flushed: float = 0.0
     saturated: float = 0.0
+    __repr__ = show_fields
 
     def __or__(self, other: Float8Shares) -> Float8Shares:
         return Float8Shares(max(self.flushed, other.flushed), max(self.saturated, other.saturated))

@@ -26,7 +26,7 @@ from ampx.diagnostics.dataflow import Flow, ReductionRecord
 from ampx.diagnostics.lint_findings import CheckName, LintFinding
 from ampx.diagnostics.product_shares import ProductCount, count_products, describe_shares
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output, trace_step
-from ampx.jaxprs import folds, reading
+from ampx.jaxprs import folds, reading, source_info
 from ampx.summaries import show_table
 from ampx.text_tables import format_table
 
@@ -53,6 +53,8 @@ class LintReport:
       products: for each dtype the floating-point operations of its matrix products, and the line of
         the largest one.
       has_loss_scale: whether the state of the step holds a loss scale.
+      late_verdict: the line that asks whether gradients are finite when they have been reduced over
+        devices, in several reductions; None if there is none.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -66,6 +68,7 @@ class LintReport:
     reductions: tuple[ReductionRecord, ...] = ()
     products: tuple[ProductCount, ...] = ()
     has_loss_scale: bool = True
+    late_verdict: str | None = None
 
     _repr_html_ = show_table
 
@@ -101,6 +104,13 @@ class LintReport:
             total = sum(record.bytes for record in self.reductions)
             count = len(self.reductions)
             parts.append(f"Reductions over devices in a step: {count}, of {total:,} bytes in all.")
+        if self.late_verdict:
+            parts.append(
+                "Whether gradients are finite is asked after they were reduced, at "
+                f"{PurePath(self.late_verdict).name}: no update can begin before the last "
+                "reduction has ended. ampx.dynamic_loss_scale with axis_names asks before it; "
+                "ampx.check_overlap tells what waits for what."
+            )
         return "\n\n".join(parts)
 
 
@@ -133,7 +143,8 @@ def lint_step(
 
     The printed report also has the bytes that are reduced over devices, and the share of matrix
     products in each dtype, with the line of the largest that is float32 in a step that is half. It
-    says where a step in float16 has no loss scale.
+    says where a step in float16 has no loss scale, and where one asks only after several reductions
+    over devices whether gradients are finite.
 
     A check says nothing where the program leaves it open: what a kernel does, how large a rate is.
     A step without findings may have faults that are none of these.
@@ -180,6 +191,7 @@ def lint_step(
             reductions=tuple(flow.reductions),
             products=products,
             has_loss_scale=bool(program.scales),
+            late_verdict=_find_late_verdict(flow),
         )
 
     return linted
@@ -197,6 +209,17 @@ def _find_all(program: StepProgram) -> Iterator[LintFinding]:
     yield from _find_callbacks(program)
     yield from _find_useless_donations(program)
     yield from _find_changing_dtypes(program)
+
+
+def _find_late_verdict(flow: Flow) -> str | None:
+    """The line of the first `isfinite` of what comes out of reductions, if there are several."""
+    gradients = [record for record in flow.reductions if not record.is_verdict]
+    bits = sum(1 << record.place for record in gradients)
+    for node in flow.nodes:
+        asks = node.eqns and node.eqns[0].primitive.name == "is_finite"
+        if len(gradients) > 1 and asks and node.waits & bits:
+            return source_info.line_of(node.eqns[0])
+    return None
 
 
 def _find_callbacks(program: StepProgram) -> Iterator[LintFinding]:

@@ -6,6 +6,7 @@ import re
 
 import flax.linen as nn
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -564,6 +565,55 @@ def test_shares_of_products_are_those_counted_by_hand():
     expected = "Operations of matrix products: 57.1% in float32, 42.9% in bfloat16. The largest in "
     assert f"{expected}float32: {__file__}:{line}" in str(report)
     assert str(lint_step(lambda p, x: p @ x)(np.ones((2, 2)), np.ones((2, 2)))) == "Nothing found."
+
+
+def summed_by_hand(tx, joined=False):
+    """Gradients are summed, each or all at once, and judged by the optimizer that gets them."""
+
+    def inner(params, opt_state, batch):
+        # Marked as different on each device, so that JAX does not sum them on its own.
+        own = jax.lax.pcast(params, "data", to="varying")
+        scale = ampx.current_loss_scale(opt_state)
+        grads = jax.grad(lambda p: loss_of(p, batch) * scale)(own)
+        flat, unravel = jax.flatten_util.ravel_pytree(grads)
+        own, restore = (flat, unravel) if joined else (grads, lambda summed: summed)
+        grads = restore(jax.tree.map(lambda g: jax.lax.psum(g, "data"), own))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    specs = (P(), P(), P("data"))
+    mesh = make_mesh((2,), ("data",))
+    step = jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=P())
+    return step, (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def overlapping(tail_overlap):
+    step = ampx.train_step(
+        loss_of, optax.sgd(0.1), loss_scale="dynamic", axis_name="data", bucket_bytes=16,
+        tail_overlap=tail_overlap,
+    )  # fmt: skip
+    specs = dict(in_specs=(P(), P("data")), out_specs=P())
+    mapped = jax.shard_map(step, mesh=make_mesh((2,), ("data",)), **specs)
+    return mapped, (step.init(PARAMS), BATCH)
+
+
+LATE = {
+    "skip of optax": (lambda: summed_by_hand(optax.apply_if_finite(optax.sgd(0.1), 3)), True),
+    "loss scale": (lambda: summed_by_hand(dynamic(optax.sgd(0.1))), True),
+    "no verdict": (lambda: summed_by_hand(optax.sgd(0.1)), False),
+    "train_step": (lambda: overlapping(False), False),
+    "tail overlap": (lambda: overlapping(True), False),
+    "one reduction": (lambda: summed_by_hand(dynamic(optax.sgd(0.1)), joined=True), False),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_a_verdict_on_reduced_gradients_is_told(case):
+    make, is_late = LATE[case]
+    step, args = make()
+    report = lint_step(step)(*args)
+    assert (report.late_verdict is not None) == is_late
+    assert ("asked after they were reduced" in str(report)) == is_late
 
 
 @pytest.mark.filterwarnings("ignore:float16 without a loss scale")

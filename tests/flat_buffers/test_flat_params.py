@@ -252,6 +252,7 @@ def test_twenty_steps_are_those_of_the_tree(optimizer, options):
     assert_padding_is_zero(state.opt_state)
 
 
+@pytest.mark.filterwarnings("ignore:parameters are stored in bfloat16 without masters")
 def test_o3_moves_parameters_to_buffers_of_their_stored_dtype():
     recipe = ampx.opt_level("O3", keep_norm_float32=True)
     step = ampx.train_step(loss_fn, fused.adamw(1e-3, mask=matrices), policy=recipe)
