@@ -1,5 +1,7 @@
 """Sphinx configuration. Notebooks are shown as committed; the tests run them, not this build."""
 
+import contextlib
+import inspect
 import pathlib
 import re
 import urllib.request
@@ -107,8 +109,26 @@ FACES = ("fused", "pipelining", "plotting")
 SCOPES = {"ampx.micro_batch", "ampx.scale", "ampx.verdict", "ampx.bucket_0", "ampx.update"}
 
 
+def find_bare_names():
+    """The public names that can only mean ampx's own, also without `ampx.` before them.
+
+    A word that is an argument of some function as well, such as `loss_scale`, may mean that one.
+    """
+    functions = (getattr(face, name) for face in FACES_OF_API for name in face.__all__)
+    arguments = set()
+    for function in filter(callable, functions):
+        with contextlib.suppress(ValueError):  # what has no signature
+            arguments.update(inspect.signature(function).parameters)
+    return set(ampx.__all__) - arguments
+
+
+FACES_OF_API = (ampx, ampx.fused, ampx.pipelining, ampx.plotting)
+BARE_NAMES = find_bare_names()
+OF_OTHERS = "migrating/"  # pages where a bare name may be that of another library
+
+
 class LinkNames(SphinxTransform):
-    """Makes each name in code type a link: `ampx.zero1`, `fused.adamw(...)`, `jax.lax.scan`.
+    """Makes each name in code type a link: `ampx.zero1`, `train_step(...)`, `jax.lax.scan`.
 
     A name of ampx that has no entry in the API pages is a warning, which fails the build.
     """
@@ -122,10 +142,17 @@ class LinkNames(SphinxTransform):
                 self._link(literal)
 
     def _link(self, literal):
-        found = re.match(r"([a-z]\w*(?:\.[A-Za-z_]\w*)+)(?=[(,]|$)", literal.astext())
+        found = re.match(r"([A-Za-z]\w*(?:\.[A-Za-z_]\w*)*)(?=[(,]|$)", literal.astext())
         if not found or found[1] in SCOPES:
             return
-        name = f"ampx.{found[1]}" if found[1].split(".")[0] in FACES else found[1]
+        first, *rest = found[1].split(".")
+        if rest:
+            is_own, is_name = first in FACES, first[0].islower()
+        else:
+            is_own = is_name = first in BARE_NAMES and not self.env.docname.startswith(OF_OTHERS)
+        if not is_name:
+            return
+        name = f"ampx.{found[1]}" if is_own else found[1]
         ours = name.startswith("ampx.")
         reference = pending_xref(
             "",
@@ -144,7 +171,7 @@ class LinkNames(SphinxTransform):
 def _check_coverage(app, env):
     """Warns, and so fails the build, where a public name has no entry under its public path."""
     documented = set(env.domains.python_domain.objects)
-    for face in (ampx, ampx.fused, ampx.pipelining, ampx.plotting):
+    for face in FACES_OF_API:
         for name in face.__all__:
             path = f"{face.__name__}.{name}"
             if callable(getattr(face, name)) and path not in documented:

@@ -247,6 +247,7 @@ OPTIONS["zero2"] = OPTIONS["zero1"] | dict(num_microbatches=2, scatter_gradients
 
 
 @pytest.mark.slow_but("O2", "micro-batches")
+@pytest.mark.filterwarnings("ignore:parameters are stored in .* without masters")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_new_value_is_the_largest_and_the_optimizer_sees_the_rest(options):
     options = {"tx": ADAMW, "make": dict, **options}

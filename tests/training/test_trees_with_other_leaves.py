@@ -222,6 +222,7 @@ def test_every_optimizer_sees_floating_arrays_alone(name, tx):
     assert all(moved) and moved
 
 
+@pytest.mark.filterwarnings("ignore:parameters are stored in .* without masters")
 @pytest.mark.slow_but("float16-O2")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
