@@ -24,9 +24,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import source_info_util
 
-from ampx.jaxprs.building import rebuild
+from ampx.jaxprs.building import extract, rebuild
 from ampx.jaxprs.reading import Equation, Jaxpr, is_literal, new_variable, open_jaxpr, trace
 
 
@@ -118,11 +118,8 @@ def _make_call(described: _Described) -> Equation:
     nowhere = eqn.source_info.replace(name_stack=source_info_util.new_name_stack())
     body = eqn.replace(invars=operands, outvars=outvars, source_info=nowhere)
     template = _trace_call(len(own), len(outvars), eqn.ctx)
-    debug_info = open_jaxpr(template.params["jaxpr"]).debug_info
-    debug_info = debug_info._replace(arg_names=None, result_paths=None)
-    opened = core.Jaxpr([], own, outvars, [body], body.effects, debug_info)
     own_params = {
-        "jaxpr": core.ClosedJaxpr(opened, []),
+        "jaxpr": extract(template.params["jaxpr"], own, outvars, [body]),
         "name": eqn.primitive.name,
         # What `jax.jit(inline=True)` means: a bool in jax 0.10, one of an enum later.
         "inline": getattr(type(template.params["inline"]), "JAX_EARLY", True),
