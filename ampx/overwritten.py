@@ -15,8 +15,13 @@ divided by a loss scale or counted in a norm. In ampx they are split off where g
                        pipelines
     train_step         gives the optimizer the other leaves alone, then replaces these; holds them
                        on a skip
+    loss scales        do so, too, for what is inside them: `ampx.loss_scaling.new_values`
+    fused.apply        does so, too
     policies           never cast them
     all else           refuses them, by name: `refuse_overwritten`
+
+All else may stand in a chain behind transformations of optax, which would have clipped these leaves
+before. A loss scale stands outermost.
 
 flax marks them by a key in the path of the leaf, and so are they known here
 (`ampx.trees.is_overwritten`).
@@ -26,7 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +90,12 @@ def split_optimized(params: Any) -> tuple[Any, Any]:
     return optimized, rest
 
 
+def leave_overwritten_out(tree: Any) -> Any:
+    """Parameters, or gradients, without overwritten leaves alone: see `split_optimized`."""
+    others, overwritten = split_overwritten(tree)
+    return others["params"] if _is_flax_pair(overwritten) else others
+
+
 def merge_optimized(optimized: Any, rest: Any) -> Any:
     """Joins what `split_optimized` has split; other parameters may stand in their places."""
     if _is_flax_pair(rest):
@@ -100,6 +111,79 @@ def _is_flax_pair(variables: Any) -> bool:
 def replace_overwritten(params: Any, new: Any) -> Any:
     """The parameters with the overwritten leaves of `new`, the second part of a split."""
     return params if new is None else merge_trainable(split_overwritten(params)[0], new)
+
+
+class Replacement(NamedTuple):
+    """The update of an overwritten leaf: what it adds up to with any old value is the new one.
+
+    A difference of new and old would not do: added to the old one it rounds. So a sum with this
+    node gives the value, and `optax.apply_updates`, which knows nothing of it, replaces the leaf.
+
+    What else maps over updates sees the arrays inside: `optax.scale` would scale a scale. So they
+    are two that no such function changes alike. If they do not fit each other any more, the sum is
+    NaN.
+
+    Attributes:
+      value: floating array, the new value.
+      seal: its bits, inverted, as an array of unsigned integers. Inverted, since zeros in the place
+        of both would fit each other.
+    """
+
+    value: jax.Array
+    seal: jax.Array
+
+    # Without this NumPy would add each field of the tuple to its array.
+    __array_ufunc__ = None
+
+    def __radd__(self, old: Any) -> jax.Array:
+        """The new value; of this old one only the dtype counts."""
+        if self.seal.dtype != _bits_dtype(self.value.dtype):
+            raise TypeError(
+                f"the update of a leaf under {OVERWRITE!r} was changed after ampx had made it, to "
+                f"{self.value.dtype} with {self.seal.dtype}: it is the new value of that leaf, so "
+                "nothing may scale or clip it. Put what does so inside the loss scale"
+            )
+        is_whole = ~jax.lax.bitcast_convert_type(self.value, self.seal.dtype) == self.seal
+        new = jnp.where(is_whole, self.value, jnp.full_like(self.value, jnp.nan))
+        return new.astype(jnp.asarray(old).dtype)
+
+    __add__ = __radd__  # type: ignore[assignment]
+
+
+def _bits_dtype(dtype: Any) -> Any:
+    return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+
+
+def make_replacement(value: jax.Array) -> Replacement:
+    """The update that replaces a leaf by a value."""
+    return Replacement(value, ~jax.lax.bitcast_convert_type(value, _bits_dtype(value.dtype)))
+
+
+def is_replacement(node: Any) -> bool:
+    """Whether a node of a tree of updates is a `Replacement`."""
+    return isinstance(node, Replacement)
+
+
+def add_replacements(updates: Any, new: Any) -> Any:
+    """Joins updates of what an optimizer saw with a `Replacement` for each overwritten leaf."""
+    return join_new_values(updates, jax.tree.map(make_replacement, new))
+
+
+def join_new_values(others: Any, new: Any) -> Any:
+    """Joins what `leave_overwritten_out` gave, or trees like it, with overwritten leaves.
+
+    Args:
+      others: such as updates, or new parameters.
+      new: like the second part of `split_overwritten`; its leaves may be `Replacement`s.
+    """
+    if _is_flax_pair(new):
+        return type(new)({"params": others, OVERWRITE: new[OVERWRITE]})
+    return jax.tree.map(
+        lambda node, other: other if node is None else node,
+        new,
+        others,
+        is_leaf=lambda node: node is None or is_replacement(node),
+    )
 
 
 def keep_finite_overwritten(grads: Any, params: Any) -> Any:
@@ -197,7 +281,9 @@ def refuse_path(name: str, path: Any, fix: str = "") -> None:
             "flax's layers in 8 bits, and an optimizer would train it wrongly. "
             + (
                 fix
-                or "Use ampx.train_step, or flax's TrainState; or give this the others alone, such "
-                f"as params['params'], and replace what is under {OVERWRITE!r} by its gradients"
+                or "Use ampx.train_step, or flax's TrainState; or put a loss scale around the "
+                "whole optimizer, ampx.no_loss_scale(tx) if it needs none, which hides these "
+                "leaves from it and replaces them; or give this the others alone, such as "
+                f"params['params'], and replace what is under {OVERWRITE!r} by its gradients"
             )
         )

@@ -198,8 +198,13 @@ def is_marked(node: Any, mark: str) -> bool:
 
 def has_mark(tree: Any, mark: str) -> bool:
     """Whether a node of a tree, leaves included, is marked: see `is_marked`."""
+    return bool(find_marked(tree, mark))
+
+
+def find_marked(tree: Any, mark: str) -> list[Any]:
+    """All nodes of a tree that are marked, outermost first; not the ones inside them."""
     of_mark = functools.partial(is_marked, mark=mark)
-    return any(map(of_mark, jax.tree.leaves(tree, is_leaf=of_mark)))
+    return list(filter(of_mark, jax.tree.leaves(tree, is_leaf=of_mark)))
 
 
 def is_float0(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ from flax.training import train_state
 
 import ampx
 from ampx.data_parallel.zero1 import Zero1State
-from ampx.training import train_states
+from ampx.loss_scaling.outcomes import compare_states
 from ampx.trees import count_up
 
 LAST = np.iinfo(np.int32).max
@@ -147,7 +147,7 @@ def test_windows_are_told_apart_when_their_count_has_stopped(judged, every_k):
     seen = []
     for grads in [GOOD] * every_k + [BAD] * every_k + [GOOD] * every_k:
         _, new = tx.update(grads, state, GOOD)
-        seen.append(tuple(map(bool, train_states.compare_states(state, new))))
+        seen.append(tuple(map(bool, compare_states(state, new))))
         state = new
     ends = seen[every_k - 1 :: every_k]
     assert ends == [(False, True), (True, False), (False, True)]

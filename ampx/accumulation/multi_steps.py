@@ -83,6 +83,8 @@ class MultiStepsState(NamedTuple):
 
     b1, z = schedule_free_field("b1"), schedule_free_field("z")
 
+    sums_calls = True  # see `ampx.loss_scaling.outcomes`
+
 
 def multi_steps(
     inner: optax.GradientTransformation,

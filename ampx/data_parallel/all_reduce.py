@@ -15,6 +15,12 @@ from ampx.model_axes import as_model_axes, find_own_axes
 from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import check_arrays, refuse_shards
 
+# In a chain, what follows would train these leaves. So no maximum is taken here.
+_FIX = (
+    "Use ampx.train_step(axis_name=...); or take gradients by ampx.value_and_grad(axis_name=...), "
+    "which takes the maximum over devices, and leave all_reduce out of the optimizer"
+)
+
 
 def all_reduce(
     axis_name: str | Sequence[str],
@@ -128,7 +134,7 @@ def all_reduce(
     ) -> tuple[Any, ReductionState]:
         check_arrays("updates", updates)
         refuse_shards("updates", updates)
-        refuse_overwritten("updates", updates)
+        refuse_overwritten("updates", updates, _FIX)
         axes = divided if model_axes is None else as_model_axes(model_axes)
         own_axes = find_own_axes(updates, params, axes)
         chosen = reduction.with_op(reduce_op, shared_loss_axes)

@@ -22,9 +22,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.mesh_axes import as_axes, count_devices, mark_varying, varying_axes
-from ampx.overwritten import refuse_overwritten
+from ampx.overwritten import take_largest
 from ampx.tree_checks import check_arrays, check_like
-from ampx.trees import is_float0, is_floating, path_name, wider_dtype
+from ampx.trees import (
+    is_float0,
+    is_floating,
+    is_overwritten,
+    keep_finite,
+    path_name,
+    wider_dtype,
+)
 
 
 def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator: Any = None) -> Any:
@@ -45,7 +52,8 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
 
     Returns:
       `params`. Their gradients are sums over the devices, in the dtype of the parameters: for half
-      parameters cast to half inside the loss, after this.
+      parameters cast to half inside the loss, after this. Of leaves whose gradient is their new
+      value, as flax's layers in 8 bits have them, the gradient is the largest of the devices.
 
     Raises:
       NameError: outside of a `shard_map` that maps the axes.
@@ -72,7 +80,6 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
     axes = as_axes(axis_name)
     count_devices(axes)  # raises where they are not mapped
     check_arrays("params", params)
-    refuse_overwritten("params", params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if varying_axes(leaf) & set(axes):
             raise ValueError(
@@ -80,15 +87,22 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
                 "its gradient is each device's own: take jax.value_and_grad of each device's share "
                 "of the loss, with parameters that are the same everywhere"
             )
-    if accumulator is None:
-        return jax.tree.map(lambda leaf: _make_identity(axes)(leaf, None), params)
-    check_arrays("accumulator", accumulator)
-    check_like("accumulator", accumulator, "params", params)
-    return jax.tree.map(_make_identity(axes), params, accumulator)
+    if accumulator is not None:
+        check_arrays("accumulator", accumulator)
+        check_like("accumulator", accumulator, "params", params)
+
+    def reduce(path: Any, leaf: Any, added: Any = None) -> Any:
+        return _make_identity(axes, is_overwritten(path))(leaf, added)
+
+    trees = (params,) if accumulator is None else (params, accumulator)
+    return jax.tree_util.tree_map_with_path(reduce, *trees)
 
 
-def _make_identity(axes: tuple[str, ...]) -> Any:
-    """An identity whose cotangent is summed over `axes`, an accumulator added before."""
+def _make_identity(axes: tuple[str, ...], takes_largest: bool) -> Any:
+    """An identity whose cotangent is summed over `axes`, an accumulator added before.
+
+    Or, for a leaf whose cotangent is its new value (`ampx.overwritten`), the largest is taken.
+    """
 
     # Forward it must return a value that varies over the axes. With `check_vma=True` JAX itself
     # sums the cotangent of a value that does not, and the sum below would count it n times.
@@ -97,13 +111,17 @@ def _make_identity(axes: tuple[str, ...]) -> Any:
         return mark_varying(leaf, axes)
 
     def forward(leaf: Any, added: Any) -> Any:
-        return identity(leaf, added), added
+        return identity(leaf, added), (leaf if takes_largest else None, added)
 
-    def backward(added: Any, cotangent: Any) -> Any:
+    def backward(kept: Any, cotangent: Any) -> Any:
+        old, added = kept
         # The accumulator is data: nobody differentiates by it, but custom_vjp wants a cotangent.
         none = None if added is None else jnp.zeros_like(added)
         if is_float0(cotangent) or not is_floating(cotangent):
             return cotangent, none
+        if takes_largest:
+            new = keep_finite(cotangent, old)
+            return take_largest(new if added is None else jnp.maximum(new, added), axes), none
         wide = cotangent.astype(wider_dtype(cotangent.dtype, jnp.float32))  # summed in float32
         if added is not None:
             wide = wide + added.astype(wide.dtype)

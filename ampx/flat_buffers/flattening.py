@@ -103,7 +103,7 @@ def flatten(
     if group_of is not None:
         check_callable("group_of", group_of, "group_of(path, leaf)")
     check_arrays("params", params)
-    refuse_overwritten("params", params)
+    refuse_overwritten("params", params, "Flatten the others alone, such as params['params']")
     params = jax.tree.map(jnp.asarray, params)
     check_whole("fused.flatten", params)
     # By path, since `bucket_layout` asks for the group of a path.

@@ -35,9 +35,11 @@ from ampx.checking import (
     check_transformation,
 )
 from ampx.fused.kernels.pallas_updates import make_kernel_squares, resolve_backend
+from ampx.loss_scaling.new_values import hide
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, has_skipped
 from ampx.model_axes import as_model_axes
+from ampx.overwritten import join_new_values
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_gradients, check_memory
 from ampx.trees import cast_castable
@@ -166,7 +168,12 @@ def apply(
         raise TypeError("params must be a tree of arrays, got None")
     check_memory("opt_state", opt_state)
     scaled = find_outermost_loss_scale(opt_state)
-    if scaled is None or not scaled.loss_scale.shape:  # else one tree for each of several losses
+    num_losses = 1 if scaled is None else scaled.loss_scale.size
+    hidden = hide(grads, opt_state, params, extra_args, divided, num_losses)
+    if hidden is not None:
+        grads, params, extra_args = hidden.grads, hidden.params, hidden.extra_args
+        divided = as_model_axes(extra_args.get("model_axes"))
+    if num_losses == 1:  # else one tree for each of several losses
         check_gradients("grads", grads, params)
     if not can_apply(opt_state):
         raise TypeError(
@@ -193,6 +200,8 @@ def apply(
             tail = fold_clip(dataclasses.replace(tail, norm=norm), grads, divided)
         results, new_state = tx.update(grads, opt_state, params, tail=tail, **extra_args)
         new_params, _ = unwrap_results(results)
+    if hidden is not None:
+        new_params = join_new_values(new_params, hidden.held(opt_state, new_state))
     # Fused with the update by XLA: the new parameter is at hand.
     half = None if half_dtype is None else cast_castable(new_params, half_dtype)
     return new_params, new_state, ApplyReport(norm, has_skipped(new_state), scale, half)

@@ -36,6 +36,7 @@ from ampx.fused.moments.formats import SlotDtype, as_format
 from ampx.fused.segments import as_per_parameter, find_segments
 from ampx.fused.update_rules import UpdateRule
 from ampx.model_axes import NOT_DIVIDED, as_model_axes, untracked_of_leaves
+from ampx.overwritten import refuse_overwritten
 from ampx.param_storage.narrow_params import NarrowParam, as_arrays
 from ampx.tree_checks import (
     broadcast_choice,
@@ -136,6 +137,7 @@ def fused_transformation(
 
     def init(params: optax.Params) -> Any:
         check_arrays("params", params, may_be_shapes=True)
+        refuse_overwritten("params", params)
         _find_decays(mask, params, jax.tree.structure(params))  # for its errors
         state = mark_own_part(reference.init(params))
         at = find_own_part(state)

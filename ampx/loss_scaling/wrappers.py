@@ -27,6 +27,7 @@ from ampx.checking import as_bool, as_positive_int, check_transformation, sugges
 from ampx.loss_scaling.calls import NonfiniteLoss, NonfiniteUpdates
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, as_scale_number, parse_choice
 from ampx.loss_scaling.gradient_results import accept_results
+from ampx.loss_scaling.new_values import hide_new_values
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.scaled_update import wrap_with_scale
 from ampx.loss_scaling.several_optimizers import run_each, wrap_each_with_scale
@@ -172,7 +173,7 @@ def dynamic_loss_scale(
         return state._replace(interval=dynamics.init_interval(state.loss_scale.shape))
 
     whole = optax.GradientTransformationExtraArgs(init, scaled.update)
-    return accept_results(whole, dynamics.init_scale)
+    return accept_results(hide_new_values(whole, model_axes, num_losses), dynamics.init_scale)
 
 
 def static_loss_scale(
@@ -232,7 +233,7 @@ def static_loss_scale(
         nonfinite_loss=nonfinite_loss,
     )
     if check:
-        return accept_results(scaled, scale)
+        return accept_results(hide_new_values(scaled, model_axes, num_losses), scale)
     if isinstance(inner, Mapping) or as_positive_int("num_losses", num_losses) > 1:
         raise ValueError(
             "check=False is for one optimizer and one loss: where nothing is skipped, put several "
@@ -243,7 +244,7 @@ def static_loss_scale(
             f"saturation_dtype={saturation_dtype!r} says which gradients are bad, and check=False "
             "that nobody looks: leave one of them out"
         )
-    return accept_results(_trust_gradients(scaled), scale)
+    return accept_results(hide_new_values(_trust_gradients(scaled), model_axes), scale)
 
 
 def no_loss_scale(inner: Inner) -> optax.GradientTransformationExtraArgs:
@@ -267,9 +268,9 @@ def no_loss_scale(inner: Inner) -> optax.GradientTransformationExtraArgs:
       1.0
     """
     if isinstance(inner, Mapping):
-        return accept_results(run_each(inner), 1.0)
+        return accept_results(hide_new_values(run_each(inner)), 1.0)
     check_transformation("inner", inner)
-    return accept_results(accept_extra_args(inner), 1.0)
+    return accept_results(hide_new_values(accept_extra_args(inner)), 1.0)
 
 
 def loss_scale(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
+from ampx.overwritten import join_new_values, leave_overwritten_out, split_overwritten
 from ampx.param_storage.wide_updates import answer_tail, update_wide
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays, check_like, check_opt_state
@@ -148,8 +149,11 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         return param if _is_masked(master) else master
 
     check_arrays("params", params, may_be_shapes=True)
-    check_like("params", params, "the master parameters", found[0].master_params)
-    return jax.tree.map(choose, found[0].master_params, params, is_leaf=_is_masked)
+    # Of leaves that are no weights there are no masters: an optimizer does not see them.
+    own, new = leave_overwritten_out(params), split_overwritten(params)[1]
+    check_like("params", own, "the master parameters", found[0].master_params)
+    masters = jax.tree.map(choose, found[0].master_params, own, is_leaf=_is_masked)
+    return masters if new is None else join_new_values(masters, new)
 
 
 def _is_masked(node: Any) -> bool:

@@ -27,6 +27,7 @@ import optax
 
 from ampx.checking import check_transformation
 from ampx.loss_scaling.dynamics import parse_choice
+from ampx.loss_scaling.new_values import hide_new_values
 from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.summaries import show_fields
@@ -180,7 +181,7 @@ def follow_schedule(
             new = new._replace(loss_scale=scale, **held)
         return updates, PrecisionScheduleState(phase, steps_seen, parked, losses, new)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return hide_new_values(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _misplaced(holder: Any) -> str:

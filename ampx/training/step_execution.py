@@ -47,6 +47,7 @@ from ampx.data_parallel.reduction import Reduction, ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, find_verdict_axes, judge, unscale
+from ampx.loss_scaling.outcomes import compare_states
 from ampx.loss_scaling.state import OptimizersState, find_outermost_loss_scale, scale_or_one
 from ampx.model_axes import NOT_DIVIDED, ModelAxes, find_own_axes
 from ampx.overwritten import (
@@ -403,9 +404,8 @@ class TrainStep:
                 )
         local_norm = size = None
         if self.group_of is not None:
-            divided = self._axes_of_optimized(now)
-            local_norm, size = measure_groups(grads, self.group_of, divided)
-        skipped, applied = train_states.compare_states(now.opt_state, new_opt_state)
+            local_norm, size = measure_groups(grads, self.group_of, self._axes_of_optimized(now))
+        skipped, applied = compare_states(now.opt_state, new_opt_state)
         return StepReport(
             loss=result.loss,
             overflow=skipped,

@@ -8,7 +8,7 @@ A step reads any of them as a `TrainState` and gives back the kind that it was g
     apply_to_nnx      the last two for an nnx model, whose parameters are not a plain pytree
 
 Whether a call was skipped, applied an update or did neither, inside a window of `ampx.multi_steps`,
-is read off the optimizer states before and after it: `compare_states`.
+is read off the optimizer states before and after it: `ampx.loss_scaling.outcomes`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ampx import flax_modules, trees
 from ampx.accumulation.multi_steps import MultiStepsState
-from ampx.loss_scaling.state import LossScaleState, find_scale, has_skipped
+from ampx.loss_scaling.outcomes import compare_states
+from ampx.loss_scaling.state import LossScaleState, find_scale
 from ampx.overwritten import replace_overwritten, split_optimized, split_overwritten
 from ampx.precision.follow_schedule import PrecisionScheduleState
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_key, check_memory, check_trainable
-from ampx.trees import find_nodes, is_largest
+from ampx.trees import is_largest
 from ampx.updates.guards import check_made_by
 
 
@@ -155,52 +156,6 @@ def write_back(state: Any, new: TrainState) -> Any:
         return new
     changes = {"batch_stats": new.model_state} if hasattr(state, "batch_stats") else {}
     return state.replace(step=new.step, params=new.params, opt_state=new.opt_state, **changes)
-
-
-class Outcome(NamedTuple):
-    """What became of a call: its work was undone, or an update was applied, or neither yet.
-
-    Attributes:
-      skipped: bool scalar, the work was undone.
-      applied: bool scalar, parameters have moved. Neither is true inside a window of
-        `ampx.multi_steps` that goes on.
-    """
-
-    skipped: jax.Array
-    applied: jax.Array
-
-
-def compare_states(old_opt_state: optax.OptState, new_opt_state: optax.OptState) -> Outcome:
-    """Compares the optimizer states before and after an update.
-
-    With `ampx.multi_steps` and k = 3, where the gradient of call 5 is infinite:
-
-        after call      1   2   3   4   5   6
-        gradient_step   0   0   1   1   1   2    grows when a window is completed
-        window_is_bad   -   -   -   -   x   -    from the overflow on; cleared with the window
-        skipped         -   -   -   -   x   x    the window is lost, and is dropped at its end
-        applied         -   -   x   -   -   -
-    """
-    skipped = has_skipped(new_opt_state)
-    before, after = (find_nodes(s, MultiStepsState) for s in (old_opt_state, new_opt_state))
-    if not after:
-        return Outcome(skipped, ~skipped)
-    pairs = list(zip(before, after, strict=True))
-    completed = jnp.any(jnp.stack([_has_completed(old, new) for old, new in pairs]))
-    # A loss scale inside speaks of the last window, until the next one is completed.
-    judged_inside = any(find_nodes(new.inner_state, LossScaleState) for new in after)
-    skipped &= completed | (not judged_inside)
-    for old, new in pairs:
-        skipped |= new.window_is_bad | (new.dropped_total > old.dropped_total)
-    return Outcome(skipped, completed & ~skipped)
-
-
-def _has_completed(old: MultiStepsState, new: MultiStepsState) -> jax.Array:
-    """Whether a window ended with this call."""
-    # A count that has reached its largest number stands still. A window's end is then seen by its
-    # first micro-step alone, which a call that was left out there shows as well.
-    is_full = is_largest(old.gradient_step) & (new.micro_step == 0)
-    return (new.gradient_step > old.gradient_step) | is_full
 
 
 def check_loss_scale_is_outermost(opt_state: optax.OptState) -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ampx.overwritten import is_replacement
 from ampx.tree_checks import check_gradients, check_structure
 from ampx.trees import cast_like, is_float0, wider_dtype
 
@@ -24,7 +25,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
       updates: what an optimizer returned for them; None where a leaf is not trained.
 
     Returns:
-      The sum, computed in the wider of the two dtypes, in the dtypes of `params`.
+      The sum, computed in the wider of the two dtypes, in the dtypes of `params`. Leaves that are
+      no weights, as flax's layers in 8 bits have them, are replaced by the value that an update of
+      a loss scale holds.
 
     Raises:
       TypeError: for what is no array.
@@ -44,10 +47,15 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         # None is the update of what is not trained, float0 the gradient of an integer.
         if update is None or is_float0(update):
             return param
+        if is_replacement(update):  # of a leaf that is no weight: its sum is the new value
+            return jnp.asarray(param) + update
         # Added in the wider dtype and rounded once. Rounded to half before, it would round twice.
         total = optax.apply_updates(widen(param, update), widen(update, param))
         return cast_like(total, param)
 
-    check_structure("updates", updates, "params", params)
-    check_gradients("updates", updates, params, part="update")
+    added = jax.tree.map(
+        lambda update: None if is_replacement(update) else update, updates, is_leaf=is_replacement
+    )
+    check_structure("updates", added, "params", params)
+    check_gradients("updates", added, params, part="update")
     return jax.tree.map(widest_sum, params, updates)

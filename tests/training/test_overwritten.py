@@ -15,53 +15,23 @@ from flax.training.train_state import TrainState
 from helpers import assert_bit_equal, make_mesh
 from jax.sharding import PartitionSpec as P
 from pipeline_models import first, last, stage
+from recorded_layer import (
+    LARGEST,
+    OVERWRITE,
+    X,
+    draw,
+    largest_of,
+    make_variables,
+    record,
+    record_loss,
+)
 
 import ampx
 
-OVERWRITE = fp8_ops.OVERWRITE_WITH_GRADIENT
 ADAMW = optax.adamw(0.03)
 
 
-def draw(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-# A layer by hand, which costs little to compile: the maximum of |x| is the gradient of `largest`.
-
-
-@jax.custom_vjp
-def record(x, largest):
-    return x
-
-
-record.defvjp(
-    lambda x, largest: (x, jnp.max(jnp.abs(x)).astype(largest.dtype)[None]),
-    lambda largest, cotangent: (cotangent, largest),
-)
-
-
-def record_loss(variables, x):
-    w = variables["params"]["layer"]["w"]
-    y = record(x.astype(w.dtype), variables[OVERWRITE]["layer"]["largest"])
-    return jnp.mean((y @ w).astype(jnp.float32) ** 2)
-
-
-def make_variables():
-    return {
-        "params": {"layer": {"w": draw(4)}},
-        OVERWRITE: {"layer": {"largest": np.array([-7.0], np.float32)}},
-    }
-
-
-X = draw(8, 4, seed=1)
-LARGEST = np.abs(X).max()
-
-
-def largest_of(variables):
-    return float(variables[OVERWRITE]["layer"]["largest"][0])
-
-
-# The same of flax.
+# Layers of flax.
 
 
 class Net(nn.Module):
@@ -228,7 +198,7 @@ def test_an_nnx_model_that_wraps_the_layers_is_trained_as_by_flax():
         ampx.value_and_grad(loss)(model, BATCH, wrt=nnx.Any(nnx.Param, kind))
 
 
-# From here on with the layer by hand.
+# From here on with the layer of `recorded_layer`.
 
 OPTIONS = {
     "frozen": dict(make=freeze),
@@ -355,40 +325,17 @@ def test_value_and_grad_hands_the_new_value_out_and_policies_do_not_cast_it():
         assert cast(variables)[OVERWRITE]["layer"]["largest"].dtype == np.float32
 
 
-def update_with(tx):
-    def update(variables):
-        return tx.update(variables, tx.init(variables["params"]), variables)
-
-    return update
-
-
-REFUSALS = {
-    "init": lambda v: ampx.dynamic_loss_scale(optax.sgd(0.1)).init(v),
-    "loss scale": update_with(ampx.dynamic_loss_scale(optax.sgd(0.1))),
-    "multi_steps": update_with(ampx.multi_steps(optax.sgd(0.1), 2)),
-    "master_weights": update_with(ampx.master_weights(optax.sgd(0.1))),
-    "fused": update_with(ampx.fused.adamw(0.1)),
-    "all_reduce": update_with(ampx.all_reduce("data")),
-    "apply_updates": lambda v: ampx.apply_updates(v, v),
-    "flatten": ampx.fused.flatten,
-    "model_state": lambda v: ampx.value_and_grad(record_loss)(
-        v["params"], X, model_state={OVERWRITE: v[OVERWRITE]}
-    ),
-    "stages that differ": lambda v: ampx.pipelining.value_and_grad(
+def test_stages_that_differ_refuse_them():
+    grads_of = ampx.pipelining.value_and_grad(
         first=first,
         stage=[stage, stage],
         last=last,
         schedule=ampx.pipelining.gpipe(2, 2),
         axis_name="stage",
         mesh=make_mesh((2,), ("stage",)),
-    )({"stages": [v, v]}, X),
-}
-
-
-@pytest.mark.parametrize("refuse", REFUSALS.values(), ids=REFUSALS)
-def test_what_cannot_handle_them_refuses_them_by_name(refuse):
-    with pytest.raises(ValueError, match=f"{OVERWRITE}/layer/largest' is no weight"):
-        refuse(make_variables())
+    )
+    with pytest.raises(ValueError, match=f"{OVERWRITE}/layer/largest' is no weight.*Stages that"):
+        grads_of({"stages": [make_variables(), make_variables()]}, X)
 
 
 @pytest.mark.parametrize(
