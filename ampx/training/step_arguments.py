@@ -19,7 +19,7 @@ where one batch makes one update on one whole gradient; elsewhere they raise whe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -121,12 +121,26 @@ class Evaluation(NamedTuple):
         return self.grads_of(params, inputs.batch, wrt=self.wrt, **inputs.about, **options)
 
 
-def check_given(given: Mapping[str, Any]) -> None:
+def check_given(state: Any, more: Sequence[Any], given: Mapping[str, Any]) -> None:
     """Refuses what a step hands to its optimizer itself, and what is not for an optimizer.
 
+    Args:
+      state: the first argument of the call, for the error alone.
+      more: its arguments from the third on that have no name.
+      given: its arguments by name.
+
     Raises:
-      TypeError: if one of them is among `given`, or a setting of the step, or a misspelled `key`.
+      TypeError: if there are `more`; if `given` has what the step hands on itself, or a setting of
+        the step, or a misspelled `key`.
     """
+    if more:
+        is_model = flax_modules.is_nnx_module(state)
+        pair = "step((model, optimizer), batch)" if is_model else "step(step.init(params), batch)"
+        raise TypeError(
+            f"the step takes a state and a batch, got {2 + len(more)} arguments without a name. "
+            f"Parameters and optimizer state are one state: {pair}. A random key is key=..., and "
+            "what else is given by name goes to the optimizer"
+        )
     check_spelling(given, ("key",))
     if settings := [name for name in given if name in _SETTINGS]:
         raise TypeError(

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Never, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +63,9 @@ from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.summaries import show_fields
 from ampx.training import step_arguments, train_states
 from ampx.training.half_warnings import warn_of_half
-from ampx.training.monitoring import find_figures
-from ampx.training.step_reports import StepReport, measure_groups
+from ampx.training.step_reports import StepReport, find_learning_rate, measure_groups
 from ampx.training.train_states import TrainState
-from ampx.tree_checks import check_arrays, check_key, check_scalar, check_trainable
+from ampx.tree_checks import check_arrays, check_key, check_trainable
 from ampx.trees import cast_like, copy_arrays, find_nodes, has_mark
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import explain_refused
@@ -161,7 +160,12 @@ class TrainStep:
         return train_states.place_beside(params, state)
 
     def __call__(
-        self, state: State, batch: Any, *, key: jax.Array | None = None, **extra_args: Any
+        self,
+        state: State,
+        batch: Any,
+        *more: Never,
+        key: jax.Array | None = None,
+        **extra_args: Any,
     ) -> tuple[State, StepReport]:
         """Takes one step.
 
@@ -169,6 +173,7 @@ class TrainStep:
           state: an `ampx.TrainState`, a flax linen `TrainState`, or a pair (nnx model,
             nnx.Optimizer), which is changed in place.
           batch: a pytree of arrays with a leading batch axis.
+          *more: nothing; here so that a call by the custom of other loops gets an error that helps.
           key: a random key for this step, instead of the state's own.
           **extra_args: handed to the optimizer, beside `value`, `grad`, `value_fn`, `obj_fn`,
             `grad_fn` and `weight`, which it always gets; of these, `value` and the functions may
@@ -178,10 +183,11 @@ class TrainStep:
           The next state, of the same kind, and a `StepReport`.
 
         Raises:
-          TypeError: for a state of another kind, or an extra argument that is the step's own.
+          TypeError: for a state of another kind, a third argument without a name, or an extra
+            argument that is the step's own.
           ValueError: for a state that was made with another optimizer than `step.tx`.
         """
-        step_arguments.check_given(extra_args)
+        step_arguments.check_given(state, more, extra_args)
         check_key("key", key)
         now = train_states.as_train_state(state, self.tx)
         # The key advances on a skipped step too, as the data do, so that no two steps draw the same
@@ -410,41 +416,9 @@ class TrainStep:
             loss=result.loss,
             overflow=skipped,
             loss_scale=scale,
-            learning_rate=self._learning_rate(now.step, applied, new_opt_state),
+            learning_rate=find_learning_rate(self.learning_rate, now.step, applied, new_opt_state),
             global_norm=norm,
             local_norm=local_norm,
             size=size,
             aux=result.aux,
         )
-
-    def _learning_rate(
-        self, step: jax.Array, applied: jax.Array, new_opt_state: Any
-    ) -> jax.Array | dict[str, jax.Array] | None:
-        """The rate of the last update that was applied; before any, that of the first.
-
-        A dict from group to rate where there are several.
-        """
-        if self.learning_rate is None:
-            # inject_hyperparams stores the rate it has just used, beside the schedule's own state;
-            # on a skip its state stands still.
-            found = optax.tree.get_all_with_path(
-                new_opt_state, "learning_rate", lambda _, value: isinstance(value, jax.Array)
-            )
-            if len(found) == 1:
-                return found[0][1]
-            named = find_figures(new_opt_state).items()
-            ending = "/learning_rate"
-            rates = {name.removesuffix(ending): r for name, r in named if name.endswith(ending)}
-            return rates or None
-        # `step` updates were applied before this call; the last of them had number step - 1.
-        last = jnp.where(applied, step, jnp.maximum(step, 1) - 1)
-
-        def evaluate(rate: Any) -> jax.Array:
-            if callable(rate):
-                rate = rate(last)
-                check_scalar("what learning_rate returns", rate)
-            return jnp.asarray(rate, jnp.float32)
-
-        if isinstance(self.learning_rate, tuple):
-            return {group: evaluate(rate) for group, rate in self.learning_rate}
-        return evaluate(self.learning_rate)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from ampx.checking import check_word
 from ampx.flat_buffers.flat_params import as_tree
@@ -22,8 +23,12 @@ from ampx.model_axes import (
     untracked_of_leaves,
 )
 from ampx.summaries import show_fields
+from ampx.training.monitoring import find_figures
+from ampx.tree_checks import check_scalar
 from ampx.trees import path_name
 from ampx.updates.gradient_norms import add_up
+
+Rate = optax.ScalarOrSchedule
 
 
 class StepReport(NamedTuple):
@@ -109,6 +114,50 @@ def measure_groups(
         total = add_up([leaves[i][1] for i in places], [untracked[i] for i in places])
         norms[name], sizes[name] = jnp.sqrt(total), as_size(sum(wholes[i] for i in places))
     return norms, sizes
+
+
+def find_learning_rate(
+    given: Rate | tuple[tuple[str, Rate], ...] | None,
+    step: jax.Array,
+    applied: jax.Array,
+    opt_state: optax.OptState,
+) -> jax.Array | dict[str, jax.Array] | None:
+    """Finds the rate of the last update that was applied; before any, that of the first.
+
+    Args:
+      given: a number or schedule, or pairs of a group and its own; None where none was given.
+      step: int32 scalar, the updates that were applied before this step.
+      applied: bool scalar, whether this step's was.
+      opt_state: the state after this step.
+
+    Returns:
+      A float32 scalar, or a dict from group to rate where there are several; None if it is not
+      known.
+    """
+    if given is None:
+        # inject_hyperparams stores the rate it has just used, beside the schedule's own state;
+        # on a skip its state stands still.
+        found = optax.tree.get_all_with_path(
+            opt_state, "learning_rate", lambda _, value: isinstance(value, jax.Array)
+        )
+        if len(found) == 1:
+            return found[0][1]
+        named = find_figures(opt_state).items()
+        ending = "/learning_rate"
+        rates = {name.removesuffix(ending): r for name, r in named if name.endswith(ending)}
+        return rates or None
+    # `step` updates were applied before this call; the last of them had number step - 1.
+    last = jnp.where(applied, step, jnp.maximum(step, 1) - 1)
+
+    def evaluate(rate: Any) -> jax.Array:
+        if callable(rate):
+            rate = rate(last)
+            check_scalar("what learning_rate returns", rate)
+        return jnp.asarray(rate, jnp.float32)
+
+    if isinstance(given, tuple):
+        return {group: evaluate(rate) for group, rate in given}
+    return evaluate(given)
 
 
 def as_group_function(groups: Any) -> Callable[[str], str]:

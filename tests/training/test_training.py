@@ -335,6 +335,16 @@ def test_local_norms_only_where_asked():
     assert report.local_norm is None and report.size is None and report.learning_rate is None
 
 
+def test_a_call_by_the_custom_of_other_loops_is_told_of_the_state():
+    """`step(params, opt_state, batch)` of optax, and `step(model, optimizer, batch)` of nnx."""
+    step = ampx.train_step(nnx_loss, optax.sgd(0.1))
+    model, optimizer = nnx_pair(step.tx)
+    with pytest.raises(TypeError, match=r"got 3 arguments .* step\(\(model, optimizer\), batch\)"):
+        nnx.jit(step)(model, optimizer, jnp.ones((2, 6)))
+    with pytest.raises(TypeError, match=r"step\(step.init\(params\), batch\)"):
+        jax.jit(step)({"w": jnp.ones(2)}, optax.sgd(0.1).init(jnp.ones(2)), jnp.ones((2, 2)))
+
+
 def test_nnx_groups_have_plain_names():
     step = ampx.train_step(nnx_loss, optax.sgd(0.1), local_norm=True)
     _, report = jax.jit(step)(nnx_pair(step.tx), rows_of(data()[1], 0))
