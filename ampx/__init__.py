@@ -60,7 +60,7 @@ from ampx.precision.recipe_names import as_recipe
 from ampx.training.added_params import extend_state
 from ampx.training.deepspeed_config import read_deepspeed_config
 from ampx.training.monitoring import metrics, progress_bar
-from ampx.training.state_formats import check_state_format, state_format
+from ampx.training.state_formats import check_state_format, state_format, upgrade_state
 from ampx.training.step_execution import TrainStep
 from ampx.training.step_reports import StepReport
 from ampx.training.train_states import TrainState
@@ -157,6 +157,7 @@ __all__ = [
     "static_loss_scale",
     "trace_overflow",
     "train_step",
+    "upgrade_state",
     "value_and_grad",
     "zero1",
     "zero1_specs",

@@ -188,6 +188,12 @@ add("check_state_format.saved", lambda v: ampx.check_state_format(v, SCALED_STAT
 SAVED = ampx.state_format(SCALED_STATE)
 OTHER_STATE = {"sgd's": SGD.init(P), "parameters": P, "None": None, "a word": "w"}
 add("check_state_format.state", lambda v: ampx.check_state_format(SAVED, v), OTHER_STATE)
+add(
+    "upgrade_state.saved",
+    lambda v: ampx.upgrade_state(v, SCALED_STATE),
+    without(NO_FORMAT, "a state"),
+)
+add("upgrade_state.state", lambda v: ampx.upgrade_state(SCALED_STATE, v), OTHER_STATE)
 NO_OPTIMIZER = {"a word": "w", "a number": 3, "an object": object()}
 add("is_skipped.optimizer", traced(lambda v: ampx.is_skipped(SCALED_STATE, v)), NO_OPTIMIZER)
 select = ampx.select_if_finite

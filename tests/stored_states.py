@@ -11,7 +11,7 @@ saved by another jax goes on bit for bit.
 
 import json
 import pathlib
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ import optax
 import ampx
 from ampx import fused
 from ampx.training.state_formats import FORMAT
+from ampx.trees import map_by_path
 
-FILE = pathlib.Path(__file__).parent / f"states_format_{FORMAT}.json"
 SGD = optax.sgd(0.5, momentum=0.5)
 FUSED = fused.sgd(0.5, 0.5)
 SCALE = partial(ampx.dynamic_loss_scale, init_scale=8.0, growth_interval=2)
@@ -39,6 +39,10 @@ TRANSFORMATIONS = {
 }
 PARAMS = {"a": {"w": np.array([1, 2, -4], np.float32)}, "b": {"w": np.array(0.5, np.float32)}}
 GRADIENTS = (1.0, np.inf, 0.5, 2.0, -1.0)
+
+
+def file_of(number):
+    return pathlib.Path(__file__).parent / f"states_format_{number}.json"
 
 
 def loss_fn(params, batch, key, model_state):
@@ -90,15 +94,26 @@ def as_arrays(state):
 def from_arrays(arrays, like):
     """Puts arrays into the structure of a state by their paths."""
 
-    def read(path, leaf):
-        found = arrays[jax.tree_util.keystr(path, simple=True, separator="/")]
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(np.array(found, np.uint32))
-        if leaf.dtype == jnp.bfloat16:
-            return jnp.asarray(np.array(found, np.uint16).view(jnp.bfloat16))
-        return jnp.asarray(np.array(found, leaf.dtype))
+    return map_by_path(like, lambda path, leaf: as_leaf(arrays[path], leaf))
 
-    return jax.tree_util.tree_map_with_path(read, like)
+
+def as_dicts(arrays, like):
+    """The same as dicts of dicts: what libraries restore if they are told of no class."""
+    leaves, tree = {}, {}
+    map_by_path(like, leaves.setdefault)
+    for path, numbers in arrays.items():
+        *outer, name = path.split("/")
+        inside = reduce(lambda node, part: node.setdefault(part, {}), outer, tree)
+        inside[name] = as_leaf(numbers, leaves[path])
+    return tree
+
+
+def as_leaf(numbers, like):
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.array(numbers, np.uint32))
+    if like.dtype == jnp.bfloat16:
+        return jnp.asarray(np.array(numbers, np.uint16).view(jnp.bfloat16))
+    return jnp.asarray(np.array(numbers, like.dtype))
 
 
 def write():
@@ -109,8 +124,9 @@ def write():
         formats[name] = ampx.state_format(before)
         states[name] = {"before": as_arrays(before), "after": as_arrays(after)}
     text = json.dumps({"formats": formats, "states": states}, separators=(",", ":"))
-    FILE.write_text(text + "\n")
-    print(f"{FILE.name}: {FILE.stat().st_size} bytes")
+    file = file_of(FORMAT)
+    file.write_text(text + "\n")
+    print(f"{file.name}: {file.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

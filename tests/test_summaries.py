@@ -74,8 +74,9 @@ def test_objects_that_are_met_daily_are_shown():
     assert repr(state) == ("TrainState(step=0, params=float32[3,2], opt_state=LossScaleState(...))")
     assert repr(state.opt_state) == (
         "LossScaleState(loss_scale=65536.0, growth_tracker=0, hysteresis_tracker=1, inf_total=0, "
-        "nan_total=0, floor_hits=0, overflow=False, skipped_total=0, bad_update_total=0, "
-        "nonfinite_loss_total=0, floor_flag=False, inner_state=<3 arrays, 13 numbers>)"
+        "nan_total=0, floor_hits=0, ceiling_hits=0, overflow=False, skipped_total=0, "
+        "bad_update_total=0, nonfinite_loss_total=0, floor_flag=False, "
+        "inner_state=<3 arrays, 13 numbers>)"
     )
     assert repr(step.recipe) == (
         "Recipe(policy=Policy(...), stays_float32=is_norm_path, loss_scale='dynamic', "

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from code_blocks import ROOT
+from flax import serialization
 from helpers import make_mesh
 
 import ampx
@@ -147,13 +148,15 @@ def check_floor():
         ampx.raise_if_exhausted(state)
 
 
-@row("The scale climbs to 2^24 and stays, `inf_total` and `nan_total` are 0")
+@row("The scale climbs to 2^24 and stays, `ceiling_hits` grows, `skipped_total` is 0")
 def check_ceiling():
     state = begin(loss_scale=2**23)
-    for _ in range(2):
-        _, state = update(W * 0, state._replace(growth_tracker=np.int32(1999)))
-        assert state.loss_scale == 2**24 and not state.overflow
-    assert state.inf_total == state.nan_total == 0
+    for hits in range(3):
+        # The gradients of a loss that nobody multiplied.
+        _, state = update(W, state._replace(growth_tracker=np.int32(1999)))
+        assert state.loss_scale == 2**24
+        assert ampx.metrics(state)["ceiling_hits"] == hits
+    assert state.skipped_total == 0
 
 
 @row("Devices hold different parameters")
@@ -273,12 +276,18 @@ def check_other_distribution():
     assert str(caught.value) in PAGE
 
 
-@row("A restored run is refused by its format")
+@row("A restored run is refused by its format, or lacks `ceiling_hits`")
 def check_format():
     saved = ampx.state_format(SCALED.init(W))
     ampx.check_state_format(saved, SCALED.init(W))
     with pytest.raises(ValueError, match="adam|Adam|mu"):
         ampx.check_state_format(saved, ampx.dynamic_loss_scale(optax.adam(0.1)).init(W))
+    fresh = SCALED.init(W)
+    earlier = serialization.to_state_dict(fresh)
+    del earlier["ceiling_hits"]
+    with pytest.raises(ValueError, match="do not match"):
+        serialization.from_state_dict(fresh, earlier)
+    assert ampx.upgrade_state(earlier, fresh).ceiling_hits == 0
 
 
 def expect_quoted(kind, call):

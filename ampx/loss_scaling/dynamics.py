@@ -136,6 +136,7 @@ class ScaleDynamics:
         grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
         reduced = jnp.maximum(scale * self.backoff_factor, self.min_scale)
         at_floor = back_off & (scale <= self.min_scale)
+        at_ceiling = grow & (scale >= self.max_scale)
 
         # After a fall h stays at 0 unless it is refilled, so the next overflow lowers S again: once
         # the tolerance is used up, Apex's kernel and Megatron-LM lower it at every overflow.
@@ -148,6 +149,7 @@ class ScaleDynamics:
             growth_tracker=jnp.where(bad | grow, 0, finite_steps),
             hysteresis_tracker=jnp.where(refilled, self.hysteresis, jnp.maximum(tolerance, 0)),
             floor_hits=count_up(state.floor_hits, at_floor),
+            ceiling_hits=count_up(state.ceiling_hits, at_ceiling),
             floor_flag=floor_flag,
             interval=self._adapt(state.interval, grow, back_off) if adaptive else state.interval,
         )

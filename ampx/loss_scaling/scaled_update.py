@@ -134,6 +134,7 @@ def _init_state(
         inf_total=jnp.zeros(shape, jnp.int32),
         nan_total=jnp.zeros(shape, jnp.int32),
         floor_hits=jnp.zeros(shape, jnp.int32),
+        ceiling_hits=jnp.zeros(shape, jnp.int32),
         overflow=jnp.zeros((), bool),
         skipped_total=jnp.zeros((), jnp.int32),
         bad_update_total=jnp.zeros((), jnp.int32),
@@ -158,7 +159,10 @@ def move_scale(
     # Nothing is known of the gradients of a loss that was left out, so its scale does not move.
     own = {
         name: trees.hold(~jnp.asarray(judgement.seen), getattr(moved, name), getattr(state, name))
-        for name in ("loss_scale", "growth_tracker", "hysteresis_tracker", "floor_hits", "interval")
+        for name in (
+            *("loss_scale", "growth_tracker", "hysteresis_tracker", "interval"),
+            *("floor_hits", "ceiling_hits"),
+        )
     }
     return moved._replace(
         **own,

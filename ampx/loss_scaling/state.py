@@ -52,6 +52,8 @@ class LossScaleState(NamedTuple):
         NaN; under `saturation_dtype` it may hold a NaN, too.
       nan_total: int32[losses], updates so far whose gradients held a NaN.
       floor_hits: int32[losses], overflows that found the scale at `min_scale` already.
+      ceiling_hits: int32[losses], growths that found the scale at `max_scale` already. If it rises
+        and neither `inf_total` nor `nan_total` does, the scale may reach no gradient.
       overflow: bool, whether the last update was skipped, because of an overflow or of a bad
         update; the totals tell which.
       skipped_total: int32, updates skipped so far.
@@ -78,6 +80,7 @@ class LossScaleState(NamedTuple):
     inf_total: jax.Array
     nan_total: jax.Array
     floor_hits: jax.Array
+    ceiling_hits: jax.Array
     overflow: jax.Array
     skipped_total: jax.Array
     bad_update_total: jax.Array

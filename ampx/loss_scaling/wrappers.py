@@ -90,7 +90,8 @@ def dynamic_loss_scale(
         `"finite"` after any finite step (Apex), `"change"` when the scale moves either way, so
         that overflows are counted between moves (Ascend's `decr_every_n_nan_or_inf`).
       min_scale: the scale never falls below this; at least 2**-126.
-      max_scale: the scale never grows beyond this; at most 2**126.
+      max_scale: the scale never grows beyond this; at most 2**126. A growth that finds it there is
+        counted in `ceiling_hits`.
       axis_names: inside `shard_map`, every mapped axis (data, stage, shard) over which devices must
         agree. Under plain `jit` leave it empty: arrays are global there.
       model_axes: under `check_vma=False`, the mapped axes over which parameters are divided, see

@@ -175,7 +175,7 @@ def follow_schedule(
             old, trackers = state.inner_state, ("growth_tracker", "hysteresis_tracker", "interval")
             held = {
                 name: hold(~was_dynamic, getattr(new, name), getattr(old, name))
-                for name in (*trackers, "floor_hits", "floor_flag")
+                for name in (*trackers, "floor_hits", "ceiling_hits", "floor_flag")
             }
             scale = jnp.where(is_now, parked, jnp.asarray(fixed_scales)[phase])
             new = new._replace(loss_scale=scale, **held)

@@ -46,6 +46,7 @@ _FIGURES: dict[type, tuple[str, ...]] = {
         "inf_total",
         "nan_total",
         "floor_hits",
+        "ceiling_hits",
         "bad_update_total",
         "nonfinite_loss_total",
     ),
@@ -79,10 +80,10 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     what a step returns, outside they are the state's own arrays.
 
     - of a loss scale: `loss_scale`, `growth_tracker`, `hysteresis_tracker`, `overflow`,
-      `skipped_total`, `inf_total`, `nan_total`, `floor_hits`, `bad_update_total` and
-      `nonfinite_loss_total`, see `ampx.LossScaleState`; the first three and the counts of inf, NaN
-      and floor hits are vectors where there are several losses; of several optimizers that share
-      it, also `overflow` and `skipped_total` of each, as `"generator/overflow"`; and
+      `skipped_total`, `inf_total`, `nan_total`, `floor_hits`, `ceiling_hits`, `bad_update_total`
+      and `nonfinite_loss_total`, see `ampx.LossScaleState`; the first three and the counts of inf,
+      NaN and of hits of a bound are vectors where there are several losses; of several optimizers
+      that share it, also `overflow` and `skipped_total` of each, as `"generator/overflow"`; and
       `growth_interval` where it adapts;
     - of `ampx.multi_steps`: `micro_step`, `gradient_step`, `weight_sum`, `window_is_bad` and
       `dropped_total`, see `ampx.MultiStepsState`;

@@ -8,9 +8,12 @@ A version inside a state would be a leaf of each, which every step would carry a
 function that counts leaves would meet. So it stands beside the state, as a small dict of strings
 and numbers that goes into any JSON file:
 
-    {"format": 1,                                   the fields of ampx's states, all together
+    {"format": 2,                                   the fields of ampx's states, all together
      "optimizer": "LossScaleState((ScaleByAdamState, EmptyState))",
      "leaves": {"opt_state/loss_scale": "float32[]", ...}}
+
+Fields that a later format has added are counters, which a fresh state begins at 0. So a state of an
+earlier format is upgraded by its paths: what it lacks is taken from a fresh state.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ampx.loss_scaling.state import LossScaleState
 from ampx.trees import path_name
 from ampx.updates.guards import outline
 
 # Goes up whenever a class of state gains, loses or renames a field, or a field changes its meaning.
-FORMAT = 1
+FORMAT = 2
 # From a format to the first release that writes it.
-_RELEASES = {1: "0.1.0"}
+_RELEASES = {1: "before 0.1.0", 2: "0.1.0"}
+# The fields that formats after the first have added to a class, which earlier states lack.
+_ADDED_FIELDS = {LossScaleState: ("ceiling_hits",)}
 
 
 def state_format(state: Any) -> dict[str, Any]:
@@ -46,10 +52,9 @@ def state_format(state: Any) -> dict[str, Any]:
       >>> import ampx, jax.numpy as jnp, optax
       >>> found = ampx.state_format(ampx.static_loss_scale(optax.adam(0.1), 8.0).init(jnp.ones(2)))
       >>> found["format"], found["optimizer"], found["leaves"]["inner_state/0/mu"]
-      (1, 'LossScaleState((ScaleByAdamState, EmptyState))', 'float32[2]')
+      (2, 'LossScaleState((ScaleByAdamState, EmptyState))', 'float32[2]')
     """
-    paths = jax.tree_util.tree_leaves_with_path(state)
-    leaves = {path_name(path): _describe_leaf(leaf) for path, leaf in paths}
+    leaves = _describe_leaves(_leaves_by_path(state))
     return {"format": FORMAT, "optimizer": outline(_optimizer_of(state)), "leaves": leaves}
 
 
@@ -84,10 +89,15 @@ def check_state_format(saved: Mapping[str, Any], state: Any) -> None:
     own = state_format(state)
     if saved["format"] != FORMAT:
         written, known = (_name_format(number) for number in (saved["format"], FORMAT))
+        remedy = (
+            "restore it as plain nested dicts, and pass these with a fresh state to "
+            "ampx.upgrade_state"
+            if saved["format"] in _RELEASES
+            else "restore it with the ampx that saved it, and save what is to go on (parameters, "
+            "optax's own states) as plain trees"
+        )
         raise ValueError(
-            f"saved is a state of {written}, and this ampx reads and writes {known}: restore it "
-            "with the ampx that saved it, and save what is to go on (parameters, optax's own "
-            "states) as plain trees"
+            f"saved is a state of {written}, and this ampx reads and writes {known}: {remedy}"
         )
     if saved["optimizer"] != own["optimizer"]:
         raise ValueError(
@@ -95,16 +105,78 @@ def check_state_format(saved: Mapping[str, Any], state: Any) -> None:
             f"state is that of {own['optimizer'] or 'one without any class'}: make the optimizer "
             "with the arguments that it had, or take over the parameters alone"
         )
-    if saved["leaves"] != own["leaves"]:
+    _check_leaves(saved["leaves"], own["leaves"])
+
+
+def upgrade_state(saved: Any, state: Any) -> Any:
+    """Takes over a state that an earlier ampx saved, whose states had fewer fields.
+
+    A library that saves arrays by path gives them back as nested dicts if it is not told of any
+    class: `checkpointer.restore(path)` of Orbax, `msgpack_restore(data)` of `flax.serialization`.
+
+    Args:
+      saved: what was restored: nested dicts, lists or tuples with the keys and field names of the
+        state as they were, down to arrays.
+      state: a fresh state, as `step.init(params)` makes it, whose classes, and whose values of
+        fields that `saved` lacks, are taken.
+
+    Returns:
+      A state like `state` with the arrays of `saved`. Only counters that a later format has added
+      are those of `state`: they begin at 0.
+
+    Raises:
+      ValueError: if a leaf has another dtype or shape, if any other is missing, or if `saved` has
+        one that `state` lacks.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> fresh = ampx.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
+      >>> saved = fresh._asdict() | {"skipped_total": jnp.int32(3)}
+      >>> del saved["ceiling_hits"]
+      >>> state = ampx.upgrade_state(saved, fresh)
+      >>> int(state.skipped_total), int(state.ceiling_hits)
+      (3, 0)
+    """
+    fresh = _leaves_by_path(state)
+    found = {path: fresh[path] for path in _find_added(state)} | _leaves_by_path(saved)
+    _check_leaves(_describe_leaves(found), _describe_leaves(fresh))
+    return jax.tree.structure(state).unflatten([found[path] for path in fresh])
+
+
+def _find_added(state: Any) -> list[str]:
+    """The paths of all fields in a state that its classes lacked in an earlier format."""
+
+    def has_gained(node: Any) -> bool:
+        return type(node) in _ADDED_FIELDS
+
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=has_gained)
+    return [
+        path_name((*path, jax.tree_util.GetAttrKey(name)))
+        for path, node in nodes
+        for name in _ADDED_FIELDS.get(type(node), ())
+    ]
+
+
+def _check_leaves(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
+    if saved != own:
         raise ValueError(
-            f"saved and state differ in their leaves: {_list_differences(saved['leaves'], own)}: "
-            "restore into a state that was made for the same model"
+            f"saved and state differ in their leaves: {_list_differences(saved, own)}: restore "
+            "into a state that was made for the same model and optimizer"
         )
 
 
 def _optimizer_of(state: Any) -> Any:
     """The optimizer's part of a training state, ampx's or flax's; any other tree is its own."""
     return getattr(state, "opt_state", state)
+
+
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def _describe_leaves(leaves: Mapping[str, Any]) -> dict[str, str]:
+    return {path: _describe_leaf(leaf) for path, leaf in leaves.items()}
 
 
 def _describe_leaf(leaf: Any) -> str:
@@ -119,13 +191,12 @@ def _name_format(number: Any) -> str:
     return f"format {number} (ampx {release or 'of another release'})"
 
 
-def _list_differences(saved: Mapping[str, str], own: Mapping[str, Any]) -> str:
+def _list_differences(saved: Mapping[str, str], own: Mapping[str, str]) -> str:
     """The first few paths at which two tables of leaves differ, with what both have there."""
-    here = own["leaves"]
     differing = [
-        f"{path!r} is {saved.get(path, 'not there')} and {here.get(path, 'not there')}"
-        for path in dict.fromkeys((*saved, *here))
-        if saved.get(path) != here.get(path)
+        f"{path!r} is {saved.get(path, 'not there')} and {own.get(path, 'not there')}"
+        for path in dict.fromkeys((*saved, *own))
+        if saved.get(path) != own.get(path)
     ]
     more = f", and {len(differing) - 4} more" if len(differing) > 4 else ""
     return ", ".join(differing[:4]) + more

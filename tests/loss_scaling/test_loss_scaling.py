@@ -134,11 +134,13 @@ def test_ascend_lamb_with_decay_mask_from_names(half_dtype, scale):
 
 
 # --- the state machine against plain Python ------------------------------------------------------
+#
+# Each reference returns the scale after each step, and the growths so far that found it at `high`.
 
 
 def apex_reference(bads, *, init, growth, backoff, interval, hysteresis, low, high):
     """`update_scale_hysteresis` in apex/csrc: refilled by any finite step."""
-    scale, successes, tolerance, scales = init, 0, hysteresis, []
+    scale, successes, tolerance, hits, seen = init, 0, hysteresis, 0, []
     for bad in bads:
         if bad:
             tolerance -= 1
@@ -148,15 +150,16 @@ def apex_reference(bads, *, init, growth, backoff, interval, hysteresis, low, hi
         else:
             successes += 1
             if successes == interval:
+                hits += scale == high
                 scale, successes = min(scale * growth, high), 0
             tolerance = hysteresis
-        scales.append(scale)
-    return scales
+        seen.append((scale, hits))
+    return seen
 
 
 def megatron_reference(bads, *, init, growth, backoff, interval, hysteresis, low, high):
     """`DynamicGradScaler` in Megatron-LM: refilled when the scale grows."""
-    scale, growth_tracker, tolerance, scales = init, 0, hysteresis, []
+    scale, growth_tracker, tolerance, hits, seen = init, 0, hysteresis, 0, []
     for bad in bads:
         if bad:
             growth_tracker, tolerance = 0, tolerance - 1
@@ -166,14 +169,15 @@ def megatron_reference(bads, *, init, growth, backoff, interval, hysteresis, low
             growth_tracker += 1
             if growth_tracker == interval:
                 growth_tracker, tolerance = 0, hysteresis
+                hits += scale == high
                 scale = min(scale * growth, high)
-        scales.append(scale)
-    return scales
+        seen.append((scale, hits))
+    return seen
 
 
 def ascend_reference(bads, *, init, growth, backoff, interval, hysteresis, low, high):
     """`ExponentialUpdateLossScaleManager`: bad steps add up until the scale moves."""
-    scale, num_good, num_bad, scales = init, 0, 0, []
+    scale, num_good, num_bad, hits, seen = init, 0, 0, 0, []
     for bad in bads:
         if bad:
             num_good, num_bad = 0, num_bad + 1
@@ -182,9 +186,10 @@ def ascend_reference(bads, *, init, growth, backoff, interval, hysteresis, low, 
         else:
             num_good += 1
             if num_good >= interval:
+                hits += scale == high
                 scale, num_good, num_bad = min(scale * growth, high), 0, 0
-        scales.append(scale)
-    return scales
+        seen.append((scale, hits))
+    return seen
 
 
 REFERENCES = {
@@ -206,8 +211,9 @@ def check_against_reference(refill, bads, **settings):
     )
     options = {names[name]: value for name, value in settings.items()}
     states = scan_flags(dynamic(optax.identity(), refill=refill, **options), bads)
-    expected = REFERENCES[refill](bads, **settings)
-    np.testing.assert_array_equal(states.loss_scale, np.array(expected, np.float32))
+    scales, hits = np.transpose(REFERENCES[refill](bads, **settings))
+    np.testing.assert_array_equal(states.loss_scale, np.float32(scales))
+    np.testing.assert_array_equal(states.ceiling_hits, hits)
     np.testing.assert_array_equal(states.overflow, bads)
     np.testing.assert_array_equal(states.skipped_total, np.cumsum(bads))
     return states
@@ -236,6 +242,16 @@ def test_any_sequence_of_good_and_bad_steps_follows_the_reference(
     scales = np.asarray(states.loss_scale)
     assert (scales >= low).all() and (scales <= high).all()
     assert (np.frexp(scales)[0] == 0.5).all(), "a scale that is not a power of two"
+
+
+@pytest.mark.parametrize("refill", REFERENCES)
+def test_growths_at_the_maximum_are_counted(refill):
+    rules = dict(init=2.0, growth=2.0, backoff=0.5, interval=2, hysteresis=1, low=1.0, high=8.0)
+    # 4 and 8 after two and four good steps; at six the first growth that finds it there. The
+    # overflow lowers it to 4, and it takes one growth to arrive before the next one counts.
+    states = check_against_reference(refill, [0] * 7 + [1] + [0] * 4, **rules)
+    assert states.ceiling_hits.tolist() == [0] * 5 + [1] * 6 + [2]
+    assert states.loss_scale[-1] == 8
 
 
 def test_the_three_refills_are_told_apart():
@@ -684,6 +700,11 @@ def test_one_bad_loss_skips_all_but_lowers_its_own_scale_alone():
     _, state = tx.update((good, None, good), state)
     np.testing.assert_array_equal(state.loss_scale, [16, 4, 8])
     np.testing.assert_array_equal(state.growth_tracker, [0, 0, 1])
+    # At its maximum: one growth is due, the next would be in the last step, which leaves it out.
+    state = state._replace(loss_scale=jnp.full(3, 2.0**24))
+    for grads in [(good, None, None)] * 3 + [(None, good, None)]:
+        _, state = tx.update(grads, state)
+    np.testing.assert_array_equal(state.ceiling_hits, [1, 0, 0])
 
 
 @pytest.mark.parametrize(

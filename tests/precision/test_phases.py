@@ -312,15 +312,15 @@ def test_the_other_way_round_and_back_the_dynamic_scale_is_taken_up_again():
     assert scales == [1, 1, 8, 8, 128, 128, 4, 4]
 
 
-def test_a_bad_batch_in_float32_is_no_scale_at_its_floor():
+def test_a_scale_that_stands_still_in_float32_is_not_at_its_floor_or_ceiling():
     schedule = ampx.precision_schedule("fast|step|0.5", total_steps=2)
-    tx = ampx.follow_schedule(
-        ampx.dynamic_loss_scale(optax.sgd(0.1), on_floor="raise-flag"), schedule
-    )
+    bounds = dict(init_scale=1.0, max_scale=1.0, growth_interval=1, on_floor="raise-flag")
+    tx = ampx.follow_schedule(ampx.dynamic_loss_scale(optax.sgd(0.1), **bounds), schedule)
     state = tx.init(jnp.ones(2))
-    for bad in (0.0, np.inf):
+    for bad in (0.0, 0.0, np.inf):
         _, state = tx.update(jnp.array([bad, 1.0]), state)
-    assert bool(ampx.is_skipped(state)) and int(state.inner_state.floor_hits) == 0
+    hits = state.inner_state.floor_hits, state.inner_state.ceiling_hits
+    assert bool(ampx.is_skipped(state)) and hits == (0, 1)  # the first step was in half
     ampx.raise_if_exhausted(state)
 
 

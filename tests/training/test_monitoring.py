@@ -19,7 +19,7 @@ from ampx.updates.clipping import clipped
 
 SCALE = (
     *("loss_scale", "growth_tracker", "hysteresis_tracker", "overflow", "skipped_total"),
-    *("inf_total", "nan_total", "floor_hits", "bad_update_total"),
+    *("inf_total", "nan_total", "floor_hits", "ceiling_hits", "bad_update_total"),
     "nonfinite_loss_total",
 )
 FIGURES_OF_INNER = ("num_buckets", "reduced_bytes", "global_norm")
@@ -132,6 +132,30 @@ def test_figures_cost_nothing():
     assert {name: shape.dtype for name, shape in shapes.items()} == {
         name: figure.dtype for name, figure in figures.items()
     }
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_a_scale_that_reaches_no_gradient_hits_its_maximum_and_never_overflows(forgotten):
+    tx = scaled(init_scale=2.0**14, growth_interval=1)
+
+    @jax.jit
+    def train(params, opt_state):
+        def step(carry, _):
+            params, opt_state = carry
+            scale = 1.0 if forgotten else ampx.current_loss_scale(opt_state)
+            # What a model in float16 hands back: infinite beyond 65504.
+            half = (scale * params).astype(jnp.float16)
+            updates, opt_state = tx.update(half.astype(jnp.float32), opt_state, params)
+            return (params + updates, opt_state), None
+
+        return jax.lax.scan(step, (params, opt_state), length=14)[0]
+
+    params = jnp.ones(2)
+    figures = metrics(train(params, tx.init(params))[1])
+    if forgotten:
+        assert figures["skipped_total"] == 0 and figures["ceiling_hits"] == 4
+    else:
+        assert figures["skipped_total"] > 0 and figures["ceiling_hits"] == 0
 
 
 def test_a_reduction_tells_its_bytes_and_a_clip_its_norm():

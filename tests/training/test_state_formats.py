@@ -7,18 +7,23 @@ import jax.numpy as jnp
 import optax
 import pytest
 import stored_states
+from flax import serialization
 from helpers import assert_bit_equal
 
 import ampx
 from ampx.training import state_formats
 
-STORED = json.loads(stored_states.FILE.read_text())
-FORMATS = STORED["formats"]
+STORED = {
+    number: json.loads(stored_states.file_of(number).read_text())
+    for number in range(1, state_formats.FORMAT + 1)
+}
+FORMATS = STORED[state_formats.FORMAT]["formats"]
+EARLIER = [number for number in STORED if number < state_formats.FORMAT]
 P = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 
 
 def stored(name, when, like):
-    return stored_states.from_arrays(STORED["states"][name][when], like)
+    return stored_states.from_arrays(STORED[state_formats.FORMAT]["states"][name][when], like)
 
 
 @pytest.mark.parametrize("name", stored_states.CASES)
@@ -28,6 +33,36 @@ def test_a_stored_state_restores_and_goes_on_bit_for_bit(name):
     state = stored(name, "before", like)
     found = stored_states.take_steps(name, state, stored_states.GRADIENTS[3:])
     assert_bit_equal(found, stored(name, "after", like))
+
+
+@pytest.mark.parametrize("number", EARLIER)
+@pytest.mark.parametrize("name", stored_states.CASES)
+def test_a_state_of_an_earlier_format_is_upgraded(number, name):
+    like = stored_states.init(name)
+    with pytest.raises(ValueError, match=rf"format {number} .*pass these .* to ampx.upgrade_state"):
+        ampx.check_state_format(STORED[number]["formats"][name], like)
+    earlier = STORED[number]["states"][name]["before"]
+    restored = stored_states.as_dicts(earlier, like)
+    state = ampx.upgrade_state(restored, like)
+    ampx.check_state_format(FORMATS[name], state)
+    # From there it goes on as every state of today's format does: the test above.
+    assert_bit_equal(state, stored(name, "before", like))
+
+
+def test_only_what_a_format_has_added_may_be_missing():
+    params = {"ceiling_hits": jnp.ones(2), "b": jnp.ones(3)}
+    state = ampx.dynamic_loss_scale(optax.trace(0.9)).init(params)
+    saved = serialization.to_state_dict(state)
+    trace = saved["inner_state"]["trace"]
+    for broken, said in (
+        ({**saved, "inner_state": {"trace": {"b": trace["b"]}}}, "ceiling_hits' is not there and"),
+        ({**saved, "more": trace["b"]}, r"'more' is float32\[3\] and not there"),
+        ({**saved, "overflow": jnp.int32(0)}, r"'overflow' is int32\[\] and bool\[\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ampx.upgrade_state(broken, state)
+    del saved["ceiling_hits"]
+    ampx.upgrade_state(saved, state)
 
 
 def test_the_stored_states_are_all_classes_of_states():
@@ -52,7 +87,7 @@ def test_a_format_goes_through_json_and_shapes():
 
 
 def other_format(saved):
-    return {**saved, "format": 2}
+    return {**saved, "format": 9}
 
 
 def another_field(saved):
@@ -62,7 +97,7 @@ def another_field(saved):
 
 
 OTHERS = {
-    "format": (other_format, r"saved is a state of format 2 .*and this ampx .*format 1 \(ampx 0.1"),
+    "format": (other_format, r"saved is a state of format 9 .*and this ampx .*format 2 \(ampx 0.1"),
     "field": (another_field, "'skipped_total' is not there and int32"),
 }
 
