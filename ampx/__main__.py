@@ -11,6 +11,7 @@ import ampx
 from ampx.diagnostics.environment import describe_environment
 from ampx.diagnostics.lint_findings import CheckName
 from ampx.diagnostics.step_files import EXAMPLE_ARGS, StepFileError, lint_file
+from ampx.text_tables import print_report
 
 _DOCTOR = f"""\
 Traces a training step and reports its faults with their lines, as ampx.lint_step does. Nothing of
@@ -69,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags = parser.parse_args(argv)
     if flags.command is None:
-        print(describe_environment(ampx.__version__))
+        print_report(describe_environment(ampx.__version__))
         return 0
     try:
         report = lint_file(flags.target, args=flags.args, ignore=flags.ignore)
     except StepFileError as error:
         doctor.error(str(error))
-    print(report)
+    print_report(report)
     return 0 if report.ok else 1
 
 

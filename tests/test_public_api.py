@@ -137,7 +137,8 @@ def test_source_files_stay_short(path):
 
 def test_ampx_needs_neither_flax_nor_plotting():
     """A program without them never pays for them."""
-    code = "import sys, ampx; print({'flax', 'matplotlib', 'tqdm', 'orbax'} & set(sys.modules))"
+    names = "{'flax', 'matplotlib', 'tqdm', 'orbax', 'rich'}"
+    code = f"import sys, ampx; print({names} & set(sys.modules))"
     environment = os.environ | {"PYTHONPATH": str(Path(ampx.__file__).parent.parent)}
     run = [sys.executable, "-c", code]
     out = subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout

@@ -128,7 +128,7 @@ def test_what_prints_as_a_table_is_one_in_notebooks(name):
     """treescope shows `_repr_html_`, too, and without one opens the fields of states by itself."""
     cls = CLASSES[name]
     prints = "__str__" in vars(cls) and name not in ONE_LINE
-    assert hasattr(cls, "_repr_html_") == prints
+    assert hasattr(cls, "_repr_html_") == hasattr(cls, "__rich_console__") == prints
 
 
 class Unused(NamedTuple):

@@ -45,7 +45,7 @@ from ampx.checking import check_callable
 from ampx.jaxprs import pure_calls, reading, source_info
 from ampx.jaxprs.reading import Jaxpr
 from ampx.summaries import show_fields, show_table
-from ampx.text_tables import format_rows
+from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich
 
 P = ParamSpec("P")
 
@@ -106,7 +106,9 @@ class Explanation:
     dots: Float8 | None = None
 
     __repr__ = show_fields
+    __str__ = show_blocks
     _repr_html_ = show_table
+    __rich_console__ = show_rich
 
     @property
     def unknown(self) -> tuple[ExplainedEquation, ...]:
@@ -137,8 +139,8 @@ class Explanation:
         fallback = find_fallback(dots, jax.devices()[0]) if float8 else ""
         return f"{line}\nno faster here: {fallback}" if fallback else line
 
-    def __str__(self) -> str:
-        rows = [("equation", "rule", "operands", "results", "written in")]
+    def _blocks(self) -> list[Block]:
+        rows = [("equation", "rule", "operands", "results", SOURCE)]
         rows += [
             (
                 "  " * len(row.inside) + row.primitive,
@@ -149,17 +151,17 @@ class Explanation:
             )
             for row in self.equations
         ]
-        lines = format_rows(rows)
+        blocks: list[Block] = [Table(rows)]
         half, products = self.products_in_half()
-        lines.append(f"{half} of {products} matrix products and convolutions in {self.half_dtype}")
+        blocks.append(f"{half} of {products} matrix products and convolutions in {self.half_dtype}")
         if self.dots is not None:
-            lines.append(self._describe_float8(self.dots))
+            blocks.append(self._describe_float8(self.dots))
         if self.unknown:
             names = ", ".join(sorted({row.primitive for row in self.unknown}))
-            lines.append(f"functions that could not be rewritten: {names}")
+            blocks.append(f"functions that could not be rewritten: {names}")
         if self.idle_rules:
-            lines.append(f"rules that decided nothing: {', '.join(self.idle_rules)}")
-        return "\n".join(lines)
+            blocks.append(f"rules that decided nothing: {', '.join(self.idle_rules)}")
+        return blocks
 
 
 def _abbreviate(dtype: str) -> str:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ampx.diagnostics.hlo import parse_computations
 from ampx.fused.kernels.pallas_updates import resolve_backend
-from ampx.text_tables import format_table
+from ampx.text_tables import Block, Blocks, Table
 
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _HOPPER = "9.0"  # compute capability of the first GPUs that the kernels run on
@@ -35,6 +35,7 @@ _OPTIONAL = (
     ("matplotlib", "matplotlib", "ampx.plotting, the demo", 'pip install "ampx-jax[examples]"'),
     ("tqdm", "tqdm", "ampx.progress_bar, the demo", 'pip install "ampx-jax[examples]"'),
     ("orbax-checkpoint", "orbax.checkpoint", "checkpoints", "pip install orbax-checkpoint"),
+    ("rich", "rich", "tables in terminals", 'pip install "ampx-jax[examples]"'),
     ("treescope", "treescope", "states as trees in notebooks", "pip install treescope"),
     ("torch", "torch", "tests that compare with it", "pip install torch"),
 )
@@ -91,7 +92,7 @@ def find_version(distribution: str) -> str:
         return ""
 
 
-def describe_environment(version: str, *, size: int | None = None) -> str:
+def describe_environment(version: str, *, size: int | None = None) -> Blocks:
     """Describes versions, devices, what they do in half precision, kernels and optional parts.
 
     Args:
@@ -100,17 +101,21 @@ def describe_environment(version: str, *, size: int | None = None) -> str:
         some milliseconds.
 
     Returns:
-      Several lines of text.
+      Several lines of text; `print` or `text_tables.print_report` them.
     """
     names = ("jax", "jaxlib", "flax", "optax", "numpy")
     versions = {"ampx": version} | {name: find_version(name) for name in names}
     versions["Python"] = platform.python_version()
-    return "\n\n".join(
+    return Blocks(
         (
             ", ".join(f"{name} {found}" for name, found in versions.items() if found),
+            "",
             _describe_devices(),
-            _describe_products(size),
+            "",
+            *_describe_products(size),
+            "",
             _describe_kernels(),
+            "",
             _describe_optional_parts(),
         )
     )
@@ -123,7 +128,7 @@ def _describe_devices() -> str:
     return f"Devices: {kinds} (backend {jax.default_backend()!r}{of_processes})"
 
 
-def _describe_products(size: int | None) -> str:
+def _describe_products(size: int | None) -> list[Block]:
     if size is None:
         size = 512 if jax.default_backend() == "cpu" else 4096
     products = [measure_product(dtype, size) for dtype in _DTYPES]
@@ -135,10 +140,9 @@ def _describe_products(size: int | None) -> str:
         speed = f"{product.flops / 1e9:,.1f}", f"{product.flops / products[0].flops:.2f}"
         rows.append((product.dtype, product.computed_in or "-", *speed))
     slow = [p.dtype for p in products[1:] if p.computed_in == "f32"]
-    table = format_table(rows)
     title = f"Products of {size} x {size} matrices with float32 results, at JAX's precision:"
-    note = f"\n{', '.join(slow)}: converted to float32 first, which saves memory and no time."
-    return f"{title}\n{table}{note if slow else ''}"
+    note = f"{', '.join(slow)}: converted to float32 first, which saves memory and no time."
+    return [title, Table(rows), *([note] if slow else [])]
 
 
 def _describe_kernels() -> str:
@@ -160,12 +164,12 @@ def _describe_kernels() -> str:
     )
 
 
-def _describe_optional_parts() -> str:
+def _describe_optional_parts() -> Table:
     rows = [("optional part", "version", "for", "to install")]
     for distribution, module, purpose, command in _OPTIONAL:
         found = find_version(distribution) if _is_importable(module) else ""
         rows.append((distribution, found or "-", purpose, "" if found else command))
-    return format_table(rows)
+    return Table(rows)
 
 
 def _is_importable(module: str) -> bool:

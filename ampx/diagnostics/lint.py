@@ -28,7 +28,7 @@ from ampx.diagnostics.product_shares import ProductCount, count_products, descri
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output, trace_step
 from ampx.jaxprs import folds, reading, source_info
 from ampx.summaries import show_table
-from ampx.text_tables import format_table
+from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich, spread
 
 P = ParamSpec("P")
 
@@ -70,7 +70,9 @@ class LintReport:
     has_loss_scale: bool = True
     late_verdict: str | None = None
 
+    __str__ = show_blocks
     _repr_html_ = show_table
+    __rich_console__ = show_rich
 
     @property
     def ok(self) -> bool:
@@ -82,16 +84,16 @@ class LintReport:
         found = [f"{found.check} at {PurePath(found.source).name}" for found in self.findings]
         return f"LintReport({join_first(found) or 'nothing found'})"
 
-    def __str__(self) -> str:
-        parts = ["Nothing found."]
+    def _blocks(self) -> list[Block]:
+        parts: list[Block] = ["Nothing found."]
         if self.findings:
             rows = [
                 (found.check, PurePath(found.source).name, found.message) for found in self.findings
             ]
             fixes = dict.fromkeys((found.check, found.fix) for found in self.findings)
             parts = [
-                format_table([("check", "written in", "what is wrong"), *rows]),
-                format_table([("check", "what to do"), *fixes]),
+                Table([("check", SOURCE, "what is wrong"), *rows]),
+                Table([("check", "what to do"), *fixes]),
             ]
         if shares := describe_shares(self.products):
             parts.append(shares)
@@ -111,7 +113,7 @@ class LintReport:
                 "reduction has ended. ampx.dynamic_loss_scale with axis_names asks before it; "
                 "ampx.check_overlap tells what waits for what."
             )
-        return "\n\n".join(parts)
+        return spread(parts)
 
 
 def lint_step(

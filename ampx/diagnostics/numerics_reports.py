@@ -31,7 +31,7 @@ from ampx.diagnostics.recommendations import (
     sum_histograms,
 )
 from ampx.summaries import show_fields, show_table
-from ampx.text_tables import format_rows
+from ampx.text_tables import Block, Table, show_blocks, show_rich
 
 
 class NumericsRow(NamedTuple):
@@ -119,7 +119,9 @@ class NumericsReport:
     loss_scale: float
 
     __repr__ = show_fields
+    __str__ = show_blocks
     _repr_html_ = show_table
+    __rich_console__ = show_rich
 
     @property
     def exponents(self) -> np.ndarray:
@@ -192,7 +194,7 @@ class NumericsReport:
         products = collect_evidence(self.products, {})  # a sum that a product reads is in half
         return recommend(Findings(everything, products, self.is_finite, self.opaque))
 
-    def __str__(self) -> str:
+    def _blocks(self) -> list[Block]:
         tables = [self.table(form) for form in FORMATS]
         rows = [("scope", "direction", "values", "exponent", *FORMATS)]
         # The tables have the same rows, one for each scope and direction; only shares differ.
@@ -205,8 +207,8 @@ class NumericsReport:
             )
             count = f"{row.values}" + (f" +{row.non_finite} bad" if row.non_finite else "")
             rows.append((row.scope or "(rest)", row.direction, count, exponent, *shares))
-        lines = [
-            *format_rows(rows),
+        return [
+            Table(rows),
             "",
             f"% of nonzero values that become zero/subnormal/infinite, gradients times "
             f"{self.loss_scale:g}; exponent: the largest, unscaled",
@@ -216,10 +218,9 @@ class NumericsReport:
             f"try first: {self.recommended}",
             *self._describe_float8(),
         ]
-        return "\n".join(lines)
 
-    def _describe_float8(self) -> list[str]:
-        """The lines about float8; none where no product could be float8."""
+    def _describe_float8(self) -> list[Block]:
+        """The blocks about float8; none where no product could be float8."""
         recipes = self.float8_recipes
         if not recipes:
             return []
@@ -233,7 +234,7 @@ class NumericsReport:
         advice = "none" if one is None else f"dots={one!r}"
         return [
             "",
-            *format_rows(rows),
+            Table(rows),
             "",
             "% of nonzero numbers of the worst operand that become zero/the largest of the format, "
             "with a scale for each tensor or row",

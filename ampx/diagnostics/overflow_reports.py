@@ -13,6 +13,7 @@ from typing import Literal
 
 from ampx.checking import join_first
 from ampx.summaries import show_fields, show_table
+from ampx.text_tables import show_rich
 
 # Stand where else the name of a primitive does: for what comes from outside of all equations.
 ARGUMENT, PROGRAM = "argument", "program"
@@ -170,6 +171,7 @@ class OverflowReport:
 
     __repr__ = show_fields
     _repr_html_ = show_table
+    __rich_console__ = show_rich
 
     def __bool__(self) -> bool:
         return self.first is not None

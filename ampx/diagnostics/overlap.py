@@ -27,7 +27,7 @@ from ampx.diagnostics.hlo import CompiledReduction, find_waits_of_outputs
 from ampx.jaxprs import pure_calls
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.summaries import show_fields, show_table
-from ampx.text_tables import format_table
+from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich, spread
 from ampx.trees import path_name
 
 _LOOP = "A loop gives all of its results at once: reduce and update after it."
@@ -97,7 +97,9 @@ class OverlapReport:
     compiled: tuple[CompiledReduction, ...] | None = None
 
     __repr__ = show_fields
+    __str__ = show_blocks
     _repr_html_ = show_table
+    __rich_console__ = show_rich
 
     @property
     def gradient_reductions(self) -> tuple[ReductionRecord, ...]:
@@ -167,17 +169,17 @@ class OverlapReport:
             )
         return told
 
-    def __str__(self) -> str:
-        rows = [("reduction", "primitive", "axes", "elements", "kind", "written in")]
+    def _blocks(self) -> list[Block]:
+        rows = [("reduction", "primitive", "axes", "elements", "kind", SOURCE)]
         for r in self.reductions:
             kind = "verdict" if r.is_verdict else "gradient"
             axes = ", ".join(map(str, r.axes))
             source = PurePath(r.source).name
             rows.append((str(r.place), r.primitive, axes, f"{r.dtype}[{r.elements}]", kind, source))
-        tables = [format_table(rows)]
+        tables = [Table(rows)]
         if self.compiled is not None:
             tables.append(
-                format_table(
+                Table(
                     [("compiled", "instruction", "opcode", "gradients merged")]
                     + [(str(r.place), r.name, r.opcode, str(r.gradients)) for r in self.compiled]
                 )
@@ -192,8 +194,8 @@ class OverlapReport:
             groups.setdefault((kind, *waits), []).append(output.path)
         head = ("output", "waits for") + ("compiled",) * (self.compiled is not None)
         rows = [(*key, _list_some(paths)) for key, paths in groups.items()]
-        tables.append(format_table([(*head, "paths"), *rows]))
-        return "\n\n".join((*tables, self._summarize()))
+        tables.append(Table([(*head, "paths"), *rows]))
+        return spread((*tables, self._summarize()))
 
 
 def _list_places(places: Iterable[int]) -> str:

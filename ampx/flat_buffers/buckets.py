@@ -28,7 +28,7 @@ import numpy as np
 
 from ampx.checking import as_int, as_positive_int, check_callable
 from ampx.summaries import show_fields, show_table
-from ampx.text_tables import format_table
+from ampx.text_tables import Block, Table, show_blocks, show_rich
 from ampx.tree_checks import check_arrays, check_memory, describe_tree
 from ampx.trees import is_float0, path_name
 
@@ -126,9 +126,11 @@ class BucketLayout:
     shapes: tuple[tuple[int, ...], ...]
 
     __repr__ = show_fields
+    __str__ = show_blocks
     _repr_html_ = show_table
+    __rich_console__ = show_rich
 
-    def __str__(self) -> str:
+    def _blocks(self) -> list[Block]:
         """A table with a row for each bucket."""
         head = ("bucket", "dtype", "leaves", "numbers", "padding", "bytes")
         rows = [
@@ -142,7 +144,7 @@ class BucketLayout:
             for b in self.buckets
         ]
         cells = ([str(i), row[0], *map("{:,}".format, row[1:])] for i, row in enumerate(rows))
-        return format_table([head, *cells])
+        return [Table([head, *cells])]
 
     def flatten(self, tree: Any) -> list[jax.Array]:
         """A flat buffer for each bucket, padded with zeros.

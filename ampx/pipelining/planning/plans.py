@@ -26,7 +26,7 @@ from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.simulation import Cost, Simulation
 from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.summaries import show_fields, show_table
-from ampx.text_tables import format_table
+from ampx.text_tables import Block, Table, show_blocks, show_rich, spread
 from ampx.tree_checks import check_arrays, check_key
 
 
@@ -77,7 +77,9 @@ class Plan:
     backend: str
 
     __repr__ = show_fields
+    __str__ = show_blocks
     _repr_html_ = show_table
+    __rich_console__ = show_rich
 
     @property
     def peak_bytes(self) -> int:
@@ -90,7 +92,7 @@ class Plan:
         purposes = dict.fromkeys(name for device in self.devices for name in device.sent)
         return {name: max(d.sent.get(name, 0) for d in self.devices) for name in purposes}
 
-    def __str__(self) -> str:
+    def _blocks(self) -> list[Block]:
         shape = " x ".join(f"{size} {axis}" for axis, size in self.mesh_shape.items())
         number = _format_count(self.num_parameters)
         lines = [
@@ -120,9 +122,7 @@ class Plan:
             time = [f"{self.seconds[name]:.3g} s"] if self.seconds else []
             wire.append([name, _format_size(size), *time])
         wire[0] += [""] * (len(wire[-1]) - 2)
-        return "\n\n".join(
-            ("\n".join(lines), format_table(rows), format_table(memory), format_table(wire))
-        )
+        return spread(("\n".join(lines), Table(rows), Table(memory), Table(wire)))
 
 
 def plan(

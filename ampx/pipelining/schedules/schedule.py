@@ -29,6 +29,7 @@ from ampx.pipelining.schedules.rendering import render_grid
 from ampx.pipelining.schedules.simulation import Cost, Simulation, run_schedule
 from ampx.pipelining.schedules.validation import check_schedule
 from ampx.summaries import show_fields, show_table
+from ampx.text_tables import show_rich
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,6 +60,7 @@ class Schedule(Grid):
 
     __repr__ = show_fields
     _repr_html_ = show_table
+    __rich_console__ = show_rich
 
     def __str__(self) -> str:
         return self.render()

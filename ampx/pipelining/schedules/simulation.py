@@ -27,6 +27,7 @@ from ampx.pipelining.schedules.actions import Action, needs_of, result_of
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.ticks import place_in_lockstep
 from ampx.summaries import show_fields, show_table
+from ampx.text_tables import show_rich
 
 Cost = float | Sequence[float]
 _Costs = dict[str, list[float]]
@@ -58,6 +59,7 @@ class Simulation:
 
     __repr__ = show_fields
     _repr_html_ = show_table
+    __rich_console__ = show_rich
 
     def __str__(self) -> str:
         return (
