@@ -263,6 +263,23 @@ def check_donation():
     expect_quoted((ValueError, RuntimeError), lambda: x + 1)
 
 
+@row('"Encountered an unexpected tracer" from a gradient under autocast, and none without it')
+def check_closed_over():
+    def loss(w, x):
+        @jax.custom_vjp
+        def half_square(w):
+            return jnp.sum((w * x) ** 2) / 2
+
+        half_square.defvjp(lambda w: (half_square(w), w), lambda w, g: (g * w * x**2,))
+        return half_square(w)
+
+    with pytest.raises(Exception, match="tracer|Tracer"):  # noqa: B017, its class is JAX's affair
+        jax.grad(jax.jit(loss))(W, W)
+    expect_quoted(jax.errors.UnexpectedTracerError, lambda: jax.grad(ampx.autocast(loss))(W, W))
+    np.testing.assert_array_equal(jax.grad(loss)(W, W), W)
+    np.testing.assert_array_equal(ampx.autocast(jax.grad(loss))(W, W), W)
+
+
 @row("Statistics of batch norm move on a skipped step")
 def check_statistics():
     _, state = update(W * np.inf, begin())
