@@ -35,13 +35,19 @@ from ampx.jaxprs.reading import (
 _CHEAP = primitives.ELEMENTWISE | {"broadcast_in_dim", "reduce_sum", "optimization_barrier"}
 
 
-def hoist_sums(jaxpr: Jaxpr, operands: Sequence[jax.Array], count: int) -> Callable[[], list[Any]]:
+def hoist_sums(
+    jaxpr: Jaxpr,
+    operands: Sequence[jax.Array],
+    count: int,
+    compute: Callable[..., list[Any]] = evaluate,
+) -> Callable[[], list[Any]]:
     """Computes here what a program needs of sums of its first operands.
 
     Args:
       jaxpr: the program. Constants that are attached to it take no part in what is taken out.
       operands: arrays.
       count: how many of the operands, from the first, sums may be of.
+      compute: what computes the numbers, of their program and these operands.
 
     Returns:
       A function without arguments to the results of the program, which computes the rest.
@@ -69,7 +75,8 @@ def hoist_sums(jaxpr: Jaxpr, operands: Sequence[jax.Array], count: int) -> Calla
     before = [opened.eqns[number] for number in find_equations_for(jaxpr, wanted)]
     # Equations with effects, which belong to every slice, stay where they are.
     before = [eqn for eqn in before if not eqn.effects and known.issuperset(eqn.outvars)]
-    numbers = evaluate(building.rebuild(jaxpr, opened.invars, wanted, before), *operands)
+    program = building.rebuild(jaxpr, opened.invars[:count], wanted, before)
+    numbers = compute(program, *operands[:count]) if wanted else []
     rest = building.rebuild(jaxpr, [*opened.invars, *wanted], opened.outvars, left)
     needed = [left[number] for number in find_equations_for(rest, opened.outvars)]
     # Each equation reads a copy of its own, which only a barrier keeps apart. If the clips of all

@@ -16,6 +16,7 @@ Both ways must return the same types. An update may change what its arrays vary 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,7 +113,8 @@ def _branch(
             parts = sink(jaxpr, [n for n, leaf in enumerate(updates) if is_floating(leaf)])
             jaxpr = parts.inside
         count = len(jax.tree.leaves(gradients))
-        compute = hoist_sums(jaxpr, operands, sum(place < count for place in places))
+        number = sum(place < count for place in places)
+        compute = hoist_sums(jaxpr, operands, number, functools.partial(_compute_in_front, skip))
     moved = frozenset(parts.moved if parts else ())
     numbers: list[Any] = []  # types of what the branch returns for the sake of what is behind it
 
@@ -144,36 +146,56 @@ def _branch(
 
 
 def _choose(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
-    """The results of a program, or null updates on a skip.
+    """The results of a program behind the branch, or null updates on a skip."""
 
-    A select behind an operation hands it a gradient of zero on a skip. Where the derivative of the
-    operation is infinite or NaN, so is the product. So the derivative stands in a branch.
-    """
-
-    def compute(*operands: Any) -> list[Any]:
-        return evaluate(jaxpr, *operands)
-
-    @jax.custom_jvp
     def choose(skip: jax.Array, *operands: Any) -> list[Any]:
-        new = compute(*operands)
+        new = evaluate(jaxpr, *operands)
         null = map(match_type, null_updates(new), new)
         return [jnp.where(skip, *pair) for pair in zip(null, new, strict=True)]
 
-    @choose.defjvp
+    return _guard(skip, choose, operands)
+
+
+def _compute_in_front(skip: jax.Array, jaxpr: Jaxpr, *operands: Any) -> list[Any]:
+    """The results of a program in front of the branch, such as a norm."""
+    return _guard(skip, lambda skip, *operands: evaluate(jaxpr, *operands), operands)
+
+
+def _guard(
+    skip: jax.Array, compute: Callable[..., list[Any]], operands: Sequence[Any]
+) -> list[Any]:
+    """Computes beside the branch what has no derivative on a skip.
+
+    On a skip its results get a gradient of zero. Where the derivative of an operation is infinite
+    or NaN, so is the product: the norm of gradients with an infinity, or a quotient of moments that
+    are zero. So the derivative stands in a branch.
+
+    Args:
+      skip: bool scalar.
+      compute: a function of `skip` and the operands.
+      operands: arrays.
+    """
+
+    @jax.custom_jvp
+    def guarded(skip: jax.Array, *operands: Any) -> list[Any]:
+        return compute(skip, *operands)
+
+    @guarded.defjvp
     def _(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         types: list[Any] = []
 
         def differentiate() -> list[Any]:
-            _, found = jax.jvp(compute, primals[1:], tangents[1:])
+            of_operands = functools.partial(compute, primals[0])
+            _, found = jax.jvp(of_operands, primals[1:], tangents[1:])
             types[:] = jax.eval_shape(lambda: found)
             return found
 
         def stay() -> list[Any]:
             return [match_type(jnp.zeros(like.shape, like.dtype), like) for like in types]
 
-        return choose(*primals), lax.cond(~primals[0], differentiate, stay)
+        return guarded(*primals), lax.cond(~primals[0], differentiate, stay)
 
-    return choose(skip, *operands)
+    return guarded(skip, *operands)
 
 
 def _weave(arrays: Sequence[Any], moved: dict[int, Any], count: int) -> list[Any]:

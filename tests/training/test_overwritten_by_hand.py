@@ -218,6 +218,7 @@ ELSEWHERE = {
     "forward_order": "an order of any leaves",
     "check_state_format": "reads states",
     "state_format": "reads states",
+    "upgrade_state": "any arrays by path",
     "metrics": "reads states",
     "current_loss_scale": "reads states",
     "find_loss_scale_state": "reads states",
