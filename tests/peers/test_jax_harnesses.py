@@ -86,9 +86,16 @@ def cast(fun: Callable, half: str) -> Callable:
 
 
 def forms_of(
-    harness: Any, gradients: bool = True, batches: bool = True
+    harness: Any, gradients: bool = True, batches: bool = True, cast: Callable = cast
 ) -> Iterator[tuple[str, Form]]:
-    """The program as it is, its gradients, and a batch of it; autocast inside and outside."""
+    """The program as it is, its gradients, and a batch of it; autocast inside and outside.
+
+    Args:
+      harness: one of JAX's programs.
+      gradients: whether to give its gradients.
+      batches: whether to give a batch of it.
+      cast: puts a function under autocast, by the word that `Form.under_autocast` is given.
+    """
     arguments = harness.dyn_args_maker(np.random.RandomState(0))
     fun = harness.dyn_fun
     yield "forward", Form(fun, lambda half: cast(fun, half), arguments)
