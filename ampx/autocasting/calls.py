@@ -97,8 +97,10 @@ def decide(
       rule: who decided its precision, for the report.
       around: where the equations of its bodies stand.
     """
-    site = _Site(planner, eqn, values, wanted, rule, around)
     name = eqn.primitive.name
+    if name == "custom_jvp_call" and planner.settings.dots is not None:
+        around = around._replace(in_custom_jvp=True)
+    site = _Site(planner, eqn, values, wanted, rule, around)
     mark = reading.call_name(eqn)
     if mark == NATIVE_MARK:
         return operations.decide_opaque(eqn, "left as written")

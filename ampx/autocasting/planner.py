@@ -177,6 +177,10 @@ class Planner:
         )
         if dots is None or decision.precision != "half" or name not in tables.HALF_BY_DEFAULT:
             return decision
+        if around.in_custom_jvp:
+            # The rule's tangents run through its products, and JAX transposes these for reverse
+            # mode. A product in float8 has a rule for its gradients and cannot be transposed.
+            return decision._replace(not_float8="custom_jvp")
         return operations.decide_float8(eqn, values, decision, dots, in_float8 or rule == name)
 
     def _find_precision(
@@ -207,7 +211,9 @@ class Planner:
             # A rule that covers a call covers its body: the body's equations inherit its index, and
             # only later rules can decide otherwise.
             of_products = rules.match(eqn, around, for_products=True)
-            inside = Surroundings(scopes, None, index, of_products)
+            inside = around._replace(
+                scopes=scopes, function=None, inherited=index, inherited_by_products=of_products
+            )
         if index < 0:
             return default, name, inside
         entry = rules.entries[index]

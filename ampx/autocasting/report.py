@@ -63,7 +63,7 @@ class ExplainedEquation(NamedTuple):
       results: the same of each result.
       source: file, line and function it was written in.
       not_float8: why a product that is half is not float8, if `dots` was given: `"batched"`,
-        `"size"`, `"rule"`, `"dtype"` or `"no matrix product"`.
+        `"size"`, `"rule"`, `"dtype"`, `"custom_jvp"` or `"no matrix product"`.
 
     Examples:
       >>> import ampx, jax.numpy as jnp

@@ -372,8 +372,14 @@ class _BodyRewriter:
             fun = building.wrap_in_shard_map(eqn, fun)
         else:
             (body,) = self._rewrite_bodies(eqn, decision)
-            fun = custom_rules.make_function(eqn, self.opened, body, self.rewriter.run_autocast)
+            run = functools.partial(self.rewriter.run_autocast, around=_around_rule(eqn))
+            fun = custom_rules.make_function(eqn, self.opened, body, run)
         self._insert(eqn, decision, *building.splice_function(fun, operands, eqn))
+
+
+def _around_rule(eqn: Any) -> Surroundings:
+    """Where the rule of a custom_jvp or custom_vjp stands."""
+    return Surroundings(in_custom_jvp=eqn.primitive.name == "custom_jvp_call")
 
 
 def _make_saturate(half: Any) -> Callable[..., Any]:

@@ -44,6 +44,8 @@ class Surroundings(NamedTuple):
       inherited_by_products: the same for matrix products and convolutions, which rules about their
         results are for as well.
       forced: the precision that a mark around gives to everything inside, if there is one.
+      in_custom_jvp: whether this is a custom_jvp function or its rule, and products in float8 are
+        asked for elsewhere.
     """
 
     scopes: tuple[str, ...] = ()
@@ -51,6 +53,7 @@ class Surroundings(NamedTuple):
     inherited: int = -1
     inherited_by_products: int = -1
     forced: Precision | None = None
+    in_custom_jvp: bool = False
 
 
 NOWHERE = Surroundings()
