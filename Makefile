@@ -47,6 +47,9 @@ bench: $(VENV)/.ready ## time ampx against plain optax
 bench-gpu: $(VENV)/.ready-cuda ## time fused updates on a GPU
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m benchmarks.fused --gpu $(ARGS)
 
+bench-float8: $(VENV)/.ready-cuda ## on a GPU, time products in float8 and look for them in a profile
+	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m benchmarks.float8 $(ARGS)
+
 aot: $(VENV)/.ready ## count what compilers make of fused updates and float8; see benchmarks/aot.py
 	$(BIN)/python -m benchmarks.aot $(ARGS)
 
