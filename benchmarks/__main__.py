@@ -10,6 +10,7 @@ over the rounds (see `measuring`). Compare ratios, not milliseconds: those drift
 """
 
 import argparse
+import functools
 import os
 import platform
 
@@ -21,7 +22,14 @@ import optax
 import ampx
 from ampx.updates.tails import Tail
 from benchmarks import autocast, distributed, fused, model, pipeline, schedule
-from benchmarks.measuring import Candidate, print_table, ratio, take_turns
+from benchmarks.measuring import (
+    Candidate,
+    measure_compilation,
+    print_table,
+    ratio,
+    take_turns,
+    trace_and_compile,
+)
 
 # Every loss scale below wraps the whole chain, so that the clip sees unscaled gradients.
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -208,32 +216,45 @@ def compiling(rounds: int) -> None:
     train = ampx.train_step(model.loss_fn, OPTIMIZER, loss_scale="dynamic", num_microbatches=4)
     state = train.init(model.init_params(jax.random.key(0)))
 
-    def with_microbatch(state, batch):
-        params, opt_state = state
-        mean = optax.microbatching.AccumulationType.MEAN
-        grads = optax.microbatch(jax.grad(model.loss_fn), 1, 2, mean)(params, batch)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    def with_microbatch(tx):
+        def step(state, batch):
+            params, opt_state = state
+            mean = optax.microbatching.AccumulationType.MEAN
+            grads = optax.microbatch(jax.grad(model.loss_fn), 1, 2, mean)(params, batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
 
+        return step
+
+    multi = optax.MultiSteps(OPTIMIZER, 4).gradient_transformation()
+
+    def with_multi_steps(state, batch):
+        one = _plain_step(multi)
+        parts = ampx.split_microbatches(batch, 4)
+        return jax.lax.scan(lambda carry, part: (one(carry, part), None), state, parts)[0]
+
+    guarded = optax.apply_if_finite(OPTIMIZER, 5)
     variants = {
-        "optax": (lambda: _plain_step(OPTIMIZER), _start(OPTIMIZER)),
-        # Each round makes a new function: `jit` looks up what it has traced by function.
-        "ampx, dynamic": (lambda: _ampx_step(scaled), _start(scaled)),
-        "optax.microbatch, k = 4": (lambda: lambda s, b: with_microbatch(s, b), _start(OPTIMIZER)),
-        "ampx, k = 4": (lambda: _ampx_step(OPTIMIZER, 4), _start(OPTIMIZER)),
-        "train_step, dynamic, k = 4": (lambda: _train_step(train), state),
+        "optax": (_plain_step(OPTIMIZER), _start(OPTIMIZER)),
+        "ampx, dynamic": (_ampx_step(scaled), _start(scaled)),
+        "optax.microbatch, k = 4": (with_microbatch(OPTIMIZER), _start(OPTIMIZER)),
+        "ampx, k = 4": (_ampx_step(OPTIMIZER, 4), _start(OPTIMIZER)),
+        "optax.MultiSteps, k = 4": (with_multi_steps, _start(multi)),
+        "optax.microbatch, apply_if_finite, k = 4": (with_microbatch(guarded), _start(guarded)),
+        "train_step, dynamic, k = 4": (_train_step(train), state),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(max(3, rounds // 3)):
-        for name, (make, start) in variants.items():
-            jax.clear_caches()
-            seconds[name].append(Candidate.compiled(name, make(), start, batch).compile_seconds)
-    base = np.array(seconds["optax"])
-    rows = [
-        [name, f"{np.median(times):.2f}", f"{np.median(np.array(times) / base):.2f}"]
-        for name, times in seconds.items()
-    ]
-    print_table("Trace and compile", ["step", "seconds", "ratio to optax"], rows)
+    measures = {
+        name: functools.partial(trace_and_compile, step, start, batch, donate_argnums=0)
+        for name, (step, start) in variants.items()
+    }
+    seconds = measure_compilation(measures, max(3, rounds // 3))
+    rows = []
+    for name, own in seconds.items():
+        ratios = np.median(own / seconds["optax"], 0)
+        rows.append([name, *(f"{s:.2f}" for s in np.median(own, 0)), f"{ratios[2]:.2f}"])
+    header = ["step", "trace, CPU-s", "compile, CPU-s", "both, CPU-s", "both: ratio to optax"]
+    print_table("Trace and compile", header, rows)
+    fused.compiling(rounds)
 
 
 def _print_steps(title: str, candidates: list[Candidate]) -> None:

@@ -9,9 +9,8 @@ and "residuals" the numbers of autocast should be near those by hand; ratios bel
 """
 
 import contextlib
-import gc
+import functools
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +23,14 @@ import optax
 import ampx
 from ampx.jaxprs import reading
 from ampx.jaxprs.folds import equations_inside
-from benchmarks.measuring import Candidate, print_table, ratio, take_turns
+from benchmarks.measuring import (
+    Candidate,
+    measure_compilation,
+    print_table,
+    ratio,
+    take_turns,
+    trace_and_compile,
+)
 from benchmarks.zoo import Loss, Model, transformer
 from benchmarks.zoo_flax import decoder, models, perceptron
 
@@ -219,18 +225,6 @@ def speed(rounds: int) -> None:
     print_table("Step of gradient descent in bfloat16", header, rows)
 
 
-def _trace_and_compile(fun: Callable[..., Any], args: Any) -> tuple[float, float]:
-    """Seconds to trace, and seconds to lower and compile, with empty caches."""
-    jax.clear_caches()
-    gc.collect()  # or what an earlier trace has left is collected in the time of this one
-    start = time.perf_counter()
-    # A new lambda each time, since `jit` finds what it has traced by the function.
-    traced = jax.jit(lambda *args: fun(*args)).trace(*args)
-    middle = time.perf_counter()
-    traced.lower().compile()
-    return middle - start, time.perf_counter() - middle
-
-
 def tracing(rounds: int) -> None:
     """Prints trace and compile time of twelve layers."""
     rows = []
@@ -239,19 +233,29 @@ def tracing(rounds: int) -> None:
         start = model.start()
         losses = _compared(model)
         for part, made in (("loss", lambda loss: loss), ("loss and gradient", value_and_grads)):
-            seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in losses}
-            for _ in range(max(3, rounds // 3)):
-                for name, loss in losses.items():
-                    seconds[name].append(_trace_and_compile(made(loss), start))
-            plain, ours, by_hand = (np.array(pairs) for pairs in seconds.values())
-            times = " / ".join(f"{1e3 * np.median(t, 0)[0]:.0f}" for t in (plain, ours, by_hand))
-            ratios = [np.median(ours / other, 0) for other in (plain, by_hand)]
-            rows.append(
-                [f"{model.name}, {part}", times, *(f"{r[i]:.2f}" for i in (0, 1) for r in ratios)]
+            # Traces alone in more rounds, since a collection or a page fault is much of a trace.
+            traces, compilations = (
+                measure_compilation(
+                    {
+                        name: functools.partial(
+                            trace_and_compile, made(loss), *start, compiles=compiles
+                        )
+                        for name, loss in losses.items()
+                    },
+                    number,
+                )
+                for compiles, number in ((False, rounds), (True, max(3, rounds // 4)))
             )
+            times = " / ".join(f"{1e3 * np.median(t[:, 0]):.0f}" for t in traces.values())
+            ratios = [
+                np.median(kind["autocast"][:, column] / kind[other][:, column])
+                for column, kind in ((0, traces), (1, compilations))
+                for other in ("float32", "by hand")
+            ]
+            rows.append([f"{model.name}, {part}", times, *(f"{r:.2f}" for r in ratios)])
     header = [
         "twelve layers",
-        "trace, ms: float32 / autocast / by hand",
+        "trace, CPU-ms: float32 / autocast / by hand",
         "trace: autocast / float32",
         "autocast / by hand",
         "compile: autocast / float32",

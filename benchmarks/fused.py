@@ -13,6 +13,7 @@ work moves the fewest bytes that it needs, as fast as a plain copy moves them.
 
 import argparse
 import dataclasses
+import functools
 import os
 import platform
 import statistics
@@ -29,7 +30,14 @@ import ampx
 from ampx.updates.clipping import clipped
 from benchmarks.flat import flat_tail
 from benchmarks.fused_traffic import FLOORS, by_apply, by_update, traffic_table
-from benchmarks.measuring import Candidate, print_table, ratio, take_turns
+from benchmarks.measuring import (
+    Candidate,
+    measure_compilation,
+    print_table,
+    ratio,
+    take_turns,
+    trace_and_compile,
+)
 
 try:
     import torch
@@ -248,6 +256,41 @@ def _bandwidth_share(candidate: Candidate, copy: Candidate, size: Size) -> float
     floor = 8 if candidate is copy else floor - 2 * passes * halves
     pairs = zip(candidate.seconds, copy.seconds, strict=True)
     return statistics.median(floor / 8 * theirs / ours for ours, theirs in pairs)
+
+
+def compiling(rounds: int) -> None:
+    """Prints how long tails of few and of many leaves take to trace and to compile.
+
+    `fused.apply` is measured with a loss scale, and without: then it does what optax's chain does
+    and no more, since there is no verdict and no skip.
+    """
+    adamw = optax.adamw(RATE, weight_decay=DECAY)
+    chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
+    ours = ampx.fused.adamw(RATE, weight_decay=DECAY)
+    guarded = optax.apply_if_finite(chain, 5)
+    steps = {
+        BASELINE: (by_update(chain), chain),
+        "`optax.apply_if_finite`": (by_update(guarded), guarded),
+        "`fused.apply`, clip + AdamW": (by_apply(ours, MAX_NORM), ours),
+        "`fused.apply`, scale + clip + AdamW": (by_apply(_scaled(ours), MAX_NORM), _scaled(ours)),
+    }
+    rows = []
+    for leaves in (100, 400, 2000):
+        grads = [jax.ShapeDtypeStruct((5000,), jnp.float32)] * leaves
+        measures = {}
+        for name, (step, tx) in steps.items():
+            state = grads, jax.eval_shape(tx.init, grads)
+            measures[name] = functools.partial(
+                trace_and_compile, step, state, grads, donate_argnums=0
+            )
+        # With many leaves a compilation is long, and noise is a smaller part of it.
+        seconds = measure_compilation(measures, max(1, min(rounds, 800 // leaves)))
+        for name, own in seconds.items():
+            times = (f"{s:.2f}" for s in np.median(own, 0))
+            total = np.median(own[:, 2] / seconds[BASELINE][:, 2])
+            rows.append([f"{leaves:,} leaves, {name}", *times, f"{total:.2f}"])
+    header = ["step", "trace, CPU-s", "compile, CPU-s", "both, CPU-s", "both: ratio to optax's"]
+    print_table("Trace and compile of a tail", header, rows)
 
 
 def optimizers(rounds: int) -> None:

@@ -11,12 +11,14 @@ a busy one.
 """
 
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 
 @dataclasses.dataclass
@@ -79,6 +81,48 @@ def ratio(candidate: Candidate, baseline: Candidate) -> str:
     quarter = len(ratios) // 4
     low, high = ratios[quarter], ratios[-1 - quarter]
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def trace_and_compile(
+    fun: Callable[..., Any], *args: Any, compiles: bool = True, **jit_options: Any
+) -> np.ndarray:
+    """CPU seconds to trace, to lower and compile, and both together; nothing is cached.
+
+    Without `compiles` it traces alone, so that many rounds of it are cheap.
+
+    CPU seconds, since another program on the machine slows a clock down far more than it does
+    them. Garbage is collected before and not in between: how much of it there is depends on what
+    ran earlier in the process.
+    """
+    jax.clear_caches()
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.process_time()
+        # A new lambda each time, since `jit` finds what it has traced by the function.
+        traced = jax.jit(lambda *args: fun(*args), **jit_options).trace(*args)
+        middle = time.process_time()
+        if compiles:
+            traced.lower().compile()
+        end = time.process_time()
+    finally:
+        gc.enable()
+    return np.array([middle - start, end - middle, end - start])
+
+
+def measure_compilation(
+    candidates: dict[str, Callable[[], np.ndarray]], rounds: int
+) -> dict[str, np.ndarray]:
+    """What `trace_and_compile` gives for each candidate in each of `rounds` rounds of turns.
+
+    Returns:
+      Arrays of shape (rounds, 3) by name. The ratio of two of them is taken within rounds.
+    """
+    seconds: dict[str, list[np.ndarray]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, measure in candidates.items():
+            seconds[name].append(measure())
+    return {name: np.array(own) for name, own in seconds.items()}
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:

@@ -1,14 +1,17 @@
 """How long do a pipeline's devices wait, what memory do they need, and what does lockstep cost?
 
-Three tables:
+Four tables:
 
-1. Bubbles, by simulation: the share of time that devices idle, for each schedule.
-2. Temporary memory by number of micro-batches, as the compiler reports it.
-3. Time of real steps on virtual devices whose stages *sleep* instead of computing. A sleep takes
+1. Bubbles, by simulation: the share of time that devices idle, for each schedule, and what waiting
+   for a common tick costs.
+2. Trace and compile time of a step, beside the step of the same model on one device.
+3. Temporary memory by number of micro-batches, as the compiler reports it.
+4. Time of real steps on virtual devices whose stages *sleep* instead of computing. A sleep takes
    the same time on any machine and needs no core, so four devices run in parallel on two cores.
-   What is left to measure is the schedule and the program that executes it.
+   What is left to measure is the schedule and the program that executes it. With stages that
+   sleep four times as long, what is the same for each tick counts a quarter.
 
-Run `make bench ARGS=pipeline`. In the third table a ratio of 1 means that the step takes no longer
+Run `make bench ARGS=pipeline`. In the last table a ratio of 1 means that the step takes no longer
 than devices that never wait for a common tick.
 """
 
@@ -20,14 +23,23 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType
 
+import ampx
 from ampx import pipelining
+from benchmarks import model
 from benchmarks.distributed import ROOT, plain_environment
-from benchmarks.measuring import Candidate, print_table, take_turns
+from benchmarks.measuring import (
+    Candidate,
+    measure_compilation,
+    print_table,
+    take_turns,
+    trace_and_compile,
+)
 
 STAGES = 4
-FORWARD, BACKWARD = 0.02, 0.04  # seconds
+FORWARD = 0.02  # seconds that a stage sleeps in its forward; twice as long in its backward
 AUTO = AxisType.Auto
 
 
@@ -49,29 +61,29 @@ def _sleeping(seconds: float, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer(share: float, weight: jax.Array, x: jax.Array) -> jax.Array:
-    return weight * _sleeping(share * FORWARD, x)
+def _layer(seconds: float, weight: jax.Array, x: jax.Array) -> jax.Array:
+    return weight * _sleeping(seconds, x)
 
 
-def _layer_forward(share: float, weight: jax.Array, x: jax.Array):
-    return _layer(share, weight, x), (weight, x)
+def _layer_forward(seconds: float, weight: jax.Array, x: jax.Array):
+    return _layer(seconds, weight, x), (weight, x)
 
 
-def _layer_backward(share: float, kept, cotangent: jax.Array):
+def _layer_backward(seconds: float, kept, cotangent: jax.Array):
     weight, x = kept
     # The cotangent is made to depend on x, and the step's result depends on the loss. Otherwise all
     # micro-batches would call with equal arguments, and XLA might sleep once for all of them.
-    cotangent = _sleeping(share * BACKWARD, cotangent + 0 * x)
+    cotangent = _sleeping(2 * seconds, cotangent + 0 * x)
     return jnp.sum(cotangent * x), cotangent * weight
 
 
 _layer.defvjp(_layer_forward, _layer_backward)
 
 
-def _gradients(schedule: pipelining.Schedule, stage, last, **options):
+def _gradients(schedule: pipelining.Schedule, stage, last, first=None, **options):
     devices = jax.devices()[: schedule.num_devices]
     return pipelining.value_and_grad(
-        first=lambda p, shared, batch, key: batch,
+        first=first or (lambda p, shared, batch, key: batch),
         stage=stage,
         last=last,
         schedule=schedule,
@@ -81,10 +93,10 @@ def _gradients(schedule: pipelining.Schedule, stage, last, **options):
     )
 
 
-def _asleep(schedule: pipelining.Schedule, layers: int) -> Candidate:
+def _asleep(schedule: pipelining.Schedule, layers: int, forward: float) -> Candidate:
     grads_of = _gradients(
         schedule,
-        lambda weight, x, key: _layer(STAGES / layers, weight, x),
+        lambda weight, x, key: _layer(STAGES / layers * forward, weight, x),
         lambda p, shared, x, batch, key: (jnp.sum(x), jnp.float32(1)),
         stash="residuals",
         check_vma=False,
@@ -99,11 +111,17 @@ def _asleep(schedule: pipelining.Schedule, layers: int) -> Candidate:
     return Candidate(schedule.name, step, params, (jnp.ones((schedule.num_microbatches, 1)),))
 
 
-def time_asleep(rounds: int) -> None:
-    """Times steps beside what devices that do not wait for each other would take at best."""
+def time_asleep(rounds: int, forward: float, counts: tuple[int, ...]) -> None:
+    """Times steps beside what devices that do not wait for each other would take at best.
+
+    Args:
+      rounds: in which all schedules take turns.
+      forward: seconds that a stage sleeps in its forward.
+      counts: of micro-batches.
+    """
     schedules = [
         (name, schedule, microbatches)
-        for microbatches in (8, 16)
+        for microbatches in counts
         for name, schedule in (
             ("GPipe", pipelining.gpipe(STAGES, microbatches)),
             ("1F1B", pipelining.one_f_one_b(STAGES, microbatches)),
@@ -112,8 +130,8 @@ def time_asleep(rounds: int) -> None:
     ]
     # One stage on one device, which never waits: m micro-batches of 3 units each (forward 1,
     # backward 2).
-    alone = {m: _asleep(pipelining.one_f_one_b(1, m), STAGES) for m in (8, 16)}
-    candidates = [_asleep(schedule, schedule.num_stages) for _, schedule, _ in schedules]
+    alone = {m: _asleep(pipelining.one_f_one_b(1, m), STAGES, forward) for m in counts}
+    candidates = [_asleep(schedule, schedule.num_stages, forward) for _, schedule, _ in schedules]
     take_turns([*alone.values(), *candidates], rounds)
     rows = []
     for (name, schedule, microbatches), candidate in zip(schedules, candidates, strict=True):
@@ -132,9 +150,73 @@ def time_asleep(rounds: int) -> None:
             ]
         )
     print_table(
-        f"{STAGES} stages that sleep ({1e3 * FORWARD:.0f} ms forward, {1e3 * BACKWARD:.0f} ms "
+        f"{STAGES} stages that sleep ({1e3 * forward:.0f} ms forward, {2e3 * forward:.0f} ms "
         "backward)",
         ["schedule", "bound without lockstep, ms", "step, ms", "ratio"],
+        rows,
+    )
+
+
+def compiling(rounds: int) -> None:
+    """Prints how long steps take to trace and to compile, beside the step without a pipeline."""
+    microbatches, layers = 8, 8
+    whole = model.init_params(jax.random.key(0), layers)
+    batch = model.tokens(2 * microbatches)
+    tx = optax.adamw(1e-3)
+
+    def as_step(grads_of):
+        def step(params, opt_state, batch):
+            result = grads_of(params, batch)
+            updates, opt_state = tx.update(result.grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, result.loss
+
+        return step
+
+    def last(p, shared, x, tokens, key):
+        losses = model.token_losses(shared, x, tokens)
+        return jnp.sum(losses), jnp.float32(losses.size)
+
+    by_layer = [whole[f"layer_{n}"] for n in range(layers)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *by_layer)
+    divided = {"shared": whole["embed"], "stages": stacked}
+
+    def make_pipelined(name, stash):
+        grads_of = _gradients(
+            pipelining.make_schedule(name, STAGES, microbatches),
+            lambda weights, x, key: model.apply_layer(weights, x),
+            last,
+            first=lambda p, shared, tokens, key: shared[tokens[:, :-1]],
+            stash=stash,
+        )
+        return as_step(grads_of), jax.device_put(divided, grads_of.shardings(divided))
+
+    candidates = {
+        "one device": lambda: (
+            as_step(ampx.value_and_grad(model.loss_fn, num_microbatches=microbatches)),
+            whole,
+        )
+    }
+    for name in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"):
+        for stash in ("inputs", "residuals"):
+            made = functools.partial(make_pipelined, name, stash)
+            candidates[f'{name}, `stash="{stash}"`'] = made
+
+    def measure(make):
+        step, params = make()
+        arguments = params, tx.init(params), batch
+        return trace_and_compile(step, *arguments, donate_argnums=(0, 1))
+
+    measures = {name: functools.partial(measure, make) for name, make in candidates.items()}
+    seconds = measure_compilation(measures, rounds)
+    rows = []
+    for name, own in seconds.items():
+        ratios = np.median(own / seconds["one device"], 0)
+        rows.append([name, *(f"{s:.1f}" for s in np.median(own, 0)), *(f"{r:.2f}" for r in ratios)])
+    print_table(
+        f"Trace and compile of a step: {layers} layers in {STAGES} stages, {microbatches} "
+        "micro-batches",
+        ["step", "trace, CPU-s", "compile, CPU-s", "both, CPU-s"]
+        + [f"{part}: ratio to one device" for part in ("trace", "compile", "both")],
         rows,
     )
 
@@ -190,19 +272,30 @@ def bubbles() -> None:
             *("zero-bubble-v", "dualpipe-v"),
         ):
             schedule = pipelining.make_schedule(name, stages, microbatches)
-            shares = [
-                schedule.simulate(forward=1, backward=2, mode=mode).bubble_fraction
+            alone, together = (
+                schedule.simulate(forward=1, backward=2, mode=mode)
                 for mode in ("async", "lockstep")
-            ]
-            rows.append([name, str(stages), str(microbatches), *(f"{s:.3f}" for s in shares)])
+            )
+            shares = [f"{run.bubble_fraction:.3f}" for run in (alone, together)]
+            ratio = f"{together.makespan / alone.makespan:.3f}"
+            rows.append([name, str(stages), str(microbatches), *shares, ratio])
     print_table(
         "Bubbles: share of the time that a device idles (backward = 2 forwards)",
-        ["schedule", "stages", "micro-batches", "without lockstep", "in lockstep"],
+        [
+            "schedule",
+            "stages",
+            "micro-batches",
+            "without lockstep",
+            "in lockstep",
+            "time in lockstep / without",
+        ],
         rows,
     )
 
 
 if __name__ == "__main__":
     bubbles()
+    compiling(max(2, int(sys.argv[1]) // 4))
     memory()
-    time_asleep(max(3, int(sys.argv[1]) // 2))
+    time_asleep(max(3, int(sys.argv[1]) // 2), FORWARD, (8, 16))
+    time_asleep(max(3, int(sys.argv[1]) // 4), 4 * FORWARD, (8,))
