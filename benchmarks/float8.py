@@ -85,12 +85,14 @@ def profile(candidate: Candidate) -> Kernels:
             candidate.run_once()
         candidate.seconds.pop()
         (trace,) = Path(folder).rglob("*.xplane.pb")
-        return read_kernels(trace)
+        return read_kernels(trace, candidate.step.as_text())
 
 
-def read_kernels(trace: Path) -> Kernels:
-    """The kernels of a trace; without a GPU the instructions of the program."""
-    planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
+def read_kernels(trace: Path, program: str) -> Kernels:
+    """The kernels of a trace; without a GPU the instructions of the compiled program."""
+    data = jax.profiler.ProfileData.from_file(str(trace))
+    planes = list(data.planes)
+    instructions = set(re.findall(r"%?([\w.\-]+) = ", program))
     on_gpu = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     seconds: dict[str, float] = collections.defaultdict(float)
     for plane in on_gpu or planes:
@@ -99,7 +101,7 @@ def read_kernels(trace: Path) -> Kernels:
             if on_gpu and not line.name.startswith("Stream"):
                 continue
             for event in line.events:
-                if on_gpu or "hlo_op" in dict(event.stats):
+                if on_gpu or event.name in instructions:
                     seconds[event.name] += event.duration_ns / 1e9
     return Kernels(dict(seconds))
 
