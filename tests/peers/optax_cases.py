@@ -3,9 +3,9 @@
 A file is about optimizers if its code names a factory of them. Its tests are written once for many
 optimizers and dtypes, 2,000 in all, and each form compiles each of them anew. `all_cases` are those
 of every form: 45 minutes of one processor, so they are run on request (`pytest --whole`). The
-suite takes `some_cases`. Of a parametrized test every form takes other cases, spread over all: two
-where optimizers differ, and else one. A test that has but one case is run in the form `fused`, and
-by turns in one of the other forms.
+suite takes `some_cases`. Where optimizers differ, every form takes a case of its own. Any other
+test is run in the form `fused`, and by turns in one of the other forms: with its one case, or with
+one of its parameters' cases, which is another in each form.
 
 `optax_cases.txt` lists by name what is left out, with the reason: tests that make no optimizer,
 tests of which the suite runs no case since they take too long, and cases that cannot pass. A line
@@ -168,14 +168,10 @@ def _suited(cases: Cases, form: str) -> Cases:
 def _spread(cases: Cases, form: str) -> Cases:
     if not cases:
         return []
-    name = cases[0][0].removeprefix(f"{form}: ")
-    if len(cases) == 1:
-        number, odd = divmod(zlib.crc32(name.encode()), 2)
+    first = cases[0][0].removeprefix(f"{form}: ")
+    if "opt_name=" not in first:
+        number, odd = divmod(zlib.crc32(first.encode()), 2)
         around = ("scale", "window" if odd else "zero1")[number % 3 > 0]
-        return cases if form in ("fused", around) else []
-    number = 2 if "opt_name=" in name else 1
-    total = number * len(FORMS)
-    places = {
-        (len(FORMS) * turn + FORMS.index(form)) * len(cases) // total for turn in range(number)
-    }
-    return [cases[place] for place in sorted(places)]
+        if form not in ("fused", around):
+            return []
+    return [cases[FORMS.index(form) * len(cases) // len(FORMS)]]
