@@ -5,10 +5,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+EXTRAS ?= test,examples
 PIP_ARGS ?= --extra-index-url https://download.pytorch.org/whl/cpu
 
 BIN = $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check
+# Python compiles a file when it is first imported; pip would compile all files of all packages.
+INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: demo test test-all test-peers soak test-gpu mutants lint bench bench-gpu aot docs clean help
@@ -75,8 +77,13 @@ $(VENV)/.ready: pyproject.toml
 	    "missing (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version); the first time takes a minute or two."
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) -e ".[test,examples]"
+	@$(INSTALL) -e ".[$(EXTRAS)]"
 	@touch $@
+
+# What tests, lint and docs need, by one call of pip, which takes less time than three.
+$(VENV)/.ready-dev: pyproject.toml
+	@$(MAKE) --no-print-directory --what-if=pyproject.toml $(VENV)/.ready EXTRAS=dev
+	@touch $(VENV)/.ready-lint $(VENV)/.ready-docs $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready
 	@$(INSTALL) -e ".[lint]"
