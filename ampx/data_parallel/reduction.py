@@ -223,7 +223,8 @@ class Reduction:
                 )
             return leaf
         wide = leaf.astype(wider_dtype(leaf.dtype, self.reduce_dtype))
-        return wide if factor == 1 else wide * jnp.asarray(factor, wide.dtype)
+        with jax.named_scope("ampx.mean"):  # for the linter
+            return wide if factor == 1 else wide * jnp.asarray(factor, wide.dtype)
 
     def _sum_by_bucket(
         self, tree: Any, first: jax.Array | None, axes: Sequence[tuple[str, ...]]

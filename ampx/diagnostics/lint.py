@@ -21,7 +21,7 @@ from pathlib import PurePath
 from typing import Any, ParamSpec, get_args
 
 from ampx.checking import check_callable, check_choice, join_first
-from ampx.diagnostics import float8_checks, half_checks, scale_checks
+from ampx.diagnostics import float8_checks, half_checks, reduction_checks, scale_checks
 from ampx.diagnostics.dataflow import Flow, ReductionRecord
 from ampx.diagnostics.lint_findings import CheckName, LintFinding
 from ampx.diagnostics.product_shares import ProductCount, count_products, describe_shares
@@ -129,6 +129,8 @@ def lint_step(
       divides them twice. Scales of ampx, flax's `DynamicScale` and jmp's are known by their fields;
     - `"unscale_order"`: scaled gradients meet numbers that are not scaled: a clip, a decay or a
       noise outside of the loss scale;
+    - `"reduction"`: gradients of `ampx.value_and_grad(axis_name=...)`, which are divided by the
+      weight of all devices, are averaged over devices, and so divided twice;
     - `"schedule"`: a rate is computed from a counter of optax that counts skipped steps;
     - `"batch_stats"`: a skipped step changes batch statistics of flax linen;
     - `"half_sum"`: a loop adds up in half precision, as gradients of micro-batches;
@@ -205,6 +207,7 @@ def _find_all(program: StepProgram) -> Iterator[LintFinding]:
         yield from scale_checks.find_scale_faults(program, flow)
         yield from scale_checks.find_counting_schedules(program, flow)
         yield from scale_checks.find_unfrozen_statistics(program, flow)
+    yield from reduction_checks.find_means_of_shares(program)
     yield from half_checks.find_half_sums(program)
     yield from half_checks.find_half_states(program)
     yield from float8_checks.find_float8_faults(program)

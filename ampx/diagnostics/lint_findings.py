@@ -9,6 +9,7 @@ from ampx.summaries import show_fields
 CheckName = Literal[
     "loss_scale",
     "unscale_order",
+    "reduction",
     "schedule",
     "batch_stats",
     "half_sum",

@@ -68,6 +68,46 @@ def in_shard_map(tx, *, scaled):
 dynamic = ampx.dynamic_loss_scale
 
 
+AS_MEAN = optax.chain(ampx.all_reduce("data"), optax.sgd(0.1))
+PREDIVIDED = optax.chain(ampx.all_reduce("data", gradient_predivide_factor=2), optax.sgd(0.1))
+AS_SUM = optax.chain(ampx.all_reduce("data", op="sum"), optax.sgd(0.1))
+
+
+def by_hand(reduce):
+    return optax.chain(optax.stateless(lambda grads, _: reduce(grads, "data")), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("tx", "divides", "ok"),
+    [
+        (AS_MEAN, "data", False),
+        (PREDIVIDED, "data", False),
+        (by_hand(jax.lax.pmean), "data", False),
+        (AS_SUM, "data", True),
+        (by_hand(jax.lax.psum), "data", True),
+        (AS_MEAN, (), True),
+        (by_hand(jax.lax.pmean), (), True),
+    ],
+)
+def test_a_mean_of_shares_is_found(tx, divides, ok, check_vma):
+    grads_of = ampx.value_and_grad(loss_of, axis_name=divides)
+
+    def step(params, opt_state, batch):
+        local = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+        grads = grads_of(local if check_vma else params, batch).grads
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    mesh, specs = make_mesh((4,), ("data",)), (P(), P(), P("data"))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    report = lint_step(jax.jit(mapped))(PARAMS, tx.init(PARAMS), BATCH)
+    checks = [found.check for found in report.findings]
+    assert checks == ([] if ok else ["reduction"])
+    if not ok:
+        assert "test_lint.py" in report.findings[0].source
+
+
 def clipped_by_hand(grads, _):
     factor = jnp.minimum(1.0, 1.0 / optax.tree.norm(grads))
     return jax.tree.map(lambda g: g * factor, grads)
@@ -260,7 +300,7 @@ FAULTS = {
         "loss_scale",
         lambda: in_shard_map(
             dynamic(
-                optax.chain(ampx.all_reduce("data"), optax.sgd(0.1)),
+                optax.chain(ampx.all_reduce("data", op="sum"), optax.sgd(0.1)),
                 axis_names=("data",),
             ),
             scaled=False,
@@ -486,7 +526,7 @@ SOUND = {
     ),
     "shard_map": lambda: in_shard_map(
         dynamic(
-            optax.chain(ampx.all_reduce("data"), optax.adam(RATE)),
+            optax.chain(ampx.all_reduce("data", op="sum"), optax.adam(RATE)),
             axis_names=("data",),
         ),
         scaled=True,
