@@ -60,11 +60,15 @@ def over(compositions):
     return pytest.mark.parametrize("around", compositions.values(), ids=compositions)
 
 
-def programs(without=None):
-    """All programs that can be transformed so."""
+def programs(without=None, quick=1):
+    """All programs that can be transformed so; all but every `quick`-th of them are slow."""
+    rows = [(name, row) for name, row in PROGRAMS.items() if without not in row.fails]
     return pytest.mark.parametrize(
         "program",
-        [pytest.param(row, id=name) for name, row in PROGRAMS.items() if without not in row.fails],
+        [
+            pytest.param(row, id=name, marks=[pytest.mark.slow] if place % quick else [])
+            for place, (name, row) in enumerate(rows)
+        ],
     )
 
 
@@ -155,7 +159,8 @@ def assert_close(rounded, exact):
         assert np.linalg.norm(a - b) <= 10 * float(jnp.finfo(HALF).eps) * np.linalg.norm(b)
 
 
-@programs()
+# Its dtypes and those of its gradients are quick for every program.
+@programs(quick=3)
 def test_values_and_gradients(program):
     rounded = ampx.autocast(program.fun)
 

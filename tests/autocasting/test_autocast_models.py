@@ -107,6 +107,7 @@ def test_all_products_are_in_half_forward_and_backward(name, half):
     assert products_by_dtype(step, *model.start()) == {half.dtype.name: plain["float32"]}
 
 
+@pytest.mark.slow_but("float16")
 @pytest.mark.parametrize("half", HALVES)
 def test_a_transformer_is_the_same_unrolled_as_scanned_and_recomputed(half):
     names = ("transformer, unrolled", "transformer, scan + remat")

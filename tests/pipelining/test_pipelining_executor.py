@@ -275,6 +275,7 @@ def test_torch_four_microbatches_on_eight_interleaved_stages():
     assert_as_sequential(interleaved(4, 4, chunks=2), rows=8)
 
 
+@pytest.mark.slow
 def test_axlearn_batch_of_14_in_microbatches_of_2():
     assert_as_sequential(one_f_one_b(4, 7), rows=14)
 

@@ -91,14 +91,10 @@ FORMS = {
 }
 QUICK = [
     "adamw-micro-batches",
-    *(f"{name}-dynamic scale" for name in ("lbfgs", "polyak_sgd", "contrib.sophia")),
+    *(f"{name}-dynamic scale" for name in ("lbfgs", "contrib.sophia")),
     *(f"contrib.{name}-dynamic scale" for name in ("reduce_on_plateau", "mechanize")),
-    *(
-        f"contrib.{name}-scale and micro-batches"
-        for name in ("sam", "schedule_free_sgd", "prodigy")
-    ),
+    *(f"contrib.{name}-scale and micro-batches" for name in ("sam", "prodigy")),
     "contrib.sam, opaque-dynamic scale",
-    "lbfgs-micro-batches",
 ]
 
 
@@ -237,6 +233,7 @@ def nnx_loss(model, batch):
     return jnp.mean((out - batch["y"]) ** 2)
 
 
+@pytest.mark.slow_but("lbfgs")
 @pytest.mark.parametrize("name", ["lbfgs", "contrib.sam, opaque"])
 def test_nnx_models_are_evaluated(name):
     step = ampx.train_step(nnx_loss, make(name), loss_scale="dynamic")

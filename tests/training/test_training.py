@@ -650,7 +650,7 @@ def test_every_level_trains(level, half):
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.slow_but("float16-2", "bfloat16-1")
+@pytest.mark.slow_but("float16-2")
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
 def test_an_o1_step_is_its_parts_put_together(half, num_microbatches):
@@ -781,7 +781,7 @@ SHARDED = [
 ]
 
 
-@pytest.mark.slow_but("None-2-False-None", "None-1-False-dynamic", "O1-1-True-dynamic")
+@pytest.mark.slow_but("None-2-False-None", "O1-1-True-dynamic")
 @pytest.mark.parametrize("level, num_microbatches, check_vma, loss_scale", SHARDED, ids=str)
 def test_shard_map_step_equals_one_device(level, num_microbatches, check_vma, loss_scale):
     policy = level and ampx.opt_level(level, loss_scale=None)
