@@ -191,3 +191,21 @@ def test_equal_rules_are_equal():
     again = ampx.DEFAULT_RULES.half(*PRODUCTS, result="float32")
     assert again == WIDE and hash(again) == hash(WIDE) and again != RULES.half(*PRODUCTS)
     assert repr(RULES.half("dot_general", result="f32")).endswith("'dot_general', result=float32)")
+
+
+def test_inputs_of_three_axes_have_a_gradient_on_cpus_once_they_are_flat():
+    """XLA's fault: it folds the transposition behind the gradient of a weight into the product."""
+    x = draw(2, 8, 8)
+
+    def loss(flatten, w):
+        y = (x.reshape(-1, 8) @ w).reshape(2, 8, -1) if flatten else x @ w
+        return jnp.sum(y**2)
+
+    def gradient(flatten):
+        return jax.grad(ampx.autocast(functools.partial(loss, flatten), rules=WIDE))
+
+    exact = jax.jit(jax.grad(functools.partial(loss, True)))(W)
+    np.testing.assert_allclose(jax.jit(gradient(True))(W), exact, rtol=0.05, atol=0.1)
+    # The day that this runs, the words in the guide can go.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="DotThunk"):
+        jax.block_until_ready(jax.jit(gradient(False))(W))
