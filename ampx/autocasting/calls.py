@@ -98,7 +98,8 @@ def decide(
       around: where the equations of its bodies stand.
     """
     name = eqn.primitive.name
-    if name == "custom_jvp_call" and planner.settings.dots is not None:
+    settings = planner.settings
+    if name == "custom_jvp_call" and (settings.dots is not None or settings.rules.entries):
         around = around._replace(in_custom_jvp=True)
     site = _Site(planner, eqn, values, wanted, rule, around)
     mark = reading.call_name(eqn)

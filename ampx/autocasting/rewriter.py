@@ -319,12 +319,19 @@ class _BodyRewriter:
         """
         half = self.half
 
+        in_custom_jvp = self.plan.around.in_custom_jvp
+
         def product(*operands: Any) -> Any:
             narrowed = [x.astype(half) if x.dtype == np.float32 else x for x in operands]
+            if in_custom_jvp and eqn.primitive.name != "dot_general":
+                # JAX transposes no such product of two dtypes.
+                narrowed = [x.astype(np.float32) if x.dtype == half else x for x in narrowed]
             params = {**eqn.params, "preferred_element_type": np.dtype(np.float32)}
             return tuple(reading.bind(eqn.replace(params=params), narrowed))
 
         operands = [self._convert(atom, None, eqn) for atom in eqn.invars]
+        if in_custom_jvp:  # JAX transposes what its rule does with tangents: not a custom_vjp
+            return self._insert(eqn, decision, *building.splice_function(product, operands, eqn))
         with eqn.ctx.manager:
             body, _ = reading.trace(product, *(operand.aval for operand in operands))
         run = functools.partial(

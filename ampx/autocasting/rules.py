@@ -44,8 +44,8 @@ class Surroundings(NamedTuple):
       inherited_by_products: the same for matrix products and convolutions, which rules about their
         results are for as well.
       forced: the precision that a mark around gives to everything inside, if there is one.
-      in_custom_jvp: whether this is a custom_jvp function or its rule, and products in float8 are
-        asked for elsewhere.
+      in_custom_jvp: whether this is a custom_jvp function or its rule, of whose products JAX must
+        be able to transpose each: none gets a rule of its own. Known where rules or float8 ask.
     """
 
     scopes: tuple[str, ...] = ()

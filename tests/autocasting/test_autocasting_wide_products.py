@@ -193,6 +193,21 @@ def test_equal_rules_are_equal():
     assert repr(RULES.half("dot_general", result="f32")).endswith("'dot_general', result=float32)")
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_products_of_a_custom_jvp_can_be_transposed(name):
+    product, x, w = CASES[name]
+    layer = jax.custom_jvp(lambda x, w: jnp.tanh(product(x, w)))
+    layer.defjvp(
+        lambda primals, tangents: jax.jvp(lambda x, w: jnp.tanh(product(x, w)), primals, tangents)
+    )
+    fun = ampx.autocast(lambda w: jnp.sum(layer(x, w)), rules=WIDE)
+    found, exact = jax.jit(lambda w: (jax.grad(fun)(w), jax.grad(lambda w: layer(x, w).sum())(w)))(
+        w
+    )
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert 1e-4 < error < 0.02
+
+
 def test_inputs_of_three_axes_have_a_gradient_on_cpus_once_they_are_flat():
     """XLA's fault: it folds the transposition behind the gradient of a weight into the product."""
     x = draw(2, 8, 8)
