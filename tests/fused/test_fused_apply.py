@@ -247,6 +247,19 @@ def test_the_whole_tail_needs_no_room_for_an_array():
     assert memory.alias_size_in_bytes >= 3 * 6 * 2**20
 
 
+def test_adagrad_without_a_loss_scale_copies_no_slot():
+    """Its sum ends at the largest number; XLA read the old sum twice where a minimum said so."""
+    tx, params = fused.adagrad(0.1), jnp.ones(2**14)
+
+    def step(params_and_state, grads):
+        params, state = params_and_state
+        return fused.apply(tx, grads, state, params)[:2]
+
+    carried = params, tx.init(params)
+    memory = jax.jit(step, donate_argnums=0).lower(carried, params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**10
+
+
 @pytest.mark.slow_but(
     "3-float32-inf-counts0",
     "3-bfloat16-nan-counts2",

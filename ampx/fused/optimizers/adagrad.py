@@ -44,7 +44,9 @@ def adagrad_direction(
     del p
     # sum_of_squares: of the parameter's shape, never smaller than it was.
     # The sum ends at the largest number instead of infinity, where g / sqrt(inf) is 0 as well.
-    total = jnp.minimum(slots[0] + g * g, jnp.finfo(g.dtype).max)
+    # A select and no minimum, for which XLA on CPUs sums twice, out of a copy of the old slot.
+    total = slots[0] + g * g
+    total = jnp.where(total == jnp.inf, jnp.finfo(g.dtype).max, total)
     squares = ops.keep(total, slots[0])
     # An element that has seen no gradient, with eps = 0, would be 0 / 0.
     return jnp.where(squares > 0, g / ops.sqrt(squares + h.eps), jnp.zeros_like(g)), (squares,)
