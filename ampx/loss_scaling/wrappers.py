@@ -251,7 +251,9 @@ def static_loss_scale(
 def no_loss_scale(inner: Inner) -> optax.GradientTransformationExtraArgs:
     """The same optimizer, untouched: the off-switch, so that code need not branch.
 
-    Nothing is checked or skipped, and the state is the inner state: checkpoints equal optax's.
+    Nothing is checked or skipped, and the state is the inner state: checkpoints equal optax's. Only
+    leaves whose gradient is their new value, as flax's layers in 8 bits have them, are hidden from
+    `inner` and replaced, as by every loss scale.
 
     Args:
       inner: any optax transformation, or a dict of several: see `dynamic_loss_scale`.

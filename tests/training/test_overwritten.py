@@ -117,6 +117,24 @@ def test_flax_layers_are_trained_as_by_flax_to_the_last_bit(given):
 
 
 @pytest.mark.slow
+def test_a_loop_by_hand_trains_flax_layers_as_flax_does_to_the_last_bit():
+    """`optax.apply_updates` knows nothing of such leaves, and replaces them."""
+    tx = ampx.no_loss_scale(ADAMW)
+    params, opt_state = VARIABLES, tx.init(VARIABLES)
+
+    @jax.jit
+    def step(params, opt_state):
+        updates, opt_state = tx.update(jax.grad(net_loss)(params, BATCH), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for _ in range(5):
+        params, opt_state = step(params, opt_state)
+    expected, _ = flax_steps(5)
+    assert_bit_equal((params, opt_state), (expected.params, expected.opt_state))
+    assert float(measures(params)["input_scale"][0]) < 0.1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_precision_leaves_scales_as_flax_makes_them(level, half):
