@@ -336,11 +336,14 @@ def _draw_differences(
             label=name,
         )
         found += [difference] if name in inside else []
-    sizes = np.abs(np.concatenate(found)) if found else np.zeros(1)
-    sizes = sizes[np.isfinite(sizes)]
-    # The first steps of a run differ most and matter least: 2% may lie outside.
-    size = float(np.quantile(sizes, 0.98)) if sizes.size else 0.0
-    axes.set_ylim(-1.2 * size or -1, 1.2 * size or 1)
+    values = np.concatenate([*found, np.zeros(1)])
+    values = values[np.isfinite(values)]
+    # The first steps of a run differ most and matter least: 2% may lie outside, 1% on each side.
+    # Runs may all be worse than the reference; then nothing is below it, and it lies at the bottom.
+    low, high = np.quantile(values, [0.01, 0.99]).tolist()
+    low, high = min(low, 0.0), max(high, 0.0)
+    margin = 0.1 * (high - low) or 1.0
+    axes.set_ylim(low - margin, high + margin)
     axes.set_ylabel(f"difference from\n{reference}")
 
 
