@@ -40,7 +40,6 @@ gc.set_threshold(50_000, 20, 50)  # tracing makes many objects that live on
 LONG_FILES = (
     "test_documentation",
     "test_mesh_cells",
-    "test_large_gradients",
     "test_optax_suite",
     "test_jax_harnesses",
     "test_examples_pipeline",
@@ -49,6 +48,7 @@ LONG_FILES = (
     "test_fused_low_bit_kernels",
     "test_examples",
     "test_autocast_models",
+    "test_large_gradients",
     "test_pipelining_stages",
     "test_programs_equinox",
     "test_pipelining_flax",
