@@ -67,7 +67,7 @@ def test_every_family_is_in_the_table_of_the_index() -> None:
 def test_counts_in_the_troubleshooting_page_are_those_of_metrics() -> None:
     text = (ROOT / "docs/troubleshooting.md").read_text()
     counts = set(re.findall(r"`(\w+_(?:total|hits))`", text))
-    assert len(counts) == 5
+    assert len(counts) == 7
     assert counts <= set(ampx.metrics(ampx.dynamic_loss_scale(SGD).init(jnp.ones(1))))
 
 
