@@ -584,6 +584,7 @@ add("TrainStep.call.key", traced(lambda v: STEP(STATE, X, key=v)), KEYS)
 OWN = ("grad", "weight", "verdict", "reduce_op", "reduce_axes", "shared_loss_axes", "overflow")
 OWN += ("tail",)
 TAKEN = {name: name for name in OWN}
+add("TrainStep.call.more", traced(lambda v: STEP(STATE, X, v)), {"a batch": X, "None": None})
 add("TrainStep.call.extra_args", traced(lambda v: STEP(STATE, X, **{v: 1.0})), TAKEN)
 PHASES_STEP = ampx.train_step(loss_fn, SGD, policy=SCHEDULE)
 NO_NUMBER = {"a word": "1", "a float": 0.5, "a bool": True, "too large": 2, "negative": -1}

@@ -56,6 +56,7 @@ INSIDE = {
 SYNONYMS = {
     "params": ("parameter", "pattern", "is missing", "layer"),
     "into": ("pattern", "is missing", "layer"),
+    "more": ("without a name",),
     "policy": ("param_dtype", "level", "precision schedule"),
     "name": ("policy", "param_dtype"),
     "model": ("module",),
