@@ -13,7 +13,7 @@ BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-peers soak test-gpu mutants lint bench bench-gpu aot docs clean help
+.PHONY: demo test test-all test-peers soak test-gpu mutants lint bench bench-gpu bench-float8 aot docs clean help
 
 demo: $(VENV)/.ready ## train a small language model in six precisions and compare them
 	$(BIN)/python -m ampx.examples.language_model $(ARGS)
@@ -65,7 +65,7 @@ clean: ## remove environments, caches and built files
 	find ampx benchmarks docs tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
