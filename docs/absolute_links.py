@@ -4,7 +4,8 @@
 
 On the page of a package index there is nothing beside the README, so its links need a host. The
 sources name none: the workflow that releases knows where it runs. README.md gets absolute links to
-that tag, and pyproject.toml its `[project.urls]`.
+that tag, and pyproject.toml its `[project.urls]`. If the host is GitHub, links to notebooks open
+them in Colab, where they run; their first cell installs the release.
 """
 
 import pathlib
@@ -12,6 +13,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
+GITHUB, COLAB = "https://github.com/", "https://colab.research.google.com/github/"
 
 
 def link_absolutely(readme: str, address: str, tag: str) -> str:
@@ -20,7 +22,9 @@ def link_absolutely(readme: str, address: str, tag: str) -> str:
     def absolute(match: re.Match[str]) -> str:
         # A page shows a file, and only the raw file is a picture.
         kind = "raw" if match[1] else "blob"
-        return f"{match[1]}[{match[2]}]({address}/{kind}/{tag}/{match[3]})"
+        runs = match[3].endswith(".ipynb") and address.startswith(GITHUB)
+        place = address.replace(GITHUB, COLAB) if runs else address
+        return f"{match[1]}[{match[2]}]({place}/{kind}/{tag}/{match[3]})"
 
     return re.sub(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)", absolute, readme)
 

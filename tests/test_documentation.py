@@ -132,7 +132,9 @@ def test_a_notebook_begins_by_installing_what_it_needs() -> None:
     for path in notebooks:
         cells = nbformat.read(path, as_version=4).cells
         first = next(cell.source for cell in cells if cell.cell_type == "code")
-        assert 'find_spec("ampx") is None' in first and '%pip install -q "..[ex' in first, path
+        assert 'find_spec("ampx") is None' in first and '%pip install -q "{source}[ex' in first, (
+            path
+        )
 
 
 def test_a_release_has_absolute_links() -> None:
@@ -149,6 +151,9 @@ def test_a_release_has_absolute_links() -> None:
         else f"https://host.example/a/b/{'raw' if target.endswith('.png') else 'blob'}/v1/{target}"
         for target in targets
     ]
+    hosted = links.link_absolutely("[one](notebooks/a.ipynb)", "https://github.com/a/b", "v1")
+    colab = "https://colab.research.google.com/github/a/b/blob/v1/notebooks/a.ipynb"
+    assert hosted == f"[one]({colab})"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     if "urls" not in project:  # a released source distribution has them
         text = links.name_urls((ROOT / "pyproject.toml").read_text(), "https://host.example/a/b")
