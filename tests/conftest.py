@@ -74,15 +74,16 @@ hypothesis.settings.load_profile("ampx")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole", action="store_true", help="all cases of the peers that the suite samples"
+        "--whole", action="store_true", help="all cases of the tests that the suite samples"
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own look at `-m "not slow"`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow cases, and puts long files first: workers take whole files, and end together.
+    """Marks slow cases, leaves out those marked `whole`, and puts long files first.
 
-    `slow_but("a", "b")`: of a parametrized test only the cases with these ids are quick.
+    Workers take whole files, so they end together. `slow_but("a", "b")`: of a parametrized test
+    only the cases with these ids are quick.
     """
     quick: dict[str, set[str]] = {}  # ids that `slow_but` should meet
     for item in items:
@@ -95,6 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not any("::" in arg for arg in config.args):  # else some cases were not collected
         if unmet := {test: ids for test, ids in quick.items() if ids}:
             raise pytest.UsageError(f"slow_but names ids that no case has: {unmet}")
+    if not config.getoption("--whole"):
+        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("whole")])
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
     ranks = {name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 

@@ -4,7 +4,6 @@ A scenario is a function that all processes call at the same time. It returns a 
 Importing this file starts nothing, so tests take the model and the data from here too.
 """
 
-import json
 import os
 import pathlib
 import signal
@@ -359,7 +358,13 @@ def pipeline_state(step):
 
 
 def main(setup):
+    """Runs one function in a process that `processes` has started, and ends the process."""
     signal.alarm(setup["alarm"])
+    log = os.open(setup["log"], os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(setup["environment"])  # which XLA reads when it makes its devices
     jax.config.update("jax_num_cpu_devices", 1)
     code = 1
     try:
@@ -382,7 +387,3 @@ def main(setup):
     # End at once: an interpreter that ends in the usual way waits for other processes, which may
     # be waiting for this one.
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -2,28 +2,34 @@
 
 Each process has one CPU device, and they talk by gloo over loopback. Each runs a function of
 `process_workers.py`. No process outlives a call: those that are still there at the end are killed.
+
+To import libraries takes longer than most of what these processes do. So a server of
+`multiprocessing` imports them once and forks a process for each rank: JAX survives a fork as long
+as no backend has been set up.
 """
 
 import contextlib
-import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+import unittest.mock
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
 import numpy as np
+import process_workers
 from compiler_flags import quick_compiler
 
-WORKERS = pathlib.Path(__file__).with_name("process_workers.py")
-ROOT = WORKERS.parents[1]
+TESTS = pathlib.Path(__file__).parent
+ROOT = TESTS.parent
 LOG_LINES = 25
 # After this much silence of one process, JAX ends the others.
 HEARTBEAT_SECONDS = 5
@@ -103,39 +109,47 @@ def run_processes(
 
 def _run(setup: dict[str, Any], timeout: float, grace: float) -> list[End]:
     """Starts all processes and waits for them; returns their ends in the order in time."""
+    _start_server()
+    context = multiprocessing.get_context("forkserver")
     start = time.monotonic()
     deadline = start + timeout
     logs = [pathlib.Path(setup["directory"], f"{rank}.log") for rank in range(setup["count"])]
-    processes = []
+    waiting = {}  # from what tells of the end of a process to its rank and the process
     ends: list[End] = []
-    news: queue.Queue[End] = queue.Queue()
 
-    def wait(rank: int, process: subprocess.Popen) -> None:
-        news.put(End(rank, process.wait(), time.monotonic() - start))
+    def note_ends(seconds: float | None, killed_here: bool = False) -> None:
+        for sentinel in multiprocessing.connection.wait(waiting, seconds):
+            rank, process = waiting.pop(sentinel)
+            process.join()
+            passed, log = time.monotonic() - start, logs[rank].read_text(errors="replace")
+            ends.append(End(rank, process.exitcode, passed, killed_here, log))
 
     try:
         for rank, log in enumerate(logs):
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, str(WORKERS), json.dumps({"rank": rank, **setup})],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment(),
-                )
-            processes.append(process)
-            threading.Thread(target=wait, args=(rank, process), daemon=True).start()
-        with contextlib.suppress(queue.Empty):
-            while len(ends) < len(processes):
-                ends.append(news.get(timeout=max(0, deadline - time.monotonic())))
-                if ends[-1].code:
-                    deadline = min(deadline, time.monotonic() + grace)
+            log.touch()
+            own = {"rank": rank, "log": str(log), "environment": environment(), **setup}
+            process = context.Process(target=process_workers.main, args=(own,))
+            process.start()
+            waiting[process.sentinel] = rank, process
+        while waiting and time.monotonic() < deadline:
+            note_ends(deadline - time.monotonic())
+            if any(end.code for end in ends):
+                deadline = min(deadline, ends[-1].seconds + start + grace)
     finally:
-        for process in processes:
+        for _, process in waiting.values():
             process.kill()  # does nothing to those that have ended
-    while len(ends) < len(processes):
-        ends.append(news.get()._replace(killed_here=True))
-    return [end._replace(log=logs[end.rank].read_text(errors="replace")) for end in ends]
+    while waiting:
+        note_ends(None, killed_here=True)
+    return ends
+
+
+def _start_server() -> None:
+    """Lets the server begin in an environment of its own: JAX reads it when it is imported."""
+    multiprocessing.set_forkserver_preload(["process_workers"])
+    own = environment()
+    own["PYTHONPATH"] = os.pathsep.join([str(TESTS), own["PYTHONPATH"]])
+    with unittest.mock.patch.dict(os.environ, own, clear=True):
+        forkserver.ensure_running()
 
 
 def _cause(ends: list[End], timeout: float) -> str:
@@ -148,12 +162,17 @@ def _cause(ends: list[End], timeout: float) -> str:
 
 
 def environment() -> dict[str, str]:
-    """This environment without variables that change devices or flags, or route loopback away."""
+    """This environment without variables that change devices or flags, or route loopback away.
+
+    Where compiled programs are kept stays: what one process has compiled, none compiles again.
+    """
     dropped = ("XLA_", "JAX_", "SLURM_", "OMPI_", "KUBERNETES_")
+    cache = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(dropped) and not name.lower().endswith("_proxy")
+        if name.startswith(cache)
+        or not (name.startswith(dropped) or name.lower().endswith("_proxy"))
     }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compiler(), "PYTHONUNBUFFERED": "1"}
