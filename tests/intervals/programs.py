@@ -10,7 +10,7 @@ import functools
 import numpy as np
 
 from ampx.jaxprs import building, reading
-from intervals import array_rules, fixed_points, relations, rules
+from intervals import array_rules, fixed_points, relations, rules, scopes
 from intervals.scopes import OPPOSITE, Impossible, Scope
 from intervals.values import INF, is_integer, join, meet, of_array, of_literal, unknown
 
@@ -25,8 +25,26 @@ class Program:
         self.body = reading.open_jaxpr(jaxpr)
         self.constants = dict(zip(self.body.constvars, reading.constants_of(jaxpr), strict=True))
         self._maker = {out: eqn for eqn in self.body.eqns for out in eqn.outvars}
+        self._find_ancestors()
         atoms = [*self.body.outvars, *(x for eqn in self.body.eqns for x in eqn.invars)]
         self.literals = {id(x): of_literal(x) for x in atoms if reading.is_literal(x)}
+
+    def _find_ancestors(self):
+        """What each variable is made of, as sets in the bits of an integer."""
+        given = [*self.body.constvars, *self.body.invars]
+        variables = [*given, *(out for eqn in self.body.eqns for out in eqn.outvars)]
+        self.bit = {variable: 1 << number for number, variable in enumerate(variables)}
+        self.made_of = dict.fromkeys(given, 0)
+        self.made_elementwise_of = dict.fromkeys(given, 0)
+        for eqn in self.body.eqns:
+            operands = [atom for atom in eqn.invars if not reading.is_literal(atom)]
+            every, local = 0, 0
+            for atom in operands:
+                every |= self.made_of[atom] | self.bit[atom]
+                local |= self.made_elementwise_of[atom] | self.bit[atom]
+            for out in eqn.outvars:
+                self.made_of[out] = every
+                self.made_elementwise_of[out] = local if scopes.is_elementwise(eqn) else 0
 
     def maker(self, atom):
         """The equation that makes a value, if one does."""
@@ -56,11 +74,11 @@ class Program:
         Some optimizers ask several times whether this is the first step. To join what follows from
         each answer would allow for a step that is the first one and is not.
         """
-        scopes = [scope]
+        cases = [scope]
         for eqn in self.body.eqns:
-            if _is_about_counts(eqn) and len(scopes) < 8:
-                scopes = [case for outer in scopes for case in _cases(outer, eqn.outvars[0])]
-        results = [[case.read(atom) for atom in self.body.outvars] for case in scopes]
+            if _is_about_counts(eqn) and len(cases) < 8:
+                cases = [case for outer in cases for case in _cases(outer, eqn.outvars[0])]
+        results = [[case.read(atom) for atom in self.body.outvars] for case in cases]
         return [functools.reduce(join, facts) for facts in zip(*results, strict=True)]
 
 

@@ -33,18 +33,22 @@ class Scope:
     def __init__(self, program, given, extents=(), parent=None):
         self.program, self.parent = program, parent
         self.known = given
-        self.extents = dict(extents)  # variable -> WHOLE or POINTWISE: what the condition changes
         self.depth = parent.depth + 1 if parent else 0
-        for eqn in program.body.eqns if extents else ():
-            found = {self.extent(atom) for atom in eqn.invars}
-            if POINTWISE in found and not is_elementwise(eqn):
-                found.remove(POINTWISE)
-            for out in eqn.outvars if max(found, default=0) else ():
-                self.extents.setdefault(out, max(found))
+        # What the condition tells something about: variable -> WHOLE or POINTWISE, and as sets.
+        self.extents = dict(extents)
+        self.sources = {WHOLE: 0, POINTWISE: 0}
+        for variable, extent in self.extents.items():
+            self.sources[extent] |= program.bit[variable]
 
     def extent(self, atom):
         """WHOLE or POINTWISE for a value that the condition tells something about; else 0."""
-        return 0 if reading.is_literal(atom) else self.extents.get(atom, 0)
+        if self.parent is None or reading.is_literal(atom):
+            return 0
+        if atom in self.extents:
+            return self.extents[atom]
+        if self.program.made_elementwise_of[atom] & self.sources[POINTWISE]:
+            return POINTWISE
+        return WHOLE if self.program.made_of[atom] & self.sources[WHOLE] else 0
 
     def read(self, atom):
         """The fact of an operand or a result."""
