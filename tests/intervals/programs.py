@@ -169,8 +169,8 @@ def _cond(scope, eqn):
     for k, branch in enumerate(branches):
         inside = scope
         try:
-            if len(branches) == 2:
-                inside = scope.assume(_source(scope, index), float(k))
+            if len(branches) == 2 and (condition := _source(scope, index)) is not None:
+                inside = scope.assume(condition, float(k))
         except Impossible:
             continue
         results = program_of(branch).results([inside.read(x) for x in others])
@@ -179,12 +179,12 @@ def _cond(scope, eqn):
 
 
 def _source(scope, atom):
-    """The condition that was converted to the number of a branch."""
+    """The condition that was converted to the number of a branch, if that is where it is from."""
     eqn = scope.program.maker(atom)
     if eqn is not None and eqn.primitive.name == "convert_element_type":
         if eqn.invars[0].aval.dtype == np.bool_:
             return eqn.invars[0]
-    return atom
+    return None
 
 
 def _scan(eqn, facts):

@@ -11,17 +11,17 @@ import math
 
 import numpy as np
 
-from intervals.scopes import Impossible
+from intervals.scopes import MOVES, Impossible
 from intervals.values import INF, SMALLEST, TINY, Fact, is_float, join, limited
 
 
 def have_one_sign(scope, x, y):
     """Whether one factor is a multiple of the other, by a number that is not negative."""
     for a, b in ((x, y), (y, x)):
-        eqn = scope.program.maker(_resolved(scope, a))
+        eqn = scope.program.maker(_in_place(scope, a))
         if eqn is not None and eqn.primitive.name == "mul":
             for c, g in (eqn.invars, eqn.invars[::-1]):
-                if _resolved(scope, g) is _resolved(scope, b) and scope.read(c).lo >= 0:
+                if _in_place(scope, g) is _in_place(scope, b) and scope.read(c).lo >= 0:
                     return True
     return False
 
@@ -117,9 +117,19 @@ def _ratio(scope, u, n):
     1e-19. If n is the root of float32's smallest number, that is still only 2900 times n.
     """
     lo = scope.read(n).lo
-    if not lo > 0 or scope.read(n).nan or scope.read(u).nan:
+    if not lo > 0 or scope.read(n).nan or scope.read(u).nan or n.aval.dtype != np.float32:
         return INF
     return 1.001 + math.sqrt(TINY) * 1.001 / lo if dominates(scope, n, u) else INF
+
+
+def _in_place(scope, atom):
+    """Where a value comes from, as far as each number has stayed at its place."""
+    while (eqn := scope.program.maker(atom)) is not None:
+        source = scope.moved(eqn)
+        if source is None or eqn.primitive.name in MOVES - {"copy", "optimization_barrier"}:
+            return atom
+        atom = source
+    return atom
 
 
 def _resolved(scope, atom):

@@ -116,19 +116,25 @@ class Scope:
         elif name in OPPOSITE:
             a, b = eqn.invars
             gap = 0 if is_float(a.aval.dtype) else 1  # between one integer and the next
-            # What is not below may be NaN, so bounds are learned, but not that it is a number.
+            # A comparison with NaN is false, and `ne` true. If it turned out so, NaN on one side
+            # leaves the other side as it was.
+            may_be_nan = holds == (name == "ne")
             name = name if holds else OPPOSITE[name]
-            self._narrow(a, _side(name, self.read(a), self.read(b), gap), extent, given, extents)
-            told = _side(_REVERSED[name], self.read(b), self.read(a), gap)
-            self._narrow(b, told, extent, given, extents)
+            facts = self.read(a), self.read(b)
+            for atom, fact, other, relation in (
+                (a, *facts, name),
+                (b, *facts[::-1], _REVERSED[name]),
+            ):
+                if not (may_be_nan and other.nan):
+                    told = _side(relation, fact, other, gap)
+                    self._narrow(atom, told, extent, given, extents)
         elif name == "is_finite" and holds and is_float(eqn.invars[0].aval.dtype):
             self._narrow(eqn.invars[0], _finite(eqn.invars[0]), extent, given, extents)
 
     def _narrow(self, atom, fact, extent, given, extents):
         """Puts down what is known of a value besides, and what follows for what it is made of."""
-        fact = (
-            meet(given.get(atom) or self.read(atom), fact) if not reading.is_literal(atom) else fact
-        )
+        if not reading.is_literal(atom):
+            fact = meet(given.get(atom) or self.read(atom), fact)
         if fact.lo > fact.hi:
             if not fact.nan:
                 raise Impossible
@@ -148,11 +154,7 @@ class Scope:
         elif name == "select_n" and len(eqn.invars) == 3 and eqn.invars[0].aval.size == 1:
             possible = [k for k in (0, 1) if _overlap(self.read(eqn.invars[k + 1]), fact)]
             if len(possible) == 2:  # as for either of them alone
-                either = [
-                    self._narrow(case, meet(self.read(case), fact), extent, {}, {}) or fact
-                    for case in eqn.invars[1:]
-                ]
-                fact = meet(fact, join(*either))
+                fact = meet(fact, join(*(self._of_case(x, fact, extent) for x in eqn.invars[1:])))
             elif possible:
                 (k,) = possible
                 self._learn(eqn.invars[0], k, WHOLE, given, extents)
@@ -161,6 +163,13 @@ class Scope:
         given[atom] = fact
         extents[atom] = max(extent, extents.get(atom, 0))
         return fact
+
+    def _of_case(self, atom, fact, extent):
+        """What a value is known to be, if it is one of two, and the other one is not chosen."""
+        try:
+            return self._narrow(atom, meet(self.read(atom), fact), extent, {}, {}) or fact
+        except Impossible:
+            return fact
 
 
 def _overlap(a, b):

@@ -181,6 +181,10 @@ UNSAFE = {
         lambda g: jnp.where((a := jnp.abs(g)) > 1, 1 / jnp.min(a), 0.0)
     ),
     "the guard the wrong way round": stateless(lambda g: jnp.where((a := g * g) > 1, 0.0, 1 / a)),
+    "a guard that NaN passes": stateless(
+        lambda g: jnp.where((a := g * g) < 1 + jnp.sqrt(g), 0.0, 1 / a)
+    ),
+    "a matrix and its transpose": stateless(lambda g: jnp.sqrt((2 * g) * g.T)),
     "a loop that overflows": stateless(
         lambda g: jax.lax.fori_loop(0, 99, lambda _, x: x * 10 + 1, g)
     ),
