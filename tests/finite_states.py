@@ -4,7 +4,8 @@
 
 prints the tables of docs/guides/optax_optimizers.md. The `update` of each transformation is traced
 and then run on bounds instead of numbers, by `intervals`; nothing is compiled.
- Shown is: from the state that `init` makes, after any number of steps with gradients whose norm is
+
+Shown is: from the state that `init` makes, after any number of steps with gradients whose norm is
 at most G, each array with a norm of its own, all updates and all numbers of the state are finite.
 Assumed is: the norm of each parameter array is at most G and at most 1e15, and so is the absolute
 value of the loss; a matrix of 1024 x 1024 and a vector of 1024 numbers in float32; optax's

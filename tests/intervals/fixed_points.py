@@ -1,5 +1,6 @@
 """Bounds that hold after any number of steps: a fixed point of a step, found by widening.
- Let F be a step, as it acts on facts, and S the facts of the state. If the first state is inside S
+
+Let F be a step, as it acts on facts, and S the facts of the state. If the first state is inside S
 and F(S) is inside S, then by induction every state is, however many steps there are. So the proof
 is that one check; how S was found does not matter. It is found by trying: S becomes what holds of S
 and of F(S) both, until nothing changes. A mean of squares would approach its bound for ever. So a

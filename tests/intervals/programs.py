@@ -1,5 +1,6 @@
 """Runs a program on facts: what holds for its operands gives what holds for its results.
- Calls are put into their callers first. Most equations are then one rule of `rules`, each on its
+
+Calls are put into their callers first. Most equations are then one rule of `rules`, each on its
 own. A choice between two values is made under its condition (`scopes`), a product or a sum may know
 more than its factors do (`relations`), a branch is run as a choice, and a loop until its carry
 stands still (`fixed_points`).
@@ -10,11 +11,17 @@ import functools
 import numpy as np
 
 from ampx.jaxprs import building, reading
-from intervals import array_rules, fixed_points, relations, rules, scopes
+from intervals import (
+    array_rules,  # noqa: F401 (it enters its rules)
+    fixed_points,
+    relations,
+    rules,
+    scopes,
+)
 from intervals.scopes import OPPOSITE, Impossible, Scope
 from intervals.values import INF, is_integer, join, meet, of_array, of_literal, unknown
 
-assert array_rules  # it enters its rules
+LONGEST = 16  # iterations of a loop that are run one by one
 
 
 class Program:
@@ -102,7 +109,7 @@ _programs = {}
 def program_of(jaxpr):
     """The program of an inner jaxpr, made once."""
     if id(jaxpr) not in _programs:
-        _programs[id(jaxpr)] = (jaxpr, Program(jaxpr))  # keeps the jaxpr, so that its id stays its
+        _programs[id(jaxpr)] = (jaxpr, Program(jaxpr))  # a jaxpr that is kept keeps its id
     return _programs[id(jaxpr)][1]
 
 
@@ -124,8 +131,7 @@ def _apply(scope, eqn):
         return [_select(scope, eqn)]
     if len(eqn.outvars) > 1:
         if name == "unstack":
-            parts = facts[0].parts if facts[0].parts else None
-            return [parts[i] if parts else facts[0] for i in range(len(eqn.outvars))]
+            return list(facts[0].parts or facts * len(eqn.outvars))
         return [unknown(out.aval.dtype) for out in eqn.outvars]
     fact = rules.apply(eqn, facts)
     # Each factor must be finite by itself: 0 * inf is a NaN, whatever belongs together.
@@ -199,11 +205,12 @@ def _scan(eqn, facts):
 
     length, _ = reading.scan_steps(eqn)
     stacked = [None] * (len(outs) - count)
-    if length > 16:
+    is_short = length <= LONGEST
+    if not is_short:
         carry = fixed_points.find(lambda c: step(c)[:count], carry, [x.aval for x in outs[:count]])
-    for _ in range(length if length <= 16 else 1):
+    for _ in range(length if is_short else 1):
         results = step(carry)
-        carry = results[:count] if length <= 16 else carry
+        carry = results[:count] if is_short else carry
         pairs = zip(stacked, results[count:], strict=True)
         stacked = [new if old is None else join(old, new) for old, new in pairs]
     stacked = [

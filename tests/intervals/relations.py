@@ -1,5 +1,6 @@
 """What two values have to do with each other, which an interval for each cannot say.
- A quotient by a norm, u / sqrt(sum(u * u)): both may be as small as they like, and still no number
+
+A quotient by a norm, u / sqrt(sum(u * u)): both may be as small as they like, and still no number
 of the quotient is above 1, because the sum holds the square of each number of u. Squares that
 underflow add a little to that, see `_ratio`. Two more are recognized: (c * g) * g is not negative,
 and x + c * (y - x) lies between x and y.

@@ -3,7 +3,8 @@
 `RULES[name](call)` gives the `Fact` of the result. A rule that is missing costs nothing but proofs:
 the result may then be anything. A rule that is wrong would cost soundness, so each one is tested
 with numbers.
- The bounds of a result are those of its exact value at the worst operands, moved outward (see
+
+The bounds of a result are those of its exact value at the worst operands, moved outward (see
 `values`). A product is largest at two ends of its operands' intervals, so four corners are enough;
 a monotone function needs two. NaN comes of 0 * inf, 0 / 0, inf / inf, inf - inf and of roots and
 powers of negative numbers, and nowhere else.
@@ -32,7 +33,7 @@ from intervals.values import (
     unknown,
 )
 
-MANY_ULPS = 128  # of powers, roots, exponentials: on some machines they are rounded carelessly
+MANY = 128  # roundings, for powers, roots and exponentials
 
 
 class Call(NamedTuple):
@@ -269,7 +270,7 @@ def _monotone(function, call, lowest=-INF, highest=INF):
     a = call.facts[0]
     ends = [function(min(max(x, lowest), highest)) for x in (a.lo, a.hi)]
     nan = a.nan or a.lo < lowest or a.hi > highest
-    return Fact(*rounded(*ends, call.dtype, MANY_ULPS), nan)
+    return Fact(*rounded(*ends, call.dtype, MANY), nan)
 
 
 @rule("sqrt")
@@ -289,7 +290,7 @@ def _rsqrt(call):
     if a.lo <= 0:
         return Fact(-INF, INF, True)
     lo = 0.0 if a.hi == INF else a.hi**-0.5
-    return Fact(*rounded(lo, a.lo**-0.5, call.dtype, MANY_ULPS), a.nan)
+    return Fact(*rounded(lo, a.lo**-0.5, call.dtype, MANY), a.nan)
 
 
 @rule("exp")
@@ -309,7 +310,7 @@ def _log(call):
 @rule("tanh", "erf", "sin", "cos")
 def _up_to_one(call):
     wild = call.eqn.primitive.name in ("sin", "cos") and _is_infinite(call.facts[0])
-    return Fact(*rounded(-1.0, 1.0, call.dtype, MANY_ULPS), call.facts[0].nan or wild)
+    return Fact(*rounded(-1.0, 1.0, call.dtype, MANY), call.facts[0].nan or wild)
 
 
 @rule("erf_inv")
@@ -322,12 +323,12 @@ def _erf_inv(call):
 def _pow(call):
     x, y = call.facts
     if y.lo == y.hi > 0 and y.lo == int(y.lo):
-        return Fact(*rounded(*_whole_power(x, int(y.lo)), call.dtype, MANY_ULPS), x.nan or y.nan)
+        return Fact(*rounded(*_whole_power(x, int(y.lo)), call.dtype, MANY), x.nan or y.nan)
     # An exponent that is a step count: 1 or more keeps the result away from 1.
     if x.lo < 0 or (x.lo == 0 and y.lo < 0) or _is_infinite(x) or _is_infinite(y):
         return ANYTHING
     ends = [_power(p, q) for p in (x.lo, x.hi) for q in (y.lo, y.hi)]
-    return Fact(*rounded(min(ends), max(ends), call.dtype, MANY_ULPS), x.nan or y.nan)
+    return Fact(*rounded(min(ends), max(ends), call.dtype, MANY), x.nan or y.nan)
 
 
 @rule("eq", "ne", "lt", "le", "gt", "ge")

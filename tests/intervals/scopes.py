@@ -1,5 +1,6 @@
 """What a condition tells: guards.
- In `where(n > 0, 1 / n, 0)` the quotient alone may be infinite. It is chosen only where n is above
+
+In `where(n > 0, 1 / n, 0)` the quotient alone may be infinite. It is chosen only where n is above
 0, so it is computed once more in a `Scope` in which that holds. A condition narrows what it
 compares, and what these values are made of; what depends on them is computed again, and no more.
 

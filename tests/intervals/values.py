@@ -1,9 +1,10 @@
 """What an interval analysis knows of an array, and how bounds are rounded.
- An interval analysis (the simplest abstract interpretation) runs a program on bounds instead of
+
+An interval analysis (the simplest abstract interpretation) runs a program on bounds instead of
 numbers. From `1 <= x <= 2` and `0 <= y <= 3` follows `0 <= x * y <= 6`, for all arrays x and y with
 such numbers, so one run speaks for every run. It must never promise too much: each bound has to
-hold
-for what a machine computes, rounding included. That is what `rounded` and `rounded_sum` are for.
+hold for what a machine computes, rounding included. That is what `rounded` and `rounded_sum` are
+for.
 """
 
 import functools
@@ -146,17 +147,18 @@ def is_inside(inner, outer):
     )
 
 
-def rounded(lo, hi, dtype, ulps=2):
+def rounded(lo, hi, dtype, roundings=2):
     """Bounds of exact results, moved outward by what a machine may add to or take from them.
 
-    Correct rounding moves a result by half an ulp (the gap to the next number) at most. XLA may
-    also divide by a constant as it multiplies by its inverse, or leave out the rounding between a
-    product and a sum. Two ulps cover these; functions such as `pow` get more. Results that
-    underflow become 0 on some processors and not on others.
+    A rounding to the nearest moves a number by half its dtype's precision at most, relative to
+    itself. XLA may divide by a constant as it multiplies by its inverse, which rounds twice, or
+    leave out the rounding between a product and a sum. Functions such as `pow` are rounded with
+    less care, and get more room. Results that underflow become 0 on some processors and not on
+    others.
     """
     if not is_float(dtype):
         return wrapped(lo, hi, dtype)
-    relative = ulps * limits(dtype)[0] * 0.5 + 1e-15  # the latter: our own rounding
+    relative = roundings * limits(dtype)[0] * 0.5 + 1e-15  # the latter: our own rounding
     lo = lo - abs(lo) * relative if -INF < lo < INF else lo
     hi = hi + abs(hi) * relative if -INF < hi < INF else hi
     return limited(lo, hi, dtype)

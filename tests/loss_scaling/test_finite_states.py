@@ -1,5 +1,6 @@
 """The proof that optimizers stay finite: what it shows must be so, and what is not so not shown.
- Soundness is tested from below, with numbers. Programs run equation by equation, and each number
+
+Soundness is tested from below, with numbers. Programs run equation by equation, and each number
 that they compute, on the way as at the end, must lie within the bounds that the analysis gives for
 it. Then there are optimizers that are known to fail, and faults put into the analysis.
 """
