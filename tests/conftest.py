@@ -6,6 +6,7 @@ Environment variables reach the notebook kernels too.
 
 import functools
 import gc
+import itertools
 import os
 import pathlib
 from collections.abc import Callable
@@ -83,9 +84,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks slow cases, leaves out those marked `whole`, and puts long files first.
 
     Workers take whole files, so they end together. `slow_but("a", "b")`: of a parametrized test
-    only the cases with these ids are quick.
+    only the cases with these ids are quick. `whole("a", "b")`: only these are left out.
     """
     quick: dict[str, set[str]] = {}  # ids that `slow_but` should meet
+    left_out: dict[str, set[str]] = {}  # and `whole`
     for item in items:
         assert " at 0x" not in item.name, f"{item.name} has another name in each worker: give ids"
         if mark := item.get_closest_marker("slow_but"):
@@ -93,14 +95,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.callspec.id not in mark.args:
                 item.add_marker("slow")
             test.discard(item.callspec.id)
+        if (mark := item.get_closest_marker("whole")) and mark.args:
+            left_out.setdefault(item.nodeid.partition("[")[0], set(mark.args)).discard(
+                item.callspec.id
+            )
     if not any("::" in arg for arg in config.args):  # else some cases were not collected
-        if unmet := {test: ids for test, ids in quick.items() if ids}:
-            raise pytest.UsageError(f"slow_but names ids that no case has: {unmet}")
+        for name, tests in (("slow_but", quick), ("whole", left_out)):
+            if unmet := {test: ids for test, ids in tests.items() if ids}:
+                raise pytest.UsageError(f"{name} names ids that no case has: {unmet}")
     if not config.getoption("--whole"):
-        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("whole")])
-        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=list(filter(is_for_whole, items)))
+        items[:] = itertools.filterfalse(is_for_whole, items)
     ranks = {name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+def is_for_whole(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("whole")
+    return mark is not None and (not mark.args or item.callspec.id in mark.args)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

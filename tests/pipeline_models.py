@@ -155,19 +155,19 @@ def sequential(
         return loss + jnp.sum(extra), (weight, aux)
 
     number = num_microbatches * data_shards
-    microbatches = jax.tree.map(split, batch)
 
     @jax.jit
-    def run(params):
+    def run(params, batch):
         def one(total, numbered):
             (loss, (weight, aux)), grads = jax.value_and_grad(part, has_aux=True)(params, *numbered)
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
             return total, (loss, weight, aux)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        microbatches = jax.tree.map(split, batch)
         return jax.lax.scan(one, zeros, (jnp.arange(number), microbatches))
 
-    grads, (losses, weights, auxes) = jax.device_get(run(params))
+    grads, (losses, weights, auxes) = jax.device_get(run(params, batch))
     weight = np.sum(weights)
     divisor = {"weights": weight, "mean": np.float32(number), "sum": np.float32(1)}[normalize]
 

@@ -20,6 +20,7 @@ from pipeline_steps import (
     make_stage_mesh,
     placed,
 )
+from quick_keys import quick_key
 
 import ampx
 from ampx.pipelining import one_f_one_b, stack_layers, unstack_layers, value_and_grad
@@ -67,7 +68,7 @@ def loss_of(stage):
 
 def assert_equal_to_the_sequence(stage, stages):
     """Loss and gradients, with a key."""
-    params, batch, key = with_stages(stages), make_batch(0), jax.random.key(4)
+    params, batch, key = with_stages(stages), make_batch(0), quick_key(4)
     found = jax.jit(make_grads_of(stage))(params, batch, key=key)
     expected = sequential(params, batch, key, 4, 2, first=embed, stage=stage, last=head)
     np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
@@ -234,6 +235,7 @@ def loss_sum(logits, batch):
 
 
 @pytest.mark.slow
+@pytest.mark.whole("O2")  # modules train at O2 above
 @pytest.mark.parametrize("policy", [None, "O2"])
 def test_a_tied_model_is_taken_from_its_checkpoint_and_put_back(policy):
     batch, model = make_batch(0), TiedModel()
@@ -341,6 +343,7 @@ def with_call_key(state, key):
 
 
 @pytest.mark.slow
+@pytest.mark.whole("module")
 @pytest.mark.parametrize("form", ["state", "module", "module, O2"])
 def test_dropout_with_streams_of_its_own_equals_the_sequence(form):
     graphdef, stages = layers_with_rngs()

@@ -44,6 +44,7 @@ def collectives(text):
 
 
 @pytest.mark.slow_but("interleaved")
+@pytest.mark.whole("zero-bubble-v")
 @pytest.mark.parametrize(
     "schedule",
     [one_f_one_b(2, 4), interleaved(2, 4), zero_bubble_v(2, 4)],
@@ -136,6 +137,7 @@ OTHERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.whole("1 stage", "4 stages, zero bubble")
 @pytest.mark.parametrize("name", OTHERS)
 def test_training_goes_on_with_other_stages(name, saved):
     path, state, (expected, expected_losses) = saved
@@ -156,6 +158,7 @@ def test_training_goes_on_with_other_stages(name, saved):
     assert_close(resumed.params, expected.params)
 
 
+@pytest.mark.slow
 def test_parameters_that_lie_elsewhere_are_taken_too():
     """Only slower: they are brought to their devices in the step."""
     grads_of = make_grads_of(interleaved(2, 4))
@@ -171,6 +174,7 @@ def test_parameters_that_lie_elsewhere_are_taken_too():
     assert_bit_equal(*found)
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps_changes_nothing():
     step = make_step(one_f_one_b(2, 4))
     state = placed(step, make_params())

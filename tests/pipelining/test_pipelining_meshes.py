@@ -218,6 +218,7 @@ CASES = {
 
 
 @pytest.mark.slow_but("checked")
+@pytest.mark.whole("unchecked")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_on_data_stage_and_model_are_those_of_one_device(case):
     options, name = CASES[case]

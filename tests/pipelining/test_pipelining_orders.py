@@ -111,6 +111,7 @@ def test_liveness_is_what_the_program_allocates(name):
 
 
 @pytest.mark.slow_but("0")
+@pytest.mark.whole("3", "4", "5")
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients_of_a_random_order_are_those_of_the_undivided_model(seed):
     rows, device_of = random_orders(

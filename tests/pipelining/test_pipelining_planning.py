@@ -155,6 +155,7 @@ LOOSE = "1f1b, unequal stages", "1f1b, dropout"
 
 
 @pytest.mark.slow_but("1f1b")
+@pytest.mark.whole("1f1b, dropout", "interleaved")
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_the_compiler_says_of_the_real_program(name):
     schedule, shape, options, more = CASES[name]

@@ -37,6 +37,9 @@ def gpipe_on(device_of):
 
 
 @pytest.mark.slow_but("uneven-(0, 0, 1, 1)")
+@pytest.mark.whole(
+    "uneven-(3, 1, 0, 2)", "even-(0, 0, 0, 1)", "uneven-(0, 1, 0)", "even-(0, 0, 1, 1)"
+)
 @pytest.mark.parametrize(
     "device_of", [(3, 1, 0, 2), (0, 0, 0, 1), (0, 1, 0), (0, 0, 1, 1)], ids=str
 )
@@ -84,6 +87,7 @@ def test_stages_that_differ_may_lie_on_any_device(device_of):
     assert relative_error(found.grads["stages"], jax.grad(loss)(trees)) < 1e-5
 
 
+@pytest.mark.slow_but("zero-bubble")
 @pytest.mark.parametrize("schedule", [one_f_one_b(2, 4), zero_bubble(2, 4)], ids=lambda s: s.name)
 def test_random_keys_may_travel(schedule):
     def draw(key):
@@ -168,6 +172,7 @@ def test_layers_may_make_x_differ_along_another_axis():
 
 
 @pytest.mark.slow_but("interleaved")
+@pytest.mark.whole("1f1b")
 @pytest.mark.parametrize(
     ("schedule", "layers_per_stage"),
     [

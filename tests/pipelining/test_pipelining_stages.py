@@ -133,11 +133,15 @@ def u_net_reference(num_microbatches):
     return jax.tree.map(lambda leaf: leaf / 12, value_and_grad(u_net_params()))
 
 
+# Each stash meets both kinds of axes; what is left out are further schedules.
 @pytest.mark.slow_but("interleaved-dots-Explicit")
+@pytest.mark.whole(
+    "1f1b-residuals-Auto", "interleaved-residuals-Explicit", "looped-bfs-inputs-Auto"
+)
 @pytest.mark.parametrize(
     ("schedule", "stash", "kind"),
     [
-        (gpipe(4, 3), "inputs", "Auto"),
+        (gpipe(4, 3), "residuals", "Auto"),
         (one_f_one_b(4, 3), "inputs", "Explicit"),
         (one_f_one_b(4, 2), "residuals", "Auto"),
         (interleaved(2, 3), "dots", "Explicit"),
@@ -183,6 +187,9 @@ def all_three(params, x, key):
 
 
 @pytest.mark.slow_but("3-inputs", "1, 2-residuals", "2, 1-dots", "1, 1, 1-inputs")
+@pytest.mark.whole(
+    *("3-residuals", "3-dots", "1, 2-inputs", "1, 2-dots", "2, 1-inputs", "2, 1-residuals")
+)
 @pytest.mark.parametrize("stash", STASHES)
 @pytest.mark.parametrize("partition", ["3", "1, 2", "2, 1", "1, 1, 1"])
 def test_torchgpipe_skips(partition, stash):
@@ -281,8 +288,12 @@ WIDE_SPECS = {
 }
 
 
-# The quick case of these is in `test_pipelining_meshes.py`.
+# The quick case of these is in `test_pipelining_meshes.py`, and steps of such layers on Explicit
+# axes and beside data shards.
 @pytest.mark.slow
+@pytest.mark.whole(
+    "1f1b-2-Auto-True-None", "1f1b-2-Explicit-False-None", "zero-bubble-1-Explicit-True-None"
+)
 @pytest.mark.parametrize(
     ("schedule", "data", "kind", "check_vma", "layers_per_stage"),
     [
@@ -311,7 +322,7 @@ def test_stages_may_sum_over_a_further_axis(schedule, data, kind, check_vma, lay
     np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-6)
 
 
-@pytest.mark.slow_but("zero-bubble-v")
+@pytest.mark.whole("1f1b")
 @pytest.mark.parametrize(
     "schedule", [one_f_one_b(2, 3), zero_bubble_v(2, 3)], ids=operator.attrgetter("name")
 )
@@ -366,6 +377,7 @@ def normalized(params, x, key, mean_over_data=lambda x: jax.lax.pmean(x, "data")
 
 
 @pytest.mark.slow_but("1f1b-inputs")
+@pytest.mark.whole("zero-bubble-inputs")
 @pytest.mark.parametrize(
     ("schedule", "stash"),
     [

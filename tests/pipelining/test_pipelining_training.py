@@ -68,6 +68,7 @@ CASES = {
 
 
 @pytest.mark.slow_but("float16, dynamic scale")
+@pytest.mark.whole("bfloat16")  # in which modules of Flax train in test_pipelining_flax.py
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_equal_those_of_one_device(case):
     policy, scale, max_grad_norm, rtol = CASES[case]
@@ -105,6 +106,7 @@ def test_ten_steps_equal_those_of_one_device(case):
         assert dtypes == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow  # steps with a key are quick in test_pipelining_meshes.py
 def test_every_layer_and_microbatch_has_its_own_key():
     def grads_alone(params, batch, *, loss_scale, key, **_):
         found = sequential(params, batch, key, 4, 2, first=first, stage=stage, last=last)
@@ -194,6 +196,7 @@ DIVIDED = {
 
 
 @pytest.mark.slow
+@pytest.mark.whole("False")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_zero1_of_a_pipeline_is_a_sharding_of_the_state(check_vma):
     """Two steps on data x stage, the second of which is skipped; then one on one device."""
@@ -261,7 +264,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.slow_but("float16")
+@pytest.mark.whole("float32")  # an overflow in float32 is in the ten steps above
 @pytest.mark.parametrize("name", SPOILT)
 def test_an_overflow_in_any_layer_shard_and_microbatch_is_skipped_everywhere(name):
     policy, gain = SPOILT[name]
@@ -307,7 +310,7 @@ def test_the_verdict_is_the_count_over_the_gradients():
         assert layers.tolist() == [True, True, not bad["gains"].any(), True]
 
 
-@pytest.mark.slow_but("15")
+@pytest.mark.whole("0")
 @pytest.mark.parametrize("row", [0, 15])
 def test_a_nan_in_one_row_is_skipped_everywhere(row):
     step = ampx.train_step(make_grads_of(one_f_one_b(2, 4)), optax.adamw(1e-2), loss_scale=8.0)
