@@ -150,7 +150,6 @@ def sharded(kind):
     """Programs that several tests share; each is compiled once."""
     sizes, batch = {"data": 2, "model": 2}, {"data": 2, "expert": 2}
     return {
-        "types": lambda: Sharded(sizes, True, None, QUICK),
         "names": lambda: Sharded(sizes, False, NAMES, QUICK),
         "types, all": lambda: Sharded(sizes, True, None, SLOW),
         "three axes": lambda: Sharded(sizes | {"stage": 2}, True, None, STAGED, THREE),
@@ -192,11 +191,13 @@ def assert_close(tree, like):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6, err_msg=jax.tree_util.keystr(path))
 
 
+# Three axes and experts meet types here and specs there; with `--whole` each meets both.
 @pytest.mark.slow_but("names")
+@pytest.mark.whole("three axes, specs", "experts, types")
 @pytest.mark.parametrize(
     "kind",
     [
-        *("types", "names", "types, all", "types and specs", "specs"),
+        *("names", "types, all", "types and specs", "specs"),
         *("three axes", "three axes, specs", "experts", "experts, types"),
     ],
 )
@@ -211,7 +212,7 @@ def test_parts_are_updated_as_the_whole_is(kind):
 
 
 @pytest.mark.slow_but("names")
-@pytest.mark.parametrize("kind", ["types", "names"])
+@pytest.mark.parametrize("kind", ["types, all", "names"])
 def test_an_overflow_on_one_part_skips_on_all_devices(kind):
     program = sharded(kind)
     spoilt = {**GRADS[0], "columns": GRADS[0]["columns"].copy()}
@@ -254,6 +255,7 @@ def test_data_divides_the_state_of_stages_and_experts():
 
 
 @pytest.mark.slow
+@pytest.mark.whole("other mesh-specs")
 @pytest.mark.parametrize(("here", "there"), [("other mesh", "specs"), ("three axes", "experts")])
 def test_a_checkpoint_of_one_mesh_goes_on_on_another(here, there):
     params, state = sharded(here).train(GRADS[:2])
