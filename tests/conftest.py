@@ -84,25 +84,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks slow cases, leaves out those marked `whole`, and puts long files first.
 
     Workers take whole files, so they end together. `slow_but("a", "b")`: of a parametrized test
-    only the cases with these ids are quick. `whole("a", "b")`: only these are left out.
+    only the cases with these ids are quick; `whole_but("a", "b")`: without `--whole` only these run;
+    `whole("a", "b")`: only these are left out.
     """
-    quick: dict[str, set[str]] = {}  # ids that `slow_but` should meet
-    left_out: dict[str, set[str]] = {}  # and `whole`
+    named: dict[tuple[str, str], set[str]] = {}  # ids that these marks should meet
     for item in items:
         assert " at 0x" not in item.name, f"{item.name} has another name in each worker: give ids"
-        if mark := item.get_closest_marker("slow_but"):
-            test = quick.setdefault(item.nodeid.partition("[")[0], set(mark.args))
-            if item.callspec.id not in mark.args:
-                item.add_marker("slow")
-            test.discard(item.callspec.id)
-        if (mark := item.get_closest_marker("whole")) and mark.args:
-            left_out.setdefault(item.nodeid.partition("[")[0], set(mark.args)).discard(
-                item.callspec.id
-            )
+        for name in ("slow_but", "whole_but", "whole"):
+            if (mark := item.get_closest_marker(name)) and mark.args:
+                test = (item.nodeid.partition("[")[0], name)
+                named.setdefault(test, set(mark.args)).discard(item.callspec.id)
+                if name.endswith("_but") and item.callspec.id not in mark.args:
+                    item.add_marker(name.removesuffix("_but"))
     if not any("::" in arg for arg in config.args):  # else some cases were not collected
-        for name, tests in (("slow_but", quick), ("whole", left_out)):
-            if unmet := {test: ids for test, ids in tests.items() if ids}:
-                raise pytest.UsageError(f"{name} names ids that no case has: {unmet}")
+        if unmet := {test: ids for test, ids in named.items() if ids}:
+            raise pytest.UsageError(f"marks name ids that no case has: {unmet}")
     if not config.getoption("--whole"):
         config.hook.pytest_deselected(items=list(filter(is_for_whole, items)))
         items[:] = itertools.filterfalse(is_for_whole, items)
