@@ -91,7 +91,7 @@ def program(steps, looked_at):
 
 @pytest.mark.slow
 @settings(
-    max_examples=30,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],

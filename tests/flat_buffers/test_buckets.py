@@ -25,7 +25,7 @@ def arrays(draw_shapes, draw_dtypes):
     ]
 
 
-@settings(max_examples=8)  # each compiles a program
+@settings(max_examples=5)  # each compiles a program
 @given(
     st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), max_size=12),
     st.integers(1, 200),
