@@ -84,8 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks slow cases, leaves out those marked `whole`, and puts long files first.
 
     Workers take whole files, so they end together. `slow_but("a", "b")`: of a parametrized test
-    only the cases with these ids are quick; `whole_but("a", "b")`: without `--whole` only these run;
-    `whole("a", "b")`: only these are left out.
+    only the cases with these ids are quick. `whole_but("a", "b")`: without `--whole` only these
+    run. `whole("a", "b")`: only these are left out.
     """
     named: dict[tuple[str, str], set[str]] = {}  # ids that these marks should meet
     for item in items:

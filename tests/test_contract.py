@@ -106,6 +106,7 @@ def test_state_keeps_structure_shapes_dtypes_and_weak_types(wrap, num_steps):
     assert all_finite((params, new_state))
 
 
+@pytest.mark.slow_but("dynamic_loss_scale", "no_loss_scale", "all")
 def test_jit_equals_no_jit_with_one_trace_and_donation(wrap):
     tx = wrap(inner())
     step, traces = counted_step(tx)
@@ -120,6 +121,7 @@ def test_jit_equals_no_jit_with_one_trace_and_donation(wrap):
     assert_close((params, state), (eager, eager_state))
 
 
+@pytest.mark.slow_but("dynamic_loss_scale", "master_weights")
 def test_works_in_inject_hyperparams(wrap):
     def build(learning_rate):
         return wrap(inner(learning_rate))
@@ -133,6 +135,7 @@ def test_works_in_inject_hyperparams(wrap):
     assert_bit_equal(held, params)
 
 
+@pytest.mark.slow_but("dynamic_loss_scale")
 def test_works_in_a_chain(wrap):
     alone = wrap(inner())
     chained = optax.chain(optax.identity(), alone, optax.scale(1.0))
@@ -141,6 +144,7 @@ def test_works_in_a_chain(wrap):
     assert_close((params, state[1]), (expected, expected_state))
 
 
+@pytest.mark.slow_but("dynamic_loss_scale", "master_weights", "densify_rows")
 def test_works_in_optax_multi_steps(wrap):
     alone = wrap(inner())
     many = optax.MultiSteps(alone, 2).gradient_transformation()

@@ -140,7 +140,10 @@ def block_models():
     }
 
 
-@pytest.mark.slow_but("float16-scan", "float16-plain", "bfloat16-remat outside", "bfloat16-setup")
+@pytest.mark.whole_but(
+    "bfloat16-setup", "float16-scan", "float16-plain", "float16-remat", "bfloat16-remat outside"
+)
+@pytest.mark.slow_but("bfloat16-setup")
 @pytest.mark.parametrize("kind", block_models())
 @pytest.mark.parametrize("half", HALVES)
 def test_blocks_compute_in_half_with_float32_norms_however_they_are_nested(kind, half):

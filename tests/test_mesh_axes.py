@@ -98,6 +98,7 @@ def test_keys_differ_between_devices():
     assert mesh_axes.fold_in_device(None, ("a",)) is None
 
 
+@pytest.mark.slow_but("False")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_sum_over_axes_takes_values_that_vary_over_some_of_them(check_vma):
     axes = (jax.sharding.AxisType.Auto,) * 2

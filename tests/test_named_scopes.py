@@ -42,6 +42,7 @@ def found_in(names):
     return {scope for _, name in names for scope in scopes(name)}
 
 
+@pytest.mark.slow_but("fused")
 @pytest.mark.parametrize("optimizer", [optax.adamw, ampx.fused.adamw], ids=["plain", "fused"])
 def test_compiled_step_names_its_phases(optimizer):
     mesh = make_mesh((4,), ("data",))

@@ -34,10 +34,20 @@ def test_every_public_name_has_a_docstring_with_an_example(face, name):
     assert (value.__name__ if inspect.ismodule(value) else value.__module__) in MODULES
 
 
-# Examples that compile whole programs, which other tests run too.
-SLOW = ("ampx.examples.", "ampx.pipelining.shard_map_program", "ampx.pipelining.gradients")
+# Examples that compile whole programs or many operations, which other tests run too.
+SLOW = (
+    "ampx.examples.",
+    "ampx.fused.moments.int8_blocks",
+    "ampx.param_storage.rounding",
+    "ampx.param_storage.split_",
+    "ampx.param_storage.stochastic_rounding",
+    "ampx.pipelining.gradients",
+    "ampx.pipelining.planning.plans",
+    "ampx.pipelining.shard_map_program",
+)
 
 
+@pytest.mark.whole_but(*(module for module in MODULES if not module.startswith("ampx.examples.")))
 @pytest.mark.slow_but(*(module for module in MODULES if not module.startswith(SLOW)))
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run_under_strict_promotion(module):

@@ -452,6 +452,7 @@ def test_numpys_numbers_make_the_same_program():
             assert program(number, integer) == expected
 
 
+@pytest.mark.slow_but("lamb-")
 @pytest.mark.parametrize(
     ("make", "rates"),
     [

@@ -43,7 +43,8 @@ def test_the_list_is_complete():
     assert found == {name.partition(",")[0] for name in (*TRANSFORMS, *OPTIMIZERS)}
 
 
-@pytest.mark.slow_but("2 axes-Explicit", "3 axes-Auto")
+@pytest.mark.whole_but("1 axis-Auto", "2 axes-Explicit", "3 axes-Auto")
+@pytest.mark.slow_but("2 axes-Explicit")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axes", MESHES)
 def test_fresh_state_is_divided_as_its_parameters(axes, kind):

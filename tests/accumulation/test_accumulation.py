@@ -69,7 +69,7 @@ def make_mesh(n, axis_type=AxisType.Auto):
 # --- the loss alone ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_but("mean-4", "sum-1", "weights-4")
+@pytest.mark.slow_but("weights-4")
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("normalize", LOSSES)
 def test_the_loss_alone_is_that_of_a_call_with_gradients(normalize, k):
@@ -104,6 +104,7 @@ def test_the_loss_alone_reads_tables_and_moves_states():
 # --- equivalence ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("mean-4", "sum-2", "weights-1")
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
 @pytest.mark.parametrize("normalize", LOSSES)
 def test_microbatches_equal_float64(normalize, num_microbatches):
@@ -196,6 +197,7 @@ def test_optax_microbatching_indivisible():
         ampx.value_and_grad(mean_loss, num_microbatches=3)(*data(10))
 
 
+@pytest.mark.slow_but("sum-3", "weights-2")
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4])
 @pytest.mark.parametrize("normalize", ["sum", "weights"])
 def test_remainder_mask_equals_unpadded(normalize, num_microbatches):
@@ -306,6 +308,7 @@ def tiny():
     return model, {"inputs": jnp.arange(8.0).reshape(4, 2), "targets": jnp.zeros((4, 1))}
 
 
+@pytest.mark.slow
 def test_maxtext_weighted_equals_direct():
     def direct(model, batch):
         return jnp.mean((model(batch["inputs"]) - batch["targets"]) ** 2)
@@ -381,13 +384,18 @@ def test_traced_loss_scale_does_not_retrace():
 # --- devices -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_but(
+@pytest.mark.whole_but(
     "4-1-weights-AxisType.Auto-replicated",
+    "4-4-mean-AxisType.Auto-replicated",
     "4-4-mean-AxisType.Explicit-varying",
     "8-2-weights-AxisType.Auto-unchecked",
     "8-2-weights-AxisType.Explicit-varying",
-    "4-4-mean-AxisType.Auto-replicated",
+    "4-1-weights-AxisType.Explicit-unchecked",
+    "4-4-mean-AxisType.Auto-unchecked",
+    "8-2-weights-AxisType.Explicit-replicated",
+    "4-1-weights-AxisType.Auto-varying",
 )
+@pytest.mark.slow_but("4-4-mean-AxisType.Explicit-varying", "8-2-weights-AxisType.Auto-unchecked")
 @pytest.mark.parametrize("params_are", ["replicated", "varying", "unchecked"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
@@ -483,6 +491,7 @@ def flops_ratio(mesh, num_microbatches):
     return flops[0] / flops[1] * mesh.size
 
 
+@pytest.mark.slow_but("1-AxisType.Auto", "4-AxisType.Explicit")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_sharded_batch_stays_sharded(num_microbatches, axis_type):

@@ -42,7 +42,7 @@ def sparse_loss(params, batch):
     return loss_of(params["embed"]["table"], params, batch)
 
 
-@pytest.mark.slow_but("1-None-1.0-1e-05", "4-c=f16,o=f32-4096.0-0.002", "8-None-1.0-1e-05")
+@pytest.mark.slow_but("4-c=f16,o=f32-4096.0-0.002", "8-None-1.0-1e-05")
 @pytest.mark.parametrize(
     "policy, loss_scale, rtol", [(None, 1.0, 1e-5), ("c=f16,o=f32", 2.0**12, 2e-3)]
 )
@@ -98,6 +98,7 @@ def test_no_array_has_the_shape_of_the_table(num_microbatches, loss_fn, sparse, 
     assert ((NUM_ROWS, WIDTH) in set(shapes_in(jaxpr))) == bool(found)
 
 
+@pytest.mark.slow_but("1-None", "4-dynamic")
 @pytest.mark.parametrize("loss_scale", [None, "dynamic"])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_train_step_equals_dense(num_microbatches, loss_scale):
@@ -115,6 +116,7 @@ def test_train_step_equals_dense(num_microbatches, loss_scale):
     chex.assert_trees_all_close(states[0].params, states[1].params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_but("dynamic_loss_scale")
 @pytest.mark.parametrize("wrap", [ampx.no_loss_scale, ampx.dynamic_loss_scale])
 def test_densify_rows_in_a_chain(wrap):
     params, batch = data()

@@ -32,6 +32,8 @@ CASES = dict(sorted((autocast_cases.CASES | autocast_call_cases.CASES).items()))
 ROWS = 70_000  # more than 2**16: a sum in bfloat16 stops growing at 2**8
 
 
+# The three that are slow have many operations, which compile one at a time.
+@pytest.mark.slow_but(*(fun.__name__ for number, fun in CASES.items() if number not in (3, 6, 20)))
 @pytest.mark.parametrize("number", CASES, ids=[fun.__name__ for fun in CASES.values()])
 def test_autocast(number):
     CASES[number]()

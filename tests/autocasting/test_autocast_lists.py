@@ -10,20 +10,23 @@ from helpers import assert_bit_equal
 import ampx
 
 HALVES = ("bfloat16", "float16")
-# The dtypes of a table are the same in both halves.
-ONE_QUICK = ("bfloat16", pytest.param("float16", marks=pytest.mark.slow))
+# The dtypes of a table are the same in both halves: one is enough without `--whole`.
+ONE_HALF = ("bfloat16", pytest.param("float16", marks=pytest.mark.whole))
 IDENTITY = jnp.eye(4)  # times which X is X in half
 
 
-def rows(table):
-    return [
-        pytest.param(
-            fun,
-            dtypes.split(),
-            id=name.replace(" ", "_"),
-        )
+def rows(table, mark=None):
+    """Every function of a table and the dtypes that it gives; every second one has the mark."""
+    listed = [
+        (name, fun, dtypes.split())
         for dtypes, functions in table.items()
         for name, fun in functions.items()
+    ]
+    return [
+        pytest.param(
+            fun, dtypes, id=name.replace(" ", "_"), marks=[mark] if mark and place % 2 else []
+        )
+        for place, (name, fun, dtypes) in enumerate(listed)
     ]
 
 
@@ -91,26 +94,26 @@ def check_values(fun, arguments):
             assert np.linalg.norm(rounded - exact) <= allowed, (half, kinds)
 
 
-@pytest.mark.parametrize("half", ONE_QUICK)
-@pytest.mark.parametrize("fun, dtypes", rows(OF_ONE))
+@pytest.mark.parametrize("half", ONE_HALF)
+@pytest.mark.parametrize("fun, dtypes", rows(OF_ONE, pytest.mark.slow))
 def test_dtypes_of_one_array(fun, dtypes, half):
     check_dtypes(fun, dict(zip(("h", "x"), dtypes, strict=True)), half)
 
 
-@pytest.mark.parametrize("half", ONE_QUICK)
-@pytest.mark.parametrize("fun, dtypes", rows(OF_TWO))
+@pytest.mark.parametrize("half", ONE_HALF)
+@pytest.mark.parametrize("fun, dtypes", rows(OF_TWO, pytest.mark.slow))
 def test_dtypes_of_two_arrays(fun, dtypes, half):
     check_dtypes(fun, dict(zip(("hh", "hx", "xh", "xx"), dtypes, strict=True)), half)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fun, dtypes", rows(OF_ONE))
+@pytest.mark.parametrize("fun, dtypes", rows(OF_ONE, pytest.mark.whole))
 def test_values_of_one_array(fun, dtypes):
     check_values(fun, ["h", "x"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fun, dtypes", rows(OF_TWO))
+@pytest.mark.parametrize("fun, dtypes", rows(OF_TWO, pytest.mark.whole))
 def test_values_of_two_arrays(fun, dtypes):
     check_values(fun, ["hh", "hx", "xh", "xx"])
 

@@ -60,13 +60,13 @@ def over(compositions):
     return pytest.mark.parametrize("around", compositions.values(), ids=compositions)
 
 
-def programs(without=None, quick=1):
-    """All programs that can be transformed so; all but every `quick`-th of them are slow."""
+def programs(without=None, sampled=1, mark=pytest.mark.slow):
+    """All programs that can be transformed so; all but every `sampled`-th of them are marked."""
     rows = [(name, row) for name, row in PROGRAMS.items() if without not in row.fails]
     return pytest.mark.parametrize(
         "program",
         [
-            pytest.param(row, id=name, marks=[pytest.mark.slow] if place % quick else [])
+            pytest.param(row, id=name, marks=[mark] if place % sampled else [])
             for place, (name, row) in enumerate(rows)
         ],
     )
@@ -160,7 +160,7 @@ def assert_close(rounded, exact):
 
 
 # Its dtypes and those of its gradients are quick for every program.
-@programs(quick=3)
+@programs(sampled=6)
 def test_values_and_gradients(program):
     rounded = ampx.autocast(program.fun)
 
@@ -178,7 +178,7 @@ def test_values_and_gradients(program):
 
 
 @pytest.mark.slow
-@programs()
+@programs(sampled=2, mark=pytest.mark.whole)
 def test_values_of_one_operation_at_a_time(program):
     outputs = ampx.autocast(program.fun)(X, W)
     assert dtypes_of(lambda: outputs) == expected(program.outputs)

@@ -339,7 +339,6 @@ def no_plan_outlives_a_mutant():
 
 
 @pytest.mark.slow_but(
-    "06 sums in half",
     "09 a carry is not pinned",
     "12 branches differ",
     "15 no cast",

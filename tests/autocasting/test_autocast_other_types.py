@@ -92,6 +92,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow_but(*list(INDEXED)[::2])
 @pytest.mark.parametrize("fun", INDEXED.values(), ids=INDEXED)
 def test_values_of_other_types_are_indexed_and_moved_as_written(fun):
     program = beside_a_product(fun)

@@ -30,6 +30,7 @@ def close(left, right):
         np.testing.assert_allclose(a, b, atol=3e-2 * np.abs(b).max() + 1e-6)
 
 
+@pytest.mark.slow_but("Explicit")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_arguments_keep_their_shardings(kind):
     mesh = make_mesh((4,), ("data",), kind)
@@ -44,6 +45,7 @@ def test_sharded_arguments_keep_their_shardings(kind):
     close(grads, jax.grad(layer, (0, 1, 2))(W, B, X))
 
 
+@pytest.mark.whole_but("Auto-True", "Explicit-False")
 @pytest.mark.slow_but("Explicit-False")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

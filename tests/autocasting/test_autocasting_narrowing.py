@@ -43,6 +43,7 @@ def twice_reverse(fun):
     return jax.grad(lambda w, xs: jnp.sum(jnp.sin(jax.grad(fun)(w, xs))))
 
 
+@pytest.mark.slow_but("value", "grad of jit", "jvp", "vmap", "grad of grad")
 @pytest.mark.parametrize(
     "derive",
     [

@@ -219,6 +219,7 @@ def flat_values(loss, *args):
                 yield scope, direction, np.asarray(result)
 
 
+@pytest.mark.slow
 def test_a_flax_model_against_its_values():
     loss, params, x = net()
     report = numerics_report(loss, loss_scale=2.0**12)(params, x)
@@ -476,6 +477,7 @@ def test_no_half_for_what_is_not_finite_already(loss):
     assert numerics_report(jnp.sum)(jnp.zeros(4)).is_finite
 
 
+@pytest.mark.slow
 def test_sums_that_are_only_scaled_object_to_nothing():
     x = jax.random.normal(jax.random.key(0), (4096, 64))
     w = jax.random.normal(jax.random.key(1), (64, 8))

@@ -72,6 +72,7 @@ def net_params():
     return Net().init(jax.random.key(0), jnp.ones((2, 4)))["params"]
 
 
+@pytest.mark.slow_but("grad")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.grad, jax.jit], ids=["loss", "grad", "jit"])
 def test_a_layer_with_a_large_weight(wrap):
     params, x = net_params(), jnp.ones((2, 4))
@@ -410,7 +411,7 @@ def dense_layers(params, x, plant):
     return jnp.sum(y)
 
 
-@pytest.mark.slow_but("inside")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe, plant, expected",
     [
@@ -580,6 +581,7 @@ def test_a_literal_that_is_too_large_for_half_is_an_overflow():
     assert trace_overflow(lambda x: jnp.where(x > 1, -jnp.inf, x) * -1.0)(x), "not below any more"
 
 
+@pytest.mark.slow_but("float16")
 @folds
 @pytest.mark.parametrize("dtype", [HALF, jnp.float32])
 def test_masks_stay_clean_when_they_are_moved_scaled_and_added(dtype):

@@ -84,6 +84,7 @@ def close(left, right, rtol=2e-5, atol=2e-6):
 # --- the layout -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("8")
 @pytest.mark.parametrize("row", [1, 8, 256])
 def test_round_trip_in_every_dtype(row):
     tree = {
@@ -163,6 +164,7 @@ def concatenations(jaxpr):
     ]
 
 
+@pytest.mark.slow_but("4-O2")
 @pytest.mark.parametrize(("micro", "policy"), [(1, None), (4, "O2")])
 def test_gradients_are_those_of_the_tree_and_born_in_one_concatenation(micro, policy):
     params, batch = make_params(), make_batch()
@@ -191,6 +193,7 @@ def test_gradients_without_matrix_products_are_bit_equal():
     assert_bit_equal(flat_grads.tree(), jax.jit(jax.grad(loss))(params))
 
 
+@pytest.mark.slow
 def test_remat_and_half_buffers():
     params, batch = make_params(jnp.bfloat16), make_batch()
     flat = fused.flatten(params)
@@ -231,7 +234,7 @@ def trained(step, params, steps=20):
     return state, reports
 
 
-@pytest.mark.slow_but("lamb-O2", "novograd-plain")
+@pytest.mark.slow_but("novograd-plain")
 @pytest.mark.parametrize(
     "optimizer, options",
     [("adamw", "all"), ("lamb", "O2"), ("novograd", "plain"), ("sgd", "plain")],
@@ -252,6 +255,7 @@ def test_twenty_steps_are_those_of_the_tree(optimizer, options):
     assert_padding_is_zero(state.opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:parameters are stored in bfloat16 without masters")
 def test_o3_moves_parameters_to_buffers_of_their_stored_dtype():
     recipe = ampx.opt_level("O3", keep_norm_float32=True)
@@ -268,6 +272,7 @@ def test_o3_moves_parameters_to_buffers_of_their_stored_dtype():
     assert ampx.master_params(masters, state.params).tree()["dense_0"]["bias"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_labels_divide_buffers_among_optimizers():
     params, batch = make_params(), make_batch()
 
@@ -288,7 +293,8 @@ def test_labels_divide_buffers_among_optimizers():
     close(state.params.tree(), expected.params, 1e-4, 1e-6)
 
 
-@pytest.mark.slow_but("adamw", "adamw_int8")
+@pytest.mark.whole_but("adamw_int8", "lamb", "novograd", "optax_adamw")
+@pytest.mark.slow_but("adamw_int8")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_updates_are_those_of_the_tree_and_a_skipped_one_leaves_every_bit(optimizer):
     params = make_params()
@@ -321,6 +327,7 @@ def test_updates_are_those_of_the_tree_and_a_skipped_one_leaves_every_bit(optimi
         assert_bit_equal((kept, after.inner_state), (new, state.inner_state))
 
 
+@pytest.mark.slow_but("lamb")
 @pytest.mark.parametrize("optimizer", [fused.adamw, fused.lamb])
 def test_no_epsilon_poisons_no_norm(optimizer):
     """0 / 0 in the padding."""
@@ -355,6 +362,7 @@ def test_sums_over_parameters_by_rows():
     }
 
 
+@pytest.mark.slow
 def test_checkpoints_of_flat_states(tmp_path):
     step = ampx.train_step(loss_fn, fused.adamw(1e-2, mask=matrices), loss_scale="dynamic")
     state = step.init(fused.flatten(make_params(), mask=matrices))
@@ -385,7 +393,7 @@ def sharded(step, mesh, state_specs=REPLICATED):
     )
 
 
-@pytest.mark.slow_but("lamb-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "overlap"), [("adamw", True), ("lamb", False)])
 def test_four_devices_train_like_one(optimizer, overlap):
     mesh = make_mesh((4,), ("data",))

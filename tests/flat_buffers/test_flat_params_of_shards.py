@@ -57,6 +57,7 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(batch @ large["w"] + small["b"]) @ large["u"] + small["c"]) ** 2)
 
 
+@pytest.mark.slow
 def test_small_parameters_are_flat_beside_those_that_fsdp_divides():
     mesh = make_mesh((4,), ("data",))
     tree = put(normal(0), mesh)

@@ -55,6 +55,7 @@ APEX = {
 MULTI = [(278_011,), (64, 48), (64,), (33, 7), (1,)]
 
 
+@pytest.mark.slow_but("adamw")
 @pytest.mark.parametrize("name", APEX)
 def test_apex_fused_optimizer_of_278011_elements_and_several_parameters(name):
     """run_optimizers/test_fused_optimizer.py: 7 steps; abs 1e-3 there."""
@@ -74,6 +75,7 @@ def test_apex_frozen_parameters_stay_frozen():
     assert (new["0"] != params["0"]).all()
 
 
+@pytest.mark.slow_but("master")
 @pytest.mark.parametrize("kind", ["plain", "master"])
 def test_apex_adam_with_a_grad_scaler_for_a_hundred_steps(kind):
     """run_optimizers/test_adam.py: 1e-3 there, and no step that overflows on purpose."""
@@ -118,7 +120,8 @@ EACH = {
 }
 
 
-@pytest.mark.slow_but("float32-lamb", "bfloat16-adamw")
+@pytest.mark.whole_but("bfloat16-adamw", "float32-lamb", "bfloat16-sgd")
+@pytest.mark.slow_but("bfloat16-adamw")
 @pytest.mark.parametrize("name", ["adamw", "lamb", "sgd"])
 @pytest.mark.parametrize("half", ["float32", "bfloat16"])
 def test_deepspeed_many_tensors_are_updated_as_each_alone(name, half):

@@ -102,7 +102,8 @@ def jitted(name, max_norm=None, library=fused, loss_scale=dynamic):
 KINDS = {"good": None, "inf": INF, "nan": NAN, "-inf": -INF}
 
 
-@pytest.mark.slow_but("partition", "masters")
+@pytest.mark.whole_but("masters", "adamw", "partition", "novograd", "masters of hyperparams")
+@pytest.mark.slow_but("masters")
 @pytest.mark.parametrize("name", FULL)
 @settings(max_examples=8)
 @given(kinds=st.lists(st.sampled_from([*KINDS, "good"]), min_size=1, max_size=8))
@@ -126,6 +127,7 @@ def test_a_skipped_step_leaves_every_bit_and_moves_the_scale_as_ever(name, kinds
             assert_bit_equal((params, state.inner_state), before)
 
 
+@pytest.mark.slow_but("adamw")
 @pytest.mark.parametrize("name", ["adamw", "masters of hyperparams", "partition"])
 def test_skips_of_the_update_face_leave_every_bit(name):
     tx = dynamic(FULL[name](fused))
@@ -140,7 +142,16 @@ def test_skips_of_the_update_face_leave_every_bit(name):
 # --- equality with the parts ---------------------------------------------------------------------
 
 
-@pytest.mark.slow_but("partition-1.0", "novograd-1.0", "adamw-None")
+@pytest.mark.whole_but(
+    "partition-1.0",
+    "novograd-1.0",
+    "hyperparams-1.0",
+    "masters of hyperparams-1.0",
+    "adamw-None",
+    "adagrad-1.0",
+    "masters-None",
+)
+@pytest.mark.slow_but("partition-1.0")
 @pytest.mark.parametrize(
     "name, max_norm", [*((name, 1.0) for name in FULL), ("adamw", None), ("masters", None)]
 )
@@ -399,6 +410,7 @@ HALF_MOMENTS = {
 }
 
 
+@pytest.mark.slow_but("adam-apply", "adagrad-update", "novograd-update")
 @pytest.mark.parametrize("face", ["apply", "update"])
 @pytest.mark.parametrize("name", HALF_MOMENTS)
 def test_float16_moments_that_would_overflow_are_held(name, face):
@@ -453,6 +465,7 @@ def test_the_report_has_the_dtypes_it_says():
 # --- tracing -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("partition", "masters of hyperparams")
 @pytest.mark.parametrize("name", FULL)
 def test_steps_are_traced_once_and_update_in_place(name):
     tx = dynamic(FULL[name](fused))

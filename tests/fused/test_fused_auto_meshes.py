@@ -109,7 +109,8 @@ def assert_lies_as(new, old):
         assert leaf.sharding.is_equivalent_to(held.sharding, leaf.ndim)
 
 
-@pytest.mark.slow_but("lamb-float16")
+@pytest.mark.whole_but("lamb-float16", "sgd-bfloat16", "adamw-float32")
+@pytest.mark.slow_but("sgd-bfloat16")
 @pytest.mark.parametrize(
     "case, dtype",
     [("adamw", "float32"), ("lamb", "float16"), ("lamb", "float32"), ("sgd", "bfloat16")],
@@ -129,6 +130,7 @@ def test_kernels_follow_the_shards_of_an_auto_mesh(case, dtype, monkeypatch):
 LOW = {"w": (16, 512), "v": (8192,), "t": (2, 4, 512)}
 
 
+@pytest.mark.whole_but("split", "stochastic")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["split", "split, int8", "stochastic"])
 def test_shards_of_an_auto_mesh_in_few_bits_are_those_of_the_whole(case, monkeypatch):
@@ -152,6 +154,7 @@ def test_shards_of_an_auto_mesh_in_few_bits_are_those_of_the_whole(case, monkeyp
         assert np.mean(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)) > bits) < 0.01
 
 
+@pytest.mark.slow
 def test_shards_that_cut_blocks_of_eight_bits_are_refused():
     tx, mesh = CASES["int8"](fused), make_mesh((4,), ("data",))
     params = put({"w": jnp.ones((8, 512))}, mesh, {"w": P(None, "data")})

@@ -95,9 +95,19 @@ def apply_step(tx, params, state, grads):
     return fused.apply(tx, grads, state, params)[:2]
 
 
-@pytest.mark.slow_but(
-    "masters of groups-scaled", "clip-scaled", "ampx.multi_steps-scaled", "hyperparams-bare"
+@pytest.mark.whole_but(
+    "clip-scaled",
+    "hyperparams-bare",
+    "masters of groups-scaled",
+    "masters in groups-scaled",
+    "groups of groups-scaled",
+    "hyperparams-scaled",
+    "masked-scaled",
+    "partly frozen-scaled",
+    "ampx.multi_steps-scaled",
+    "optax.MultiSteps-bare",
 )
+@pytest.mark.slow_but("clip-scaled", "hyperparams-bare")
 @pytest.mark.parametrize(
     "name, around",
     [
@@ -113,6 +123,7 @@ def test_the_update_face_works_inside_any_transformation(name, around):
     near(run(AROUND[around](make(fused)), optimizer_step, steps), expected)
 
 
+@pytest.mark.slow_but("skipping-optimizer_step", "saturating-apply_step")
 @pytest.mark.parametrize("face", [optimizer_step, apply_step])
 @pytest.mark.parametrize("around", ["skipping", "saturating"])
 def test_both_faces_work_inside_every_loss_scale(around, face):
@@ -137,6 +148,7 @@ def apply_clipped(tx, params, state, grads):
     return fused.apply(tx, grads, state, params, max_norm=0.5)[:2]
 
 
+@pytest.mark.slow_but("hyperparams-scaled", "masters in groups-scaled", "masters of groups-bare")
 @pytest.mark.parametrize(
     ("name", "around"), [*((name, "scaled") for name in EITHER_FACE), ("masters of groups", "bare")]
 )
@@ -221,6 +233,7 @@ def nnx_loss(model, batch):
     return jnp.mean((model(batch[0]) - batch[1]) ** 2)
 
 
+@pytest.mark.slow
 def test_nnx_optimizer_drives_it_by_hand_and_in_a_train_step():
     @nnx.jit
     def by_hand(model, optimizer):
@@ -272,7 +285,7 @@ def finite(result):
     return result[0], [report for report in result[1] if not report.overflow]
 
 
-@pytest.mark.slow_but("O2", "skipping")
+@pytest.mark.slow_but("O2")
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_train_step_with_a_fused_optimizer_is_the_one_with_optax(name):
     options = TRAINING[name]
@@ -286,7 +299,7 @@ def test_a_train_step_with_a_fused_optimizer_is_the_one_with_optax(name):
     assert_same_training(finite(ours), finite(plain))
 
 
-@pytest.mark.slow_but("loss_scale1-None")
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_scale, max_grad_norm", [(None, 0.1), (dynamic, None)])
 def test_a_train_step_over_devices_is_the_one_with_optax(loss_scale, max_grad_norm):
     mesh = make_mesh((4,), ("data",))
@@ -302,6 +315,7 @@ def test_a_train_step_over_devices_is_the_one_with_optax(loss_scale, max_grad_no
     assert len(finite(ours)[1]) == (6 if loss_scale is None else 5)
 
 
+@pytest.mark.slow
 def test_the_manuals_lamb_with_decay_by_name_is_optax_with_the_same():
     """Ascend's NpuFusedLamb: decay 0.01, but not for LayerNorm and biases."""
 

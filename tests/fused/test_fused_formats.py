@@ -169,6 +169,7 @@ def as_signs(bits):
     return np.float32(2) * ((words >> np.arange(32, dtype=np.uint32)[:, None]) & 1) - np.float32(1)
 
 
+@pytest.mark.slow_but("shape1")
 @pytest.mark.parametrize("shape", [(1 << 14,), (128, 128), (1 << 14, 1)])
 def test_bits_are_uniform_and_uncorrelated(shape):
     n = 1 << 14

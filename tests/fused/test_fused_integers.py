@@ -39,16 +39,21 @@ def standard_promotion():
 TRUNCATED = ("adam", "adamw", "lamb", "adagrad")
 
 
-@pytest.mark.slow_but(
+@pytest.mark.whole_but(
     "sgd-integers",
+    "sgd-small integers",
     "momentum-floats",
-    "adam-integers",
+    "adam-integers for floats",
+    "adam-floats",
     "adamw-small integers",
     "lamb-integers for floats",
-    "adadelta-floats",
+    "lamb-floats",
+    "adadelta-integers",
+    "lion-small integers",
     "lion-integers",
-    "adagrad-small integers",
+    "adagrad-floats",
 )
+@pytest.mark.slow_but("momentum-floats", "adamw-small integers", "lamb-integers for floats")
 @pytest.mark.parametrize("kind", GRADS)
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_optax(name, kind):
@@ -79,7 +84,8 @@ def test_a_state_keeps_its_dtypes(name):
     assert types_of(tx.update(GRADS["integers"], state, PARAMS)[1]) == types_of(state)
 
 
-@pytest.mark.slow_but("sgd", "adamw", "lamb")
+@pytest.mark.whole_but("sgd", "adamw", "lamb", "adadelta")
+@pytest.mark.slow_but("lamb")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_single_pass_gives_the_same(name):
     """Under a loss scale integers are not unscaled: nothing has multiplied them."""

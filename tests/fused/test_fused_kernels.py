@@ -80,6 +80,24 @@ def both(kernel, fun, *args, num_sums):
     return run
 
 
+@pytest.mark.whole_but(
+    "()-gpu",
+    "()-tpu",
+    "(1,)-tpu ragged",
+    "(7,)-gpu",
+    "(7,)-tpu",
+    "(128,)-tpu",
+    "(128,)-tpu ragged",
+    "(768,)-tpu ragged",
+    "(1024,)-tpu",
+    "(1024,)-gpu",
+    "(300, 130)-gpu",
+    "(300, 130)-tpu ragged",
+    "(278011,)-tpu ragged",
+    "(278011,)-gpu",
+    "(9, 16, 256)-tpu",
+    "(9, 16, 256)-gpu",
+)
 @pytest.mark.slow_but(
     "()-gpu",
     "()-tpu",
@@ -87,10 +105,7 @@ def both(kernel, fun, *args, num_sums):
     "(7,)-gpu",
     "(128,)-tpu",
     "(768,)-tpu ragged",
-    "(1024,)-tpu",
-    "(300, 130)-gpu",
     "(300, 130)-tpu ragged",
-    "(278011,)-tpu ragged",
 )
 @kernels
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -98,11 +113,19 @@ def test_a_kernel_equals_plain_jax(kernel, shape):
     check(*both(kernel, adamw, hyperparameters(), *leaf(shape), num_sums=2))
 
 
-@pytest.mark.slow_but(
+@pytest.mark.whole_but(
     "(2048,)-float32-tpu",
     "(2048,)-bfloat16-gpu",
     "(300, 130)-float16-gpu",
     "(300, 130)-bfloat16-tpu ragged",
+    "(2048,)-float16-tpu ragged",
+    "(300, 130)-float32-gpu",
+    "(300, 130)-float16-tpu",
+    "(2048,)-bfloat16-tpu",
+    "(300, 130)-float32-tpu ragged",
+)
+@pytest.mark.slow_but(
+    "(2048,)-float32-tpu", "(2048,)-bfloat16-gpu", "(300, 130)-bfloat16-tpu ragged"
 )
 @kernels
 @pytest.mark.parametrize("gradient", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -112,6 +135,7 @@ def test_half_precision_parameters(kernel, shape, gradient):
     check(*both(kernel, without_terms, hyperparameters(), *args, num_sums=0), jnp.bfloat16)
 
 
+@pytest.mark.slow_but("float32-tpu", "bfloat16-tpu ragged", "bfloat16-gpu")
 @kernels
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_skipped_step_keeps_every_bit(kernel, dtype):
@@ -123,6 +147,9 @@ def test_a_skipped_step_keeps_every_bit(kernel, dtype):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.whole_but(
+    "(5,)-tpu", "(1500,)-gpu", "(300, 64)-tpu ragged", "(1500,)-tpu", "(300, 64)-gpu"
+)
 @pytest.mark.slow_but("(5,)-tpu", "(1500,)-gpu", "(300, 64)-tpu ragged")
 @kernels
 @pytest.mark.parametrize("shape", [(5,), (1500,), (300, 64)], ids=str)
@@ -135,6 +162,7 @@ def test_sums_without_written_arrays(kernel, shape):
         assert not jnp.isfinite(sums[0])
 
 
+@pytest.mark.slow_but("tpu", "tpu ragged")
 @kernels
 def test_long_rows_and_short_rows(kernel):
     for shape in ((3, 5000), (5000, 3)):

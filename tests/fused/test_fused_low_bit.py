@@ -98,12 +98,14 @@ def test_training_reaches_the_loss_of_float32_in_fewer_bytes(name, float32_loss)
     assert bytes_of_matrix(params, state.inner_state) == pytest.approx(BYTES[name])
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_alone_do_not(float32_loss):
     """What the formats above are for."""
     params, _ = trained(fused.adamw(SCHEDULE), parameters("split 16"))
     assert float(loss_fn(params, KEY)) > 1.05 * float32_loss
 
 
+@pytest.mark.slow
 def test_split_masters_of_16_bits_are_float32_masters():
     """Bit for bit, through skips; only the rounding of ties in the half copy may differ."""
     split = ampx.dynamic_loss_scale(LOW_BIT["split 16"](), init_scale=8.0)
@@ -123,6 +125,7 @@ def test_split_masters_of_16_bits_are_float32_masters():
     assert_bit_equal(joined, with_masters.inner_state.master_params["w"])
 
 
+@pytest.mark.slow_but("stochastic and int8")
 @low_bit
 def test_a_skipped_step_keeps_every_bit(name):
     params = parameters(name)
@@ -138,7 +141,7 @@ def test_a_skipped_step_keeps_every_bit(name):
     assert_bit_equal(jax.tree.map(np.asarray, (params, state.inner_state)), before)
 
 
-@pytest.mark.slow_but("split 8 and int8", "stochastic")
+@pytest.mark.slow_but("stochastic")
 @low_bit
 def test_both_faces_give_the_same_parameters(name):
     params = parameters(name)
@@ -157,6 +160,7 @@ def test_both_faces_give_the_same_parameters(name):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), rtol=2.0**-7)
 
 
+@pytest.mark.slow_but("split_masters")
 @pytest.mark.parametrize("wrap", [fused.split_masters, fused.stochastic_rounding])
 def test_wrappers_take_plain_optax_too(wrap):
     params = parameters("split 16")
@@ -215,6 +219,7 @@ def test_only_large_parameters_have_int8_moments():
     assert state.nu["w"].codes.dtype == jnp.uint8
 
 
+@pytest.mark.slow_but("lamb", "bfloat16")
 @pytest.mark.parametrize(
     "tx",
     [

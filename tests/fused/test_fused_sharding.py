@@ -44,7 +44,8 @@ def draw(seed, shapes, dtype=jnp.float32, *, leading=()):
     return {name: jnp.asarray(normal(size=leading + s), dtype) for name, s in shapes.items()}
 
 
-@pytest.mark.slow_but("adamw-False", "lamb-True", "masters-False")
+@pytest.mark.whole_but("masters-False", "lamb-True", "novograd-False", "sgd-False")
+@pytest.mark.slow_but("masters-False")
 @pytest.mark.parametrize(
     "name, scaled", [*((name, False) for name in OPTIMIZERS), ("lamb", True), ("novograd", True)]
 )
@@ -109,7 +110,8 @@ def sharded_step(tx, state, max_norm, **options):
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=outs))
 
 
-@pytest.mark.slow_but("lamb-scaled", "masters-bare")
+@pytest.mark.whole_but("masters-bare", "lamb-scaled", "novograd-bare", "adamw-scaled")
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "bare"])
 @pytest.mark.parametrize("name", ["adamw", "lamb", "novograd", "masters"])
 def test_norms_and_ratios_of_shards_are_those_of_the_whole(name, scaled):
@@ -143,6 +145,7 @@ def test_the_update_face_in_shard_map_takes_whole_trust_ratios_too():
     near(jax.jit(mapped)(params, state, grads), step(params, state, grads))
 
 
+@pytest.mark.slow_but("apply")
 @pytest.mark.parametrize("face", ["apply", "update"])
 def test_float16_shards_that_overflow_are_counted_on_all_devices(face):
     """One element of one shard would become infinite; its count is no device's own."""
@@ -168,7 +171,8 @@ def test_float16_shards_that_overflow_are_counted_on_all_devices(face):
 # --- meshes under plain jit ----------------------------------------------------------------------
 
 
-@pytest.mark.slow_but("lamb-Auto", "masters-Explicit")
+@pytest.mark.whole_but("lamb-Auto", "masters-Explicit", "novograd-Explicit", "adagrad-Explicit")
+@pytest.mark.slow_but("lamb-Auto")
 @pytest.mark.parametrize(
     "name, kind", [*((name, "Explicit") for name in OPTIMIZERS), ("lamb", "Auto")]
 )

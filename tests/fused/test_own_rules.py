@@ -63,6 +63,7 @@ def normal(seed):
     return {name: jnp.asarray(draw(size=p.shape), jnp.float32) for name, p in PARAMS.items()}
 
 
+@pytest.mark.slow_but("rmsprop-xla", "numbers of the step-xla")
 @pytest.mark.parametrize(
     ("case", "backend"), [("rmsprop", "interpret"), *((case, "xla") for case in CASES)]
 )

@@ -30,6 +30,7 @@ WRAPPERS = {
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
+@pytest.mark.slow_but("dynamic", "unchecked", "none")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_result_is_taken_as_its_parts_are(wrapper):
     tx = WRAPPERS[wrapper](SGD)
@@ -45,6 +46,7 @@ def test_a_result_is_taken_as_its_parts_are(wrapper):
     assert np.any(np.asarray(whole[0]["w"]) != 0) or wrapper == "windows"
 
 
+@pytest.mark.slow_but("fused", "none")
 @pytest.mark.parametrize("wrapper", sorted(WRAPPERS))
 def test_the_gradient_is_right_with_the_scale_that_it_carries(wrapper):
     """Inside of jit nobody can tell that it is another one than that of the state."""

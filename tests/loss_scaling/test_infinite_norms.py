@@ -43,7 +43,16 @@ def assert_undone(before, after, loss_scale):
     assert float(after.loss_scale) == loss_scale, "a smaller scale would not help"
 
 
-@pytest.mark.slow_but("optax-hold", "fused, partition-skip", "masters-hold")
+@pytest.mark.whole_but(
+    "fused, partition-skip",
+    "optax-hold",
+    "optax-skip",
+    "fused-hold",
+    "masters-skip",
+    "fused, masters-hold",
+    "fused, injected-skip",
+)
+@pytest.mark.slow_but("fused, partition-skip")
 @pytest.mark.parametrize("mode", ["hold", "skip"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_step_is_undone_and_counted(name, mode):
@@ -81,6 +90,7 @@ def test_a_norm_that_float32_holds_is_clipped(value):
     assert not report.overflow and int(state.opt_state.bad_update_total) == 0
 
 
+@pytest.mark.slow_but("optax")
 @pytest.mark.parametrize("name", ["optax", "fused"])
 def test_an_overflow_is_counted_as_one_alone(name):
     step = ampx.train_step(loss_fn, OPTIMIZERS[name], loss_scale=scaled, max_grad_norm=1.0)
@@ -90,6 +100,7 @@ def test_an_overflow_is_counted_as_one_alone(name):
     assert int(figures["bad_update_total"]) == 0
 
 
+@pytest.mark.slow_but("fused")
 @pytest.mark.parametrize("name", ["optax", "fused"])
 def test_devices_agree(name):
     step = ampx.train_step(
@@ -103,6 +114,7 @@ def test_devices_agree(name):
     assert_undone(step.init(PARAMS).opt_state, state.opt_state, loss_scale=1.0)
 
 
+@pytest.mark.slow_but("optax")
 @pytest.mark.parametrize("name", ["optax", "fused"])
 def test_without_a_clip_the_step_is_undone_too(name):
     step = ampx.train_step(loss_fn, OPTIMIZERS[name], loss_scale=scaled)

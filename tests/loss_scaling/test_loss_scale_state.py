@@ -33,6 +33,7 @@ NESTED = {
 }
 
 
+@pytest.mark.slow_but("optax.MultiSteps", "partition")
 @pytest.mark.parametrize("nesting", NESTED)
 def test_the_scale_is_found_used_and_moved_wherever_it_is_nested(nesting):
     tx = NESTED[nesting]()

@@ -81,6 +81,7 @@ def test_saturation_counts_the_largest_number_as_an_overflow(dtype, value, inf):
     )
 
 
+@pytest.mark.slow_but("float16-65537", "float16-1", "float32-1")
 @pytest.mark.parametrize("size", [2048 * 32, 2048 * 32 + 1, 1])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_apex_multi_tensor_scale(size, dtype):

@@ -37,6 +37,7 @@ def reference(nonfinite_loss):
     return params, scale, counts
 
 
+@pytest.mark.slow_but("fused-skip")
 @pytest.mark.parametrize("nonfinite_loss", ["count", "skip"])
 @pytest.mark.parametrize("inner", INNERS)
 def test_a_loss_that_is_not_finite_is_counted_or_skips_the_step(inner, nonfinite_loss):
@@ -140,6 +141,7 @@ def test_check_false_beside_what_needs_a_check_is_refused(inner, options, messag
         ampx.static_loss_scale(inner, 8.0, check=False, **options)
 
 
+@pytest.mark.slow_but("True")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_agree_on_a_loss_of_their_own(check_vma):
     tx = ampx.dynamic_loss_scale(

@@ -192,7 +192,10 @@ WRAPPERS = {
     ("wrap", "bad"),
     [
         ("dynamic", "g"),
-        *(pytest.param(wrap, bad, marks=pytest.mark.slow) for wrap in WRAPPERS for bad in "dg"),
+        *(
+            pytest.param(wrap, bad, marks=pytest.mark.slow)
+            for wrap, bad in zip(WRAPPERS, "dgdg", strict=True)
+        ),
     ],
 )
 def test_each_is_bit_equal_to_itself_under_a_scale_of_its_own(wrap, bad):

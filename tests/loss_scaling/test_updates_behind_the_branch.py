@@ -61,7 +61,7 @@ def of_floats(tx, state):
     return total
 
 
-@pytest.mark.slow_but("reverse-plain", "reverse-clipped")
+@pytest.mark.slow_but("reverse-plain")
 @pytest.mark.parametrize("inner", ["plain", "clipped"])
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_a_skipped_update_has_a_derivative_of_zero(mode, inner):

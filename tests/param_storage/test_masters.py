@@ -21,7 +21,7 @@ class Net(nn.Module):
         return nn.Dense(1)(nn.LayerNorm()(nn.tanh(nn.Dense(4)(x))))
 
 
-@pytest.mark.slow_but("bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("half_dtype", HALVES)
 def test_master_weights_equal_float32_parameters_cast_each_step(half_dtype):
     """Both ways to O2, through policy, scale, clip and AdamW, for 30 steps with two skips."""

@@ -90,6 +90,7 @@ def test_a_schedule_by_steps_equals_two_train_steps():
     np.testing.assert_allclose(exact.loss, reports.loss, rtol=2e-2)
 
 
+@pytest.mark.slow_but("4")
 @pytest.mark.parametrize("length", [2, 4])
 def test_the_switch_is_exact_inside_a_scan_of_steps(length):
     params, batches = data()
@@ -121,6 +122,7 @@ def test_levels_of_both_phases():
     assert reports.loss_scale.tolist() == [2.0**10] * 3 + [2.0**11] * 3 + [2.0**12] * 2
 
 
+@pytest.mark.slow
 def test_a_step_for_each_phase_gives_the_same():
     params, batches = data()
     step = scheduled()
@@ -446,6 +448,7 @@ def test_each_phase_is_traced_once():
     assert traced == [jnp.bfloat16, jnp.float32]
 
 
+@pytest.mark.slow
 def test_micro_batches_and_auxiliary_output_of_two_dtypes():
     params, batches = data()
 
@@ -471,6 +474,7 @@ def test_micro_batches_and_auxiliary_output_of_two_dtypes():
     assert not (rounded == reports.aux)[5:].all()
 
 
+@pytest.mark.slow
 def test_over_devices_all_switch_at_once():
     params, batches = data()
     mesh = make_mesh((4,), ("data",))
@@ -486,6 +490,7 @@ def test_over_devices_all_switch_at_once():
     chex.assert_trees_all_close(state.params, expected.params, rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_flax_train_states_and_nnx():
     params, batches = data()
     step = scheduled()

@@ -154,6 +154,7 @@ CASES = [
 ]
 
 
+@pytest.mark.whole_but("model-True", "model-False", "expert-True")
 @pytest.mark.slow_but("expert-True")
 @pytest.mark.parametrize(("axis", "check_vma", "model_axes"), CASES)
 def test_a_step_of_divided_parameters_is_the_undivided_one(axis, check_vma, model_axes, expected):

@@ -101,6 +101,7 @@ NESTINGS = {
 }
 
 
+@pytest.mark.slow_but("hyperparameters inside", "windows inside", "groups")
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_figures_are_the_fields_of_the_states(nesting):
     tx, expected = NESTINGS[nesting]

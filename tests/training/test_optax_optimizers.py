@@ -99,7 +99,7 @@ QUICK = [
 
 
 # Each optimizer trains below a scale that moves, every second one over micro-batches, too. One that
-# is handed more than gradients trains in each form by itself.
+# is handed more than gradients trains with either by itself, and with `--whole` in the plain form.
 PLAIN, SCALE, WINDOW, BOTH = FORMS
 CASES = [
     (name, form)
@@ -108,9 +108,13 @@ CASES = [
         (PLAIN, SCALE, WINDOW) if name in (*TAKES, "adamw") else ((SCALE, BOTH)[place % 2],)
     )
 ]
+SAMPLED = [(name, form) for name, form in CASES if form != PLAIN or name in ("adamw", "lbfgs")]
 
 
-@pytest.mark.slow_but(*QUICK)
+@pytest.mark.whole_but(*map("-".join, SAMPLED))
+@pytest.mark.slow_but(
+    "adamw-micro-batches", "lbfgs-dynamic scale", "contrib.sam-scale and micro-batches"
+)
 @pytest.mark.parametrize(("name", "form"), CASES, ids=map("-".join, CASES))
 def test_trains_as_with_optax_alone(name, form):
     params, opt_state, losses = optax_run(name)
@@ -171,6 +175,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_but("None-1", "dynamic-2")
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("loss_scale", [None, "dynamic", 2.0**12])
 def test_all_is_unscaled_and_of_the_whole_batch(loss_scale, num_microbatches):
@@ -233,7 +238,7 @@ def nnx_loss(model, batch):
     return jnp.mean((out - batch["y"]) ** 2)
 
 
-@pytest.mark.slow_but("lbfgs")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lbfgs", "contrib.sam, opaque"])
 def test_nnx_models_are_evaluated(name):
     step = ampx.train_step(nnx_loss, make(name), loss_scale="dynamic")
@@ -246,6 +251,7 @@ def test_nnx_models_are_evaluated(name):
     assert_close(found, expected.params)
 
 
+@pytest.mark.slow
 def test_a_line_search_over_devices_is_that_of_one():
     mesh = make_mesh((4,), ("data",))
     step = ampx.train_step(loss_fn, optax.lbfgs(), axis_name="data", loss_scale="dynamic")
@@ -437,6 +443,7 @@ def test_classes_of_ones_own_get_what_they_name():
     assert_bit_equal(updates, optax.tree.scale(2.0, PARAMS))
 
 
+@pytest.mark.slow_but("polyak_sgd")
 @pytest.mark.parametrize("name", ["adam", "polyak_sgd", "lbfgs"])
 def test_an_update_under_jit_takes_the_functions(name):
     """They are pytrees."""

@@ -234,6 +234,9 @@ OPTIONS = {
 OPTIONS["zero2"] = OPTIONS["zero1"] | dict(num_microbatches=2, scatter_gradients=True)
 
 
+@pytest.mark.whole_but(
+    "O2", "micro-batches", "frozen", "weights", "multi_steps", "fused", "masters", "axis", "zero2"
+)
 @pytest.mark.slow_but("O2", "micro-batches")
 @pytest.mark.filterwarnings("ignore:parameters are stored in .* without masters")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -453,7 +456,8 @@ PIPELINES = {
 }
 
 
-@pytest.mark.slow_but("one stage")
+@pytest.mark.whole_but("one stage", "zero-bubble", "data x stage x model")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_take_the_largest_of_all_micro_batches_and_devices(name):
     schedule, options = PIPELINES[name]

@@ -112,6 +112,7 @@ def flax_result():
     return flax_loop(SGD)
 
 
+@pytest.mark.slow_but("dynamic_loss_scale", "loss_scale", "follow_schedule", "apply")
 @pytest.mark.parametrize("name", RIGHT)
 def test_loops_by_hand_do_what_flax_does_to_the_last_bit(name):
     params, opt_state = RIGHT[name]()

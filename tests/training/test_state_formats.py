@@ -26,6 +26,7 @@ def stored(name, when, like):
     return stored_states.from_arrays(STORED[state_formats.FORMAT]["states"][name][when], like)
 
 
+@pytest.mark.slow_but("loss_scale", "multi_steps", "stochastic_rounding", "train_step")
 @pytest.mark.parametrize("name", stored_states.CASES)
 def test_a_stored_state_restores_and_goes_on_bit_for_bit(name):
     like = stored_states.init(name)

@@ -84,7 +84,8 @@ KINDS = ["pytree", "linen", "nnx"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.slow_but("1-linen", "2-pytree", "2-nnx")
+@pytest.mark.whole_but("1-linen", "2-pytree", "2-nnx")
+@pytest.mark.slow_but("2-nnx")
 @every_kind
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_skip_holds_everything_but_scale_and_key(kind, num_microbatches):
@@ -110,6 +111,7 @@ def test_a_skip_holds_everything_but_scale_and_key(kind, num_microbatches):
         assert counts == [num_microbatches * i for i in range(4)]
 
 
+@pytest.mark.slow_but("linen")
 @every_kind
 def test_statistics_equal_a_plain_loop(kind):
     step, state = make(kind, optax.sgd(0.0))
@@ -130,6 +132,7 @@ def test_statistics_equal_a_plain_loop(kind):
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow_but("nnx")
 @every_kind
 def test_one_trace_and_donation(kind):
     step, state = make(kind, optax.adam(0.1), loss_scale="dynamic", num_microbatches=2)
@@ -148,6 +151,7 @@ def test_one_trace_and_donation(kind):
     assert all(x.is_deleted() for x in jax.tree.leaves(old) if isinstance(x, jax.Array) and x.ndim)
 
 
+@pytest.mark.slow_but("linen")
 @every_kind
 def test_state_keeps_shapes_and_dtypes(kind):
     recipe = ampx.opt_level("O2", half_dtype=jnp.float16)
@@ -247,6 +251,7 @@ def window_step(order):
     return ampx.train_step(loss_fn, tx, learning_rate=lambda step: 0.5 ** step.astype(jnp.float32))
 
 
+@pytest.mark.slow_but("inside-overflow1-steps1")
 @pytest.mark.parametrize(
     "order, overflow, steps",
     [
@@ -272,6 +277,7 @@ def test_windows_count_as_one_update(order, overflow, steps):
     assert float(state.params) == -steps[-1]
 
 
+@pytest.mark.slow
 def test_windows_of_an_nnx_optimizer():
     tx = ampx.multi_steps(ampx.dynamic_loss_scale(optax.sgd(0.1)), 2)
     step, state = make("nnx", tx)
@@ -321,7 +327,7 @@ def test_read_and_write_are_inverse():
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_but("linen")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pytree", "linen"])
 def test_orbax_round_trip_resumes_bit_equal(kind, tmp_path: pathlib.Path):
     tx = optax.adamw(optax.cosine_decay_schedule(0.1, 20))
@@ -352,6 +358,7 @@ class Tied(nnx.Module):
         return self.b(jnp.tanh(self.a(x)))
 
 
+@pytest.mark.slow
 def test_tied_nnx_parameters_stay_tied_under_nnx_jit():
     step = ampx.train_step(lambda m, x: jnp.mean((m(x) - x) ** 2), optax.adam(0.1))
     pairs = []

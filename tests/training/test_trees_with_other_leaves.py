@@ -147,7 +147,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 TX = optax.adam(1e-2)
 
 
-@pytest.mark.slow_but("module", "tree")
+@pytest.mark.slow_but("module")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_without_options_is_equinox_with_optax_bit_for_bit(name):
     model = MODELS[name]()
@@ -169,7 +169,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow_but("module-scaled", "tree-accumulated")
+@pytest.mark.slow_but("module-scaled")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["module", "tree"])
 def test_scales_and_micro_batches_change_nothing_but_rounding(name, options):
@@ -195,6 +195,15 @@ def test_a_skipped_step_changes_nothing(name):
     assert_same(new.params, state.params, equal)
 
 
+@pytest.mark.whole_but(
+    "module-fused",
+    "tree-masters",
+    "module-split_masters",
+    "tree-multi_steps",
+    "tree-lbfgs",
+    "tree-inject",
+    "tree-fused",
+)
 @pytest.mark.slow_but("tree-masters")
 @pytest.mark.parametrize(
     "tx",
@@ -222,6 +231,7 @@ def test_every_optimizer_sees_floating_arrays_alone(name, tx):
     assert all(moved) and moved
 
 
+@pytest.mark.whole_but("bfloat16-O1", "float16-O2", "bfloat16-O3")
 @pytest.mark.filterwarnings("ignore:parameters are stored in .* without masters")
 @pytest.mark.slow_but("float16-O2")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
