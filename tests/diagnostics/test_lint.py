@@ -709,7 +709,12 @@ UNAFFECTED = {
 }
 
 
+# With and without a scale in turns.
+SAMPLED = (f"{name}-{place % 2 == 0}" for place, name in enumerate(optax_optimizers.NAMES))
+
+
 @pytest.mark.slow
+@pytest.mark.whole_but(*SAMPLED)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("name", optax_optimizers.NAMES)
