@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ def run_processes(
 
 def _run(setup: dict[str, Any], timeout: float, grace: float) -> list[End]:
     """Starts all processes and waits for them; returns their ends in the order in time."""
-    _start_server()
+    start_server(["process_workers"])
     context = multiprocessing.get_context("forkserver")
     start = time.monotonic()
     deadline = start + timeout
@@ -143,9 +143,15 @@ def _run(setup: dict[str, Any], timeout: float, grace: float) -> list[End]:
     return ends
 
 
-def _start_server() -> None:
-    """Lets the server begin in an environment of its own: JAX reads it when it is imported."""
-    multiprocessing.set_forkserver_preload(["process_workers"])
+def start_server(preload: Sequence[str]) -> None:
+    """Lets the server begin, if it has not, in an environment without what these tests set.
+
+    JAX reads the environment when it is imported.
+
+    Args:
+      preload: names of the modules that it imports before it forks.
+    """
+    multiprocessing.set_forkserver_preload(list(preload))
     own = environment()
     own["PYTHONPATH"] = os.pathsep.join([str(TESTS), own["PYTHONPATH"]])
     with unittest.mock.patch.dict(os.environ, own, clear=True):
