@@ -8,7 +8,7 @@ package's users would. It knows nothing of ampx. In each of its `FORMS` a progra
     gradients      those of autocast, in both half types, are those of float32 but for rounding
     O0             ten steps of `train_step` are ten steps of optax, bit for bit
     O1-bfloat16    ten steps lower the loss about as far as in float32
-    O1-float16     the same
+    O1-float16     the same; the suite runs one of the two, by turns, and `pytest --whole` both
     O2-float16     the same, for models that compute in the dtype of their parameters
 
 Programs are written for JAX's standard promotion of dtypes, so they run under it.
@@ -93,6 +93,15 @@ class Programs:
             f"{name}-{form}" for name, own in self.forms.items() for form in own if form in forms
         ]
 
+    def in_suite(self) -> list[str]:
+        """The names of the cases that the suite runs."""
+        left_out = {
+            f"{name}-{('O1-bfloat16', 'O1-float16')[number % 2]}"
+            for number, (name, own) in enumerate(self.forms.items())
+            if {"O1-bfloat16", "O1-float16"} <= set(own)
+        }
+        return [case for case in self.cases() if case not in left_out]
+
     def check(self, case: str) -> None:
         """Runs a case; one that is excluded must fail."""
         name, form = case.split("-", 1)
@@ -108,7 +117,11 @@ class Programs:
 
 def parametrize_cases(packages: Iterable[Programs], forms: Iterable[str]) -> pytest.MarkDecorator:
     """Gives a test (programs, case) the cases of some packages in some of the forms."""
-    cases = [pytest.param(own, case, id=case) for own in packages for case in own.cases(forms)]
+    cases = [
+        pytest.param(own, case, id=case, marks=() if case in own.in_suite() else pytest.mark.whole)
+        for own in packages
+        for case in own.cases(forms)
+    ]
     return pytest.mark.parametrize(("programs", "case"), cases)
 
 

@@ -14,6 +14,7 @@ With `pytest --whole` every program is traced in all five forms and in both half
 """
 
 import collections
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -149,21 +150,33 @@ def check_traced(
 
 def check_run(harness: Any, half: str, **forms: bool) -> None:
     """Same integers, same pattern of finite values, and errors that the half type explains."""
-    for name, form in forms_of(harness, **forms):
-        if shapes_of(form) is None:
-            continue
-        own = form.under_autocast(half)
-        try:  # one program of both, since most of them cost little more than that they are compiled
-            both = jax.jit(lambda *args, own=own, form=form: (own(*args), form.plain(*args)))
-            found, expected = both(*form.arguments)
-        except (NotImplementedError, jax.errors.JaxRuntimeError):
-            try:
-                expected = jax.jit(form.plain)(*form.arguments)
-            except (NotImplementedError, jax.errors.JaxRuntimeError):  # not on this backend
-                continue
-            found = jax.jit(own)(*form.arguments)
-        for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            check_close(own, other, half, name)
+    chosen = {
+        name: form for name, form in forms_of(harness, **forms) if shapes_of(form) is not None
+    }
+    own = {name: form.under_autocast(half) for name, form in chosen.items()}
+    plain = {form.plain: form.arguments for form in chosen.values()}  # two forms may share one
+
+    def run_all(arguments: Any) -> Any:
+        expected = {fun: fun(*args) for fun, args in zip(plain, arguments[1], strict=True)}
+        return {
+            name: (fun(*arguments[0][name]), expected[chosen[name].plain])
+            for name, fun in own.items()
+        }
+
+    try:  # one program of all, since most of them cost little more than that they are compiled
+        given = {name: form.arguments for name, form in chosen.items()}
+        results = jax.jit(run_all)((given, list(plain.values())))
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        results = {}
+        for name, form in chosen.items():
+            with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
+                expected = jax.jit(form.plain)(*form.arguments)  # else not on this backend
+                results[name] = None, expected
+        for name, (_, expected) in results.items():
+            results[name] = jax.jit(own[name])(*chosen[name].arguments), expected
+    for name, (found, expected) in results.items():
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            check_close(one, other, half, name)
 
 
 def check_close(own: Any, other: Any, half: str, name: str) -> None:

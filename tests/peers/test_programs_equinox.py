@@ -45,6 +45,7 @@ PEERS = tuple(
         runs=f"{runs}: traced, gradients, and ten steps at O0, at O1 in both half types, and where "
         "a model computes in the dtype of its parameters at O2",
         cases=own.cases,
+        in_suite=own.in_suite,
         excluded=EXCLUDED,
     )
     for own, (source, runs) in zip(ALL, RUNS.items(), strict=True)

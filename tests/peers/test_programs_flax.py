@@ -19,6 +19,7 @@ from programs import (
     cross_entropy,
     fill,
     mean_square,
+    parametrize_cases,
 )
 
 import ampx
@@ -32,6 +33,7 @@ PEERS = (
         "gradients, and ten steps at O0, at O1 in both half types, and where a model computes in "
         "the dtype of its parameters at O2 in float16",
         cases=FLAX.cases,
+        in_suite=FLAX.in_suite,
         excluded=EXCLUDED,
     ),
 )
@@ -147,9 +149,9 @@ def test_programs_are_traced(case):
 
 
 @pytest.mark.slow_but("linen_batch_norm-O2-float16")
-@pytest.mark.parametrize("case", FLAX.cases(RUN))
-def test_programs_are_run(case):
-    FLAX.check(case)
+@parametrize_cases([FLAX], RUN)
+def test_programs_are_run(programs, case):
+    programs.check(case)
 
 
 @pytest.mark.slow

@@ -41,12 +41,14 @@ PEERS = (
         "at O2 in float16 (ResNet18: traced, and gradients; ResNet50: traced, and with `--whole` "
         "ten steps at O0 and O1)",
         cases=HAIKU.cases,
+        in_suite=HAIKU.in_suite,
         excluded=EXCLUDED,
     ),
     Peer(
         source="numpyro",
         runs="a variational bound: traced, gradients, and ten steps at O0 and O1",
         cases=NUMPYRO.cases,
+        in_suite=NUMPYRO.in_suite,
         excluded=EXCLUDED,
     ),
 )
@@ -142,10 +144,9 @@ def test_programs_are_run(programs, case):
     programs.check(case)
 
 
-def test_a_network_of_fifty_layers_trains(request):
+@pytest.mark.whole  # it takes three minutes
+def test_a_network_of_fifty_layers_trains():
     """Ten steps at O0 are those of optax; at O1 the loss falls as far in both half types."""
-    if not request.config.getoption("--whole"):
-        pytest.skip("takes three minutes: --whole runs it")
     images = {"x": draw(16, 16, 16, 3), "y": np.arange(16) % 10}
     with jax.numpy_dtype_promotion("standard"):
         program = dataclasses.replace(_of_network(hk.nets.ResNet50, images), rate=0.003)

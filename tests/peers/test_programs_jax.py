@@ -31,6 +31,7 @@ PEERS = (
         runs="its losses, CTC among them, behind a product: traced, gradients, and ten steps at "
         "O0 and O1 in both half types",
         cases=OPTAX.cases,
+        in_suite=OPTAX.in_suite,
         excluded=EXCLUDED,
     ),
     Peer(
@@ -38,6 +39,7 @@ PEERS = (
         runs="`jax.nn.dot_product_attention`, sparse products, conjugate gradients and a Pallas "
         "kernel: the same",
         cases=JAX.cases,
+        in_suite=JAX.in_suite,
         excluded=EXCLUDED,
     ),
 )
