@@ -192,7 +192,9 @@ def alone(short, model) -> Run:
     return language_model.train(SHORT, corpus=short, model=model)
 
 
+# Four devices that sum gradients train below, where they find their scale.
 @pytest.mark.slow
+@pytest.mark.whole("data=4", "data=1")
 @pytest.mark.parametrize(
     "changes",
     [

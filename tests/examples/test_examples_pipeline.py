@@ -82,19 +82,32 @@ def test_parts_compute_what_the_model_computes(short, model) -> None:
     np.testing.assert_array_equal(logits, model.apply({"params": params}, tokens))
 
 
-def test_layers_and_their_moments_are_divided(model) -> None:
+def assert_is_divided(state) -> None:
+    for tree in (state.params, *(optax.tree.get(state.opt_state, name) for name in ("mu", "nu"))):
+        kernel, position = tree["stages"]["Dense_0"]["kernel"], tree["first"]["position"]
+        assert kernel.shape == (4, 16, 64)
+        assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 64)
+        assert position.sharding.is_fully_replicated
+
+
+@pytest.fixture(scope="module")
+def first_step(model):
+    """A step over four devices, and its first state."""
     mesh, schedule = make_mesh("data=2,stage=2"), pipelining.one_f_one_b(2, 4)
     grads_of = pipelined.make_gradients(model, schedule, mesh)
     params = pipelined.divide_params(params_of(model, jnp.zeros((1, 4), jnp.int32)))
-    step, state = pipelined.spread(language_model.make_step(CONFIG, grads_of), params, mesh)
-    windows = meshes.split(np.zeros((8, 9), np.int32), mesh)
-    later, _ = jax.jit(step)(state, windows)
-    for now in (state, later):
-        for tree in (now.params, *(optax.tree.get(now.opt_state, name) for name in ("mu", "nu"))):
-            kernel, position = tree["stages"]["Dense_0"]["kernel"], tree["first"]["position"]
-            assert kernel.shape == (4, 16, 64)
-            assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 64)
-            assert position.sharding.is_fully_replicated
+    return mesh, *pipelined.spread(language_model.make_step(CONFIG, grads_of), params, mesh)
+
+
+def test_layers_and_their_moments_are_divided(first_step) -> None:
+    assert_is_divided(first_step[2])
+
+
+@pytest.mark.slow
+def test_a_step_leaves_them_divided(first_step) -> None:
+    mesh, step, state = first_step
+    later, _ = jax.jit(step)(state, meshes.split(np.zeros((8, 9), np.int32), mesh))
+    assert_is_divided(later)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
         lambda leaf: leaf.sharding, later
     )
@@ -104,6 +117,7 @@ def test_layers_and_their_moments_are_divided(model) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole("stage=2-interleaved")  # a schedule that two processes have below
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [
@@ -127,6 +141,7 @@ def test_a_pipeline_changes_rounding_only(short, model, alone, mesh, schedule) -
 
 
 @pytest.mark.slow
+@pytest.mark.whole("O2")  # the first phase of the other
 @pytest.mark.parametrize("precision", ["O2", "fast|step|0.5"])
 def test_a_pipeline_keeps_the_precision(short, precision) -> None:
     """Against the same micro-batches on the same parts of the data, without stages."""
