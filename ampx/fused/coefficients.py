@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -113,15 +114,19 @@ def _unless_zero(weight_decay: Any) -> Any:
 
 
 class PackedCoefficients(NamedTuple):
-    """The coefficients of a step in one vector, shared by all parameters that have the same.
+    """The coefficients of a step, shared by all parameters that have the same.
 
-    XLA merges the loops over parameters that share an operand that is an array. It does not merge
-    those that share nothing but scalars. A kernel takes the vector as it is.
+    Those that are computed in the step stand in a vector. XLA merges the loops over parameters that
+    share an operand that is an array. It does not merge those that share nothing but scalars. A
+    kernel takes the vector as it is.
 
     Attributes:
       vector: float32 or float64 of shape (numbers,), those that are not None, in the order of the
         fields.
-      numbers: the NamedTuple of coefficients again, its numbers read out of the vector.
+      numbers: the NamedTuple of coefficients again, each a scalar of the vector's dtype. What is
+        known while tracing is a constant there, which costs the compiler less to read than an
+        element of a vector. All else is read out of the vector, and so is `step_size`: each
+        parameter's loop reads it, so all these loops share the vector.
       is_bad: bool scalar, whether one of them is not finite.
     """
 
@@ -137,8 +142,13 @@ def pack_coefficients(coefficients: Any, dtype: Any) -> PackedCoefficients:
     # XLA simplifies a slice of a concatenation to the operand that it cuts out, and would see
     # scalars again. The barrier hides the concatenation from it.
     vector = lax.optimization_barrier(jnp.stack([jnp.asarray(n, dtype) for n in given]))
-    numbers = unpack_coefficients(coefficients, vector)
-    return PackedCoefficients(vector, numbers, ~jnp.all(jnp.isfinite(vector)))
+    known = {
+        name: np.asarray(number, dtype)
+        for name, number in coefficients._asdict().items()
+        if isinstance(number, int | float) and name != "step_size"
+    }
+    numbers = unpack_coefficients(coefficients, vector)._replace(**known)
+    return PackedCoefficients(vector, numbers, jnp.any(~jnp.isfinite(vector)))
 
 
 def unpack_coefficients(coefficients: Any, vector: Iterable[Any]) -> Any:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ampx.fused.coefficients import PackedCoefficients
 from ampx.fused.moments.formats import narrow_slot, widen_slot
@@ -95,7 +96,9 @@ def update_leaf(
     update = _update if in_blocks or leaf.segments is not None else _update_traced_once
     # Names are no arrays: they go beside the leaf, as what `jit` takes for static.
     axes, leaf = leaf.untracked, leaf._replace(untracked=())
-    (value, bad), slots = update(rule, tail.new_params, axes, coefficients, leaf, tail.skip)
+    value, lost, slots = update(rule, tail.new_params, axes, coefficients.numbers, leaf, tail.skip)
+    # Where nothing was lost the flag is the same object for all parameters, and is counted once.
+    bad = coefficients.is_bad if lost is None else coefficients.is_bad | lost
     return TailResult(value, bad), slots
 
 
@@ -103,12 +106,11 @@ def _update(
     rule: UpdateRule,
     new_params: bool,
     untracked: tuple[str, ...],
-    coefficients: PackedCoefficients,
+    h: Any,
     leaf: Leaf,
     skip: jax.Array | None,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...]]:
     wide = compute_dtype(leaf)
-    h = coefficients.numbers
     # `param` may be None, an empty tree, and stays so.
     g, p = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param))
     slots = tuple(widen_slot(slot, wide) for slot in leaf.slots)
@@ -131,7 +133,7 @@ def _update(
         narrow_slot(new, old, leaf.step, leaf.place, saturates=skip is not None)
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
-    return _answer_tail(p, step, leaf, skip, coefficients.is_bad, new_params), kept
+    return *_answer_tail(p, step, leaf, skip, new_params), kept
 
 
 # `jit` inside the caller's `jit` is a cache here: parameters of one shape, dtype and rule are
@@ -166,7 +168,7 @@ def compute_direction(
     if skip is not None:
         # A select, and no arithmetic such as `old + keep * (new - old)`: 0 times infinity is NaN,
         # and -0.0 would lose its sign. It costs nothing in a loop that has both numbers at hand.
-        operations = operations._replace(keep=lambda new, old: jnp.where(~skip, new, old))
+        operations = operations._replace(keep=lambda new, old: jnp.where(skip, old, new))
     return rule.direction(g, leaf.param, leaf.slots, h, operations)
 
 
@@ -176,9 +178,9 @@ def keep_leaf(leaf: Leaf, tail: Tail) -> TailResult:
 
 
 def _answer_tail(
-    p: Any, step: jax.Array, leaf: Leaf, skip: Any, bad: jax.Array, new_params: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The update or the new parameter, and whether something is wrong with it.
+    p: Any, step: jax.Array, leaf: Leaf, skip: Any, new_params: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """The update or the new parameter, and whether it lost a number; None where none can be lost.
 
     Two causes are counted: a coefficient that is not finite, which is seen for free in the packed
     vector, and a float16 parameter that overflows. Anything else that is not finite (0 / 0 without
@@ -188,19 +190,13 @@ def _answer_tail(
     new = step if p is None else (p + step).astype(leaf.param.dtype)
     # Nobody judges the gradients: infinities go through, as they do in optax.
     if skip is None:
-        return new if new_params else step.astype(_update_dtype(leaf)), bad
-    if p is not None:
-        bad |= overflows(new, leaf.param)
+        return new if new_params else step.astype(_update_dtype(leaf)), None
+    lost = overflows(new, leaf.param) if p is not None and new.dtype == jnp.float16 else None
     # In the wide dtype: a half update might overflow where its sum with the parameter does not.
     # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
     value, stays = (new, leaf.param) if new_params else (step, jnp.full_like(step, -0.0))
-    is_sound = is_finite(new if is_floating(new) else step)  # an integer is always finite
-    return jnp.where(is_sound & ~skip, value, stays), bad
-
-
-def is_finite(x: jax.Array) -> jax.Array:
-    """`jnp.isfinite`, which not every kernel language has."""
-    return jnp.abs(x) < jnp.inf
+    is_sound = lax.is_finite(new if is_floating(new) else step)  # an integer is always finite
+    return jnp.where(skip, stays, jnp.where(is_sound, value, stays)), lost
 
 
 def compute_trust_ratio(

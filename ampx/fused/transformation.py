@@ -317,7 +317,7 @@ def _update_leaves(
     """The update of every parameter; those with the same coefficients share one vector of them."""
     coefficients = coefficients._replace(factor=tail.factor)
     # One vector for each pair of (decays or not, dtype of the arithmetic): two at the most usually.
-    vectors: dict[Any, Any] = {}
+    shared: dict[Any, tuple[PackedCoefficients, Tail]] = {}
     in_kernels: dict[Any, list[int]] = {}
     results: list[Any] = []
     for leaf, decay in zip(leaves, decays, strict=True):
@@ -330,18 +330,20 @@ def _update_leaves(
             leaf = leaf._replace(param=leaf.param.widen())
         key = decay, jnp.dtype(jnp.float32) if by_kernel else compute_dtype(leaf)
         # A kernel's scalars are float32 whatever it reads; float64 is not for kernels.
-        if key not in vectors:
+        if key not in shared:
             own = coefficients if decay else coefficients._replace(weight_decay=None)
-            vectors[key] = pack_coefficients(own, key[1])
+            vector = pack_coefficients(own, key[1])
+            shared[key] = vector, _skip_if_bad(tail, vector)
         if by_kernel:
             in_kernels.setdefault(key, []).append(len(results))
             results.append(None)
         else:
-            results.append(update_leaf(rule, vectors[key], leaf, _skip_if_bad(tail, vectors[key])))
+            vector, own_tail = shared[key]
+            results.append(update_leaf(rule, vector, leaf, own_tail))
     # Kernels come last and all at once, since one launch may serve several parameters.
     for key, places in in_kernels.items():
-        own_tail = _skip_if_bad(tail, vectors[key])
-        updates = update_in_kernels(rule, vectors[key], [leaves[k] for k in places], own_tail)
+        vector, own_tail = shared[key]
+        updates = update_in_kernels(rule, vector, [leaves[k] for k in places], own_tail)
         for place, update in zip(places, updates, strict=True):
             results[place] = update
     return results
@@ -351,7 +353,7 @@ def _skip_if_bad(tail: Tail, coefficients: PackedCoefficients) -> Tail:
     """The tail, which also skips where a coefficient is not finite: no number could be taken."""
     if tail.skip is None:
         return tail
-    return dataclasses.replace(tail, skip=tail.skip | coefficients.is_bad)
+    return dataclasses.replace(tail, skip=jnp.any(~jnp.isfinite(coefficients.vector) | tail.skip))
 
 
 def mark_own_part(state: Any) -> tuple[Any, ...]:

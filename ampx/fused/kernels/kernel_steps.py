@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from ampx.fused.coefficients import unpack_coefficients
-from ampx.fused.leaf_updates import Leaf, compute_direction, is_finite
+from ampx.fused.leaf_updates import Leaf, compute_direction
 from ampx.fused.moments.int8_blocks import Int8Blocks, encode_blocks, from_codes
 from ampx.fused.update_rules import Operations, UpdateRule
 from ampx.param_storage.narrow_params import ParamForm
@@ -125,11 +125,11 @@ class KernelStep(NamedTuple):
             return new, []
         # In float32, since not every accelerator compares halves.
         # All parts of a form stay or go together: error bits belong to their half.
-        fits = is_finite(_half_of(new).astype(jnp.float32))
+        fits = _is_finite(_half_of(new).astype(jnp.float32))
         kept = jax.tree.map(functools.partial(_where, fits & ~block.skip), new, param)
         if not self.counts:
             return kept, []
-        return kept, [jnp.where(is_finite(old) & ~fits, jnp.float32(1), jnp.float32(0))]
+        return kept, [jnp.where(_is_finite(old) & ~fits, jnp.float32(1), jnp.float32(0))]
 
 
 class _BlockContext(NamedTuple):
@@ -198,3 +198,8 @@ def _next_word(scalars: Iterable[Any]) -> jax.Array:
     scalars = iter(scalars)
     high, low = (next(scalars).astype(jnp.int32).astype(jnp.uint32) for _ in range(2))
     return (high << 16) | low
+
+
+def _is_finite(x: jax.Array) -> jax.Array:
+    """`jnp.isfinite`, which not every kernel language has."""
+    return jnp.abs(x) < jnp.inf
