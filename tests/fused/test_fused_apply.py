@@ -370,6 +370,9 @@ def test_updates_that_are_not_finite_are_held(name, face):
         is_counted = library is optax or name not in ("a step that overflows", "zero over zero")
         assert (library, int(state.bad_update_total)) == (library, int(is_counted))
         assert int(state.skipped_total) == 0
+        if library is fused and is_counted:  # moments stay with the parameter, whose step they were
+            moments = [x for x in jax.tree.leaves(state.inner_state) if x.shape == params.shape]
+            assert_bit_equal(moments, [jnp.zeros(2)] * len(moments))
 
 
 HALF_OVERFLOWS = {
