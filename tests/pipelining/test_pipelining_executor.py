@@ -154,7 +154,7 @@ def test_neighbours_exchange_only_what_somebody_sends(monkeypatch):
 @pytest.mark.parametrize("stash", ["inputs", "residuals"])
 def test_what_depends_on_no_input_is_made_again_and_not_kept(stash):
     def layer(params, x):
-        return jnp.tanh(x @ (params * jnp.tril(jnp.ones((3, 3)))))
+        return jnp.tanh(x @ jnp.cumsum(params * jnp.tril(jnp.ones((3, 3))), axis=0))
 
     def compute(inputs):
         apply = jax.checkpoint(layer) if stash == "inputs" else layer
@@ -164,14 +164,39 @@ def test_what_depends_on_no_input_is_made_again_and_not_kept(stash):
     program = trace_stage(compute, inputs, split=True)
     assert program.deferred
     shapes = [aval.shape for aval in (*program.kept, *program.deferred)]
-    # The product of mask and parameters is kept where all residuals are; the mask never is.
+    # What is made of mask and parameters is kept where all residuals are; the mask never is.
     assert shapes.count((3, 3)) == (stash == "residuals")
+
+
+def test_what_a_few_instructions_make_of_kept_values_is_not_kept():
+    def compute(inputs):
+        x, weights = inputs.received[0], inputs.params
+        scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        return StageOutputs((jax.nn.gelu(x * scale @ weights),))
+
+    inputs = StageInputs(jnp.ones((3, 7)), (jnp.ones((5, 3)),), None, None, jnp.int32(0))
+    program = trace_stage(compute, inputs)
+    # Of the gelu the product and its tanh; of the normalization numbers for each row, since x
+    # itself is an input. JAX alone keeps x * scale, and four more values of the gelu.
+    shapes = [aval.shape for aval in program.kept]
+    assert shapes.count((5, 7)) == 2
+    assert set(shapes) == {(5, 1), (5, 7)}
+
+    kept = program.run(inputs)[1]
+    _, pullback = jax.vjp(
+        lambda p, x: compute(StageInputs(p, (x,), *inputs[2:])).sent[0],
+        *[inputs.params, inputs.received[0]],
+    )
+    cotangent = jnp.arange(35.0).reshape(5, 7)
+    ours, theirs = program.pull(inputs, kept, [cotangent])
+    for actual, wanted in zip([*ours, *theirs], pullback(cotangent), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5)
 
 
 @functools.cache
 def compiled_temporaries(schedule, width=64, rows=64, **options):
     def layer(params, x, key):
-        return x + jnp.tanh(x @ params["w"]) @ params["v"]
+        return x + jnp.sin(jnp.tanh(x @ params["w"])) @ params["v"]
 
     grads_of = pipeline(
         schedule,

@@ -6,7 +6,7 @@ variable, and which one says what to do about it:
   an input of the stage    fetched again at the backward: parameters and the micro-batch are at
                            hand, received activations lie in their buffer, keys are folded anew
   a constant               written into the program
-  made of constants alone  made again, such as a causal mask or the place of a shard
+  cheap to make of others  made again: see `ampx.pipelining.runtime.residuals`
   anything else            kept from the forward to the backward, once for each micro-batch
 
 So parameters are never kept for each micro-batch, though nobody says which inputs are parameters.
@@ -33,6 +33,7 @@ import jax
 
 from ampx.jaxprs import building, reading
 from ampx.jaxprs.reading import Jaxpr
+from ampx.pipelining.runtime.residuals import choose_kept, find_free_equations
 
 
 class StageInputs(NamedTuple):
@@ -84,10 +85,10 @@ class StageProgram:
       outputs: the outputs, as abstract values.
       num_params: how many of the inputs are parameters.
       pulled: which inputs have a gradient, by number; those of the parameters come first.
-      free: jaxpr of what depends on no input, and is made again instead of kept; None if nothing.
+      remake: jaxpr from inputs and what is kept to what is made again; None if nothing is.
       kept: the abstract values of what is kept.
       residuals: what the backward reads, in its order: a constant, or a number, counted through
-        inputs, free values and what is kept.
+        inputs, what is kept and what is made again.
       backward: from residuals and cotangents to gradients.
       halves: the same in two parts, if asked for.
       deferred: the types of what the first half keeps for the second.
@@ -98,7 +99,7 @@ class StageProgram:
     outputs: StageOutputs
     num_params: int
     pulled: tuple[int, ...] = ()
-    free: Jaxpr | None = None
+    remake: Jaxpr | None = None
     kept: tuple[Any, ...] = ()
     residuals: tuple[Any, ...] = ()
     backward: Jaxpr | None = None
@@ -142,8 +143,9 @@ class StageProgram:
         return reading.evaluate(reading.as_closed(self.halves.weights), *early, *deferred)
 
     def _gather_residuals(self, inputs: StageInputs, kept: Sequence[Any]) -> list[Any]:
-        free = [] if self.free is None else reading.evaluate(reading.as_closed(self.free))
-        at_hand = [*jax.tree.leaves(inputs), *free, *kept]
+        at_hand = [*jax.tree.leaves(inputs), *kept]
+        if self.remake is not None:
+            at_hand += reading.evaluate(reading.as_closed(self.remake), *at_hand)
         return [at_hand[r] if isinstance(r, int) else r.value for r in self.residuals]
 
     @property
@@ -240,23 +242,29 @@ def _add_backward(
     program: StageProgram, pulled: tuple[int, ...], pullback: Any, split: bool
 ) -> StageProgram:
     """Adds the backward to a program whose forward still returns all residuals."""
-    body = reading.open_jaxpr(program.forward)
+    # Calls are opened: what is made inside of one, such as a mask, could not be made again.
+    whole = building.inline_calls(program.forward)
+    body = reading.open_jaxpr(whole)
     num_outputs = len(jax.tree.leaves(program.outputs))
-    # Numbers count inputs, then values that are free, then what is kept. A value that is a residual
+    outputs, read = body.outvars[:num_outputs], body.outvars[num_outputs:]
+    # Numbers count inputs, then what is kept, then what is made again. A value that is a residual
     # twice gets one number, and is kept once.
-    constants = dict(zip(body.constvars, reading.as_closed(program.forward).consts, strict=True))
-    made = [a for a in body.outvars[num_outputs:] if not reading.is_literal(a)]
-    made = [a for a in dict.fromkeys(made) if a not in body.invars and a not in constants]
-    made_free = {out for i in _find_free_equations(body) for out in body.eqns[i].outvars}
-    free, kept = ([a for a in made if (a in made_free) is which] for which in (True, False))
-    number_of = {variable: i for i, variable in enumerate([*body.invars, *free, *kept])}
+    constants = dict(zip(body.constvars, reading.as_closed(whole).consts, strict=True))
+    made = [a for a in dict.fromkeys(a for a in read if not reading.is_literal(a))]
+    made = [a for a in made if a not in body.invars and a not in constants]
+    # A received activation is at hand only if its slot is held until the backward: no value that is
+    # made again is to be what holds it.
+    received = body.invars[program.num_params :][: len(jax.tree.leaves(program.inputs.received))]
+    at_hand = (set(body.invars) - set(received)) | {a for a in received if a in read}
+    kept, remade, remaking = choose_kept(body, made, at_hand | set(constants))
+    number_of = {variable: i for i, variable in enumerate([*body.invars, *kept, *remade])}
     residuals: list[Any] = [
         _Constant(atom.val)
         if reading.is_literal(atom)
         else _Constant(constants[atom])
         if atom in constants
         else number_of[atom]
-        for atom in body.outvars[num_outputs:]
+        for atom in read
     ]
     types = [atom.aval for atom in body.outvars]
     structure = jax.tree.structure(pullback)
@@ -281,15 +289,13 @@ def _add_backward(
             *(a.aval for a in first.outvars[num_received:]),
         ]
     # The forward, with only those residuals as outputs that are to be kept.
-    forward = building.rebuild(
-        program.forward, body.invars, [*body.outvars[:num_outputs], *kept], body.eqns
-    )
-    of_free = [body.eqns[i] for i in reading.find_equations_for(body, free)]
+    ends = [*outputs, *kept]
+    eqns = [body.eqns[i] for i in reading.find_equations_for(body, ends)]
     return dataclasses.replace(
         program,
-        forward=forward,
+        forward=building.rebuild(whole, body.invars, ends, eqns),
         pulled=pulled,
-        free=building.rebuild(program.forward, [], free, of_free) if free else None,
+        remake=building.rebuild(whole, [*body.invars, *kept], remade, remaking) if remade else None,
         kept=tuple(atom.aval for atom in kept),
         residuals=tuple(residuals),
         backward=traced,
@@ -334,7 +340,7 @@ def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
     body = reading.open_jaxpr(whole)
     of_weights, of_inputs = body.outvars[:num_weights], body.outvars[num_weights:]
     first = reading.find_equations_for(body, of_inputs)
-    free = _find_free_equations(body)
+    free = find_free_equations(body)
     # Backwards from the gradients of weights: what the first half does is taken from it, but for
     # what depends on no operand, such as a causal mask or the place of a shard. That costs less to
     # make again than to keep for each micro-batch.
@@ -361,16 +367,3 @@ def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
         ),
         tuple(reads),
     )
-
-
-def _find_free_equations(body: Jaxpr) -> set[int]:
-    """Finds the equations, by number, whose results are the same for all operands."""
-    dependent = set(body.invars)
-    free = set()
-    for number, eqn in enumerate(body.eqns):
-        operands = {atom for atom in eqn.invars if not reading.is_literal(atom)}
-        if reading.has_effects(eqn) or not operands.isdisjoint(dependent):
-            dependent.update(eqn.outvars)
-        else:
-            free.add(number)
-    return free
