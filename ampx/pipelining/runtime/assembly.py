@@ -31,7 +31,7 @@ from ampx.pipelining.runtime.buffers import (
     type_of,
 )
 from ampx.pipelining.runtime.executor import Executor, Parameters
-from ampx.pipelining.runtime.layouts import Layout, number_chunks
+from ampx.pipelining.runtime.layouts import Layout
 from ampx.pipelining.runtime.lowering import lower
 from ampx.pipelining.runtime.stage_programs import (
     Compute,
@@ -144,7 +144,6 @@ def assemble(
         tables=lower(schedule, wires, keeps_inputs=any(p.reads_received for p in programs)),
         programs=programs,
         program_of=program_of,
-        chunk_of=number_chunks(schedule),
         activations=activations,
         cotangents=cotangents,
         kept=make_pool([[_type_on_wire(t, own) for t in p.kept] for p in programs]),

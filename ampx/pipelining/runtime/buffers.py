@@ -134,19 +134,29 @@ def is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def read_at(array: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
+    """Reads one entry along an axis; a negative index means the first one."""
+    # Python's meaning of negative indices would be three operations more at each place.
+    return lax.dynamic_index_in_dim(
+        array, index, axis, keepdims=False, allow_negative_indices=False
+    )
+
+
+def write_at(array: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    """Writes one entry along the first axis; a negative index means the first one."""
+    return lax.dynamic_update_index_in_dim(array, value, index, 0, allow_negative_indices=False)
+
+
 def read_slot(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
     """Reads what lies in a slot; buffers of shape (slots, ...), values without that axis."""
-    return [lax.dynamic_index_in_dim(buffer, slot, keepdims=False) for buffer in buffers]
+    return [read_at(buffer, slot) for buffer in buffers]
 
 
 def write_slot(
     buffers: Sequence[jax.Array], slot: jax.Array, values: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Writes values into a slot, in place where the buffers are the carry of a loop."""
-    return [
-        lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
-        for buffer, value in zip(buffers, values, strict=True)
-    ]
+    return [write_at(buffer, value, slot) for buffer, value in zip(buffers, values, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,21 +228,32 @@ class Pool:
     """Buffers that several owners share. An owner need not use all of them.
 
     Attributes:
-      types: of the buffers.
+      types: of the buffers, whose shapes have no axes of size 1.
       places: for each owner, the buffers of its values.
+      shapes: for each owner those of its values, with such axes.
     """
 
     types: tuple[ArrayType, ...]
     places: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
 
     def fill(self, owner: int, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Finds a value for every buffer: the owner's, or zeros."""
         placed = dict(zip(self.places[owner], values, strict=True))
-        return [t.of(placed[i]) if i in placed else t.zeros() for i, t in enumerate(self.types)]
+        return [
+            t.of(placed[i].reshape(t.shape)) if i in placed else t.zeros()
+            for i, t in enumerate(self.types)
+        ]
 
     def pick(self, owner: int, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Picks the owner's values out of those of all buffers."""
-        return [values[place] for place in self.places[owner]]
+        places = zip(self.places[owner], self.shapes[owner], strict=True)
+        return [values[place].reshape(shape) for place, shape in places]
+
+
+def _squeezed(t: ArrayType) -> ArrayType:
+    """Leaves axes of size 1 out of a type, so that more values of a stage have equal types."""
+    return dataclasses.replace(t, shape=tuple(size for size in t.shape if size != 1))
 
 
 def make_pool(owned: Sequence[Sequence[ArrayType]]) -> Pool:
@@ -245,10 +266,14 @@ def make_pool(owned: Sequence[Sequence[ArrayType]]) -> Pool:
     for values in owned:
         seen: Counter[ArrayType] = Counter()
         own = []
-        for t in values:
+        for t in map(_squeezed, values):
             own.append((t, seen[t]))
             types[own[-1]] = t
             seen[t] += 1
         places.append(own)
     number_of = {name: i for i, name in enumerate(types)}
-    return Pool(tuple(types.values()), tuple(tuple(number_of[n] for n in own) for own in places))
+    return Pool(
+        tuple(types.values()),
+        tuple(tuple(number_of[n] for n in own) for own in places),
+        tuple(tuple(t.shape for t in values) for values in owned),
+    )

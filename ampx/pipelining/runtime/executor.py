@@ -40,7 +40,9 @@ from ampx.pipelining.runtime.buffers import (
     as_key_again,
     as_key_numbers,
     as_varying_as,
+    read_at,
     read_slot,
+    write_at,
     write_slot,
 )
 from ampx.pipelining.runtime.lowering import IDLE, Route, Tables, Work
@@ -52,6 +54,8 @@ from ampx.pipelining.runtime.stage_programs import (
 )
 
 Wires = tuple[list[jax.Array], ...]
+# Finds what a table, int32[ticks, devices], says to this device in this tick.
+_LookUp = Callable[[np.ndarray], jax.Array]
 
 
 class Parameters(NamedTuple):
@@ -111,7 +115,6 @@ class Executor:
       tables: the schedule, lowered.
       programs: the different programs of its stages.
       program_of: for each stage, which of them it runs.
-      chunk_of: for each stage, which of its device's chunks it is.
       activations: for each wire how values travel forward; receivers are programs.
       cotangents: for each wire how they travel back.
       kept: the buffers in which programs keep residuals for the backward.
@@ -127,7 +130,6 @@ class Executor:
     tables: Tables
     programs: Sequence[StageProgram]
     program_of: Sequence[int]
-    chunk_of: Sequence[int]
     activations: Sequence[Carrier]
     cotangents: Sequence[Carrier]
     kept: Pool
@@ -143,16 +145,17 @@ class Executor:
         """Runs all ticks."""
         device = lax.axis_index(self.axis_name)
 
-        def own(table: Any) -> jax.Array | None:
-            # int32[..., ticks, devices] -> int32[ticks, ...]: the column of this device, ticks
-            # first, so that the loop gets a row at each tick. What else is in the tables (links,
-            # numbers of slots) is static, and read from `self.tables`.
-            if not isinstance(table, np.ndarray):
-                return None
-            return jnp.moveaxis(jnp.asarray(table)[..., device], -1, 0)
+        def run_tick(carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
+            def look_up(table: np.ndarray) -> jax.Array:
+                # int32[ticks, devices] -> int32[]
+                return lax.dynamic_slice(
+                    table, (tick, device), (1, 1), allow_negative_indices=False
+                ).reshape(())
 
-        rows = jnp.arange(self.tables.num_ticks), jax.tree.map(own, self.tables)
-        carry, _ = lax.scan(self._run_tick, self._make_carry(), rows)
+            return self._run_tick(carry, look_up), None
+
+        ticks = jnp.arange(self.tables.num_ticks, dtype=jnp.int32)
+        carry, _ = lax.scan(run_tick, self._make_carry(), ticks)
         return Totals(carry.grads, carry.results)
 
     def _make_carry(self) -> _Carry:
@@ -175,26 +178,24 @@ class Executor:
             jax.tree.map(lambda t: t.zeros(number), self.results),
         )
 
-    def _run_tick(self, carry: _Carry, now: tuple[jax.Array, Tables]) -> tuple[_Carry, None]:
-        """Runs one tick: its number, and the tables' entries for this device, as scalars."""
-        tick, row = now
+    def _run_tick(self, carry: _Carry, look_up: _LookUp) -> _Carry:
+        """Runs one tick; `look_up` finds what a table says to this device."""
+        # What else is in the tables (links, numbers of slots) is static.
+        row = jax.tree.map(lambda t: look_up(t) if np.ndim(t) == 2 else None, self.tables)
         # The order is that of the moments of `intervals`, by which slots were given out.
-        carry, sent = self._run_forward(carry, row)
-        carry, returned = self._run_backward(carry, row)
-        carry = self._run_weight_gradient(carry, row)
-        carry = carry._replace(
-            activations=self._exchange_wires(
-                tick, self.tables.activations, row.activations, carry.activations, sent
-            ),
-            cotangents=self._exchange_wires(
-                tick, self.tables.cotangents, row.cotangents, carry.cotangents, returned
-            ),
+        carry, sent = self._run_forward(carry, row, look_up)
+        carry, returned = self._run_backward(carry, row, look_up)
+        carry = self._run_weight_gradient(carry, row, look_up)
+        wires = zip(self.tables.activations, carry.activations, sent, strict=True)
+        back = zip(self.tables.cotangents, carry.cotangents, returned, strict=True)
+        return carry._replace(
+            activations=tuple(self._exchange_wire(look_up, *wire) for wire in wires),
+            cotangents=tuple(self._exchange_wire(look_up, *wire) for wire in back),
         )
-        return carry, None
 
     # --- the slots of a tick ---------------------------------------------------------------------
 
-    def _run_forward(self, carry: _Carry, row: Tables) -> tuple[_Carry, Wires]:
+    def _run_forward(self, carry: _Carry, row: Tables, look_up: _LookUp) -> tuple[_Carry, Wires]:
         slots = [route.storage.forward for route in row.activations]
 
         # Branch 0. It has the types of all others, so it makes zeros; they go to a slot that nobody
@@ -218,19 +219,23 @@ class Executor:
 
             return branch
 
-        index, branches = self._make_branches((self.tables.forward, row.forward, run))
+        index, branches = self._make_branches(look_up, (self.tables.forward, run))
         # Branches read buffers and return single values; the writes stand behind them. A branch
         # that wrote would have to return whole buffers, and so would the idle one.
         sent, kept, results = lax.switch(index, [idle, *branches])
-        # An idle device has micro-batch -1 and adds zeros to the last one's.
+        # An idle device has micro-batch -1. JAX clamps that, so zeros are added to the first one's.
         return carry._replace(
             kept=write_slot(carry.kept, row.residuals.forward, kept),
             results=jax.tree.map(
-                lambda total, x: total.at[row.forward.microbatch].add(x), carry.results, results
+                lambda total, x: write_at(
+                    total, read_at(total, row.forward.microbatch) + x, row.forward.microbatch
+                ),
+                carry.results,
+                results,
             ),
         ), sent
 
-    def _run_backward(self, carry: _Carry, row: Tables) -> tuple[_Carry, Wires]:
+    def _run_backward(self, carry: _Carry, row: Tables, look_up: _LookUp) -> tuple[_Carry, Wires]:
         slots = [route.storage.backward for route in row.activations]
 
         def idle(grads: Any) -> Any:
@@ -246,7 +251,7 @@ class Executor:
             def branch(grads: Any) -> Any:
                 program = self.programs[number]
                 ours, theirs = program.pull(*taken(number, row.backward))
-                grads = self._add_gradients(grads, number, row.backward.stage, ours)
+                grads = self.parameters.add(grads, number, row.backward.chunk, ours)
                 returned = self._pack_returned(program, theirs)
                 return returned, [t.zeros() for t in self.deferred.types], grads
 
@@ -262,7 +267,7 @@ class Executor:
             return branch
 
         index, branches = self._make_branches(
-            (self.tables.backward, row.backward, whole), (self.tables.halved, row.halved, half)
+            look_up, (self.tables.backward, whole), (self.tables.halved, half)
         )
         if not branches:
             return carry, _make_empty(self.cotangents)
@@ -270,7 +275,7 @@ class Executor:
         deferred = write_slot(carry.deferred, row.deferred.backward, late)
         return carry._replace(deferred=deferred, grads=grads), returned
 
-    def _run_weight_gradient(self, carry: _Carry, row: Tables) -> _Carry:
+    def _run_weight_gradient(self, carry: _Carry, row: Tables, look_up: _LookUp) -> _Carry:
         slots = [route.storage.weight for route in row.activations]
 
         def run(number: int) -> Callable[[Any], Any]:
@@ -283,34 +288,36 @@ class Executor:
                     as_key_again(x, aval) for x, aval in zip(late, program.deferred, strict=True)
                 ]
                 ours = program.pull_weights(inputs, kept, late)
-                return self._add_gradients(grads, number, row.weight.stage, ours)
+                return self.parameters.add(grads, number, row.weight.chunk, ours)
 
             return branch
 
-        index, branches = self._make_branches((self.tables.weight, row.weight, run))
+        index, branches = self._make_branches(look_up, (self.tables.weight, run))
         if not branches:  # a schedule whose backwards are whole
             return carry
         idle = [lambda grads: grads]
         return carry._replace(grads=lax.switch(index, [*idle, *branches], carry.grads))
 
-    def _make_branches(self, *kinds: Any) -> tuple[jax.Array, list[Callable[..., Any]]]:
+    def _make_branches(
+        self, look_up: _LookUp, *kinds: Any
+    ) -> tuple[jax.Array, list[Callable[..., Any]]]:
         """Makes a branch for each program that occurs; finds the number of the one due, 0 for none.
 
         Stages that compute alike share a program and thus a branch: with 32 equal stages there are
         the first, the last and one for all others, so the size of the compiled program does not
         grow with the number of stages.
         """
-        index, branches = jnp.zeros((), jnp.int32), []
-        for table, now, branch_of in kinds:
-            stages = sorted({int(stage) for stage in np.unique(table.stage)} - {IDLE})
+        numbers, branches = np.zeros_like(self.tables.forward.stage), []
+        for work, branch_of in kinds:
+            stages = sorted({int(stage) for stage in np.unique(work.stage)} - {IDLE})
             programs = sorted({self.program_of[stage] for stage in stages})
-            code_of = np.zeros(len(self.program_of) + 1, np.int32)  # the last one for IDLE, -1
+            number_of = np.zeros(len(self.program_of) + 1, np.int32)  # the last one for IDLE, -1
             for stage in stages:
-                code_of[stage] = 1 + len(branches) + programs.index(self.program_of[stage])
+                number_of[stage] = 1 + len(branches) + programs.index(self.program_of[stage])
             branches += map(branch_of, programs)
             # At most one of several tables has work in a tick; the others add 0.
-            index += jnp.asarray(code_of)[now.stage]
-        return index, branches
+            numbers += number_of[work.stage]
+        return look_up(numbers), branches
 
     # --- what a stage takes and gives ------------------------------------------------------------
 
@@ -318,7 +325,7 @@ class Executor:
         self, number: int, carry: _Carry, now: Work, slots: Sequence[jax.Array]
     ) -> StageInputs:
         """Gathers what a stage takes; the same in its forward and in its backward."""
-        stage, microbatch = now
+        stage, microbatch, chunk = now
         received = tuple(
             None
             if tree is None
@@ -332,12 +339,12 @@ class Executor:
             )
         )
         inputs = StageInputs(
-            self.parameters.select(number, self._find_chunk(stage)),
+            self.parameters.select(number, chunk),
             received,
             jax.tree.map(
                 # (rows, num_microbatches, ...) -> (rows, ...). The axis of micro-batches is the
                 # second one, as it lies in memory: with a leading one XLA would copy the batch.
-                lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, axis=1, keepdims=False),
+                lambda leaf: read_at(leaf, microbatch, axis=1),
                 self.microbatches,
             ),
             # A backward that computes the forward again draws the same numbers again.
@@ -351,9 +358,6 @@ class Executor:
     def _as_received(self, types: Any, values: Sequence[jax.Array]) -> Any:
         avals, structure = jax.tree.flatten(types)
         return jax.tree.unflatten(structure, map(as_key_again, values, avals))
-
-    def _find_chunk(self, stage: jax.Array) -> jax.Array:
-        return jnp.asarray(self.chunk_of, jnp.int32)[stage]
 
     def _read_kept(self, number: int, carry: _Carry, slot: jax.Array) -> list[jax.Array]:
         values = self.kept.pick(number, read_slot(carry.kept, slot))
@@ -386,11 +390,6 @@ class Executor:
             left = left[count:]
         return tuple(returned)
 
-    def _add_gradients(
-        self, grads: Any, number: int, stage: jax.Array, ours: Sequence[jax.Array]
-    ) -> Any:
-        return self.parameters.add(grads, number, self._find_chunk(stage), ours)
-
     def _as_results(self, outputs: StageOutputs) -> Any:
         """Makes what a stage adds to loss, weight and auxiliary output: zeros if it has none."""
         found = outputs.loss, outputs.weight, outputs.aux
@@ -403,22 +402,10 @@ class Executor:
 
     # --- between devices -------------------------------------------------------------------------
 
-    def _exchange_wires(
-        self,
-        tick: jax.Array,
-        routes: Sequence[Route],
-        rows: Sequence[Route],
-        buffers: Wires,
-        sent: Wires,
-    ) -> Wires:
-        wires = zip(routes, rows, buffers, sent, strict=True)
-        return tuple(self._exchange_wire(tick, *wire) for wire in wires)
-
     def _exchange_wire(
         self,
-        tick: jax.Array,
+        look_up: _LookUp,
         route: Route,
-        row: Route,
         buffers: list[jax.Array],
         sent: list[jax.Array],
     ) -> list[jax.Array]:
@@ -426,7 +413,8 @@ class Executor:
         # says to write them to the slot that nobody reads. So does that of one whose neighbour
         # was idle. Where all are idle nothing is sent. That is known by the tick alone, so all
         # devices take the same branch, and a collective may stand in it.
-        for exchange, (pairs, is_busy) in enumerate(zip(route.links, route.is_busy, strict=True)):
+        exchanges = zip(route.links, route.is_busy, route.arrivals[:-1], strict=True)
+        for pairs, is_busy, arrivals in exchanges:
 
             def permute(values: list[jax.Array], pairs: Any = pairs) -> list[jax.Array]:
                 return [lax.ppermute(value, self.axis_name, pairs) for value in values]
@@ -437,12 +425,13 @@ class Executor:
                 arrived = permute(sent)
             else:
                 # What was sent has the type of what arrives, and goes to the slot of nobody.
-                arrived = lax.cond(jnp.asarray(is_busy)[tick], permute, list, sent)
-            buffers = write_slot(buffers, row.arrivals[exchange], arrived)
+                busy = np.broadcast_to(is_busy[:, None], arrivals.shape).astype(np.int32)
+                arrived = lax.cond(look_up(busy) > 0, permute, list, sent)
+            buffers = write_slot(buffers, look_up(arrivals), arrived)
         # The next stage may be on the same device, as at the turn of zero-bubble V. Known while
         # tracing: most schedules have no such write.
         if np.any(route.arrivals[-1] < route.storage.num_slots):
-            buffers = write_slot(buffers, row.arrivals[-1], sent)
+            buffers = write_slot(buffers, look_up(route.arrivals[-1]), sent)
         return buffers
 
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.mesh_axes import mark_varying, varying_axes
+from ampx.pipelining.runtime.buffers import read_at, write_at
 
 Place = tuple[int, int]  # a device, and which of its blocks
 
@@ -116,16 +117,17 @@ def exchange_blocks(tree: Any, rounds: Sequence[Round], size: int, axis_name: st
       Leaves of shape (size, ...).
     """
     device = lax.axis_index(axis_name)
+    # One row more only if some device receives nothing in some round.
+    rows = max(size, *(1 + place for r in rounds for place in r.put))
 
     def exchange(leaf: jax.Array) -> jax.Array:
         arrived = mark_varying(
-            jnp.zeros((size + 1, *leaf.shape[1:]), leaf.dtype), sorted(varying_axes(leaf))
+            jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype), sorted(varying_axes(leaf))
         )
         for pairs, taken, put in rounds:
-            block = lax.dynamic_index_in_dim(leaf, jnp.asarray(taken)[device], keepdims=False)
+            block = read_at(leaf, read_at(jnp.asarray(taken), device))
             block = lax.ppermute(block, axis_name, pairs)
-            place = jnp.asarray(put)[device]
-            arrived = lax.dynamic_update_index_in_dim(arrived, block, place, 0)
+            arrived = write_at(arrived, block, read_at(jnp.asarray(put), device))
         return arrived[:size]
 
     return jax.tree.map(exchange, tree)

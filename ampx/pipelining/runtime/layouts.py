@@ -36,7 +36,7 @@ from jax import lax
 
 from ampx.mesh_axes import mark_varying
 from ampx.overwritten import add_gradients
-from ampx.pipelining.runtime.buffers import ArrayType, Carrier, make_carrier, read_slot
+from ampx.pipelining.runtime.buffers import ArrayType, Carrier, make_carrier, read_at, read_slot
 from ampx.pipelining.runtime.layer_exchange import Place, Round, exchange_blocks, plan_exchange
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.trees import cast_like, is_floating, path_name
@@ -134,8 +134,9 @@ def make_stacked_layout(
             f"layers_per_stage must not be negative, got {layers_per_stage}: 0 is a stage that "
             "hands on what it is given"
         )
-    # A backward in halves needs its layers one by one: a scan over them cannot be divided.
-    unrolled = schedule.splits_backward or max(layers_per_stage) == 1
+    # A backward in halves needs its layers one by one: a scan over them cannot be divided. One or
+    # two are written out, too: the code that slices and stacks for a scan takes longer to compile.
+    unrolled = schedule.splits_backward or max(layers_per_stage) <= 2
     return StackedLayers(schedule, layers_per_stage, unrolled)
 
 
@@ -261,7 +262,7 @@ class StackedLayers:
         # The chunk is known only when the program runs, since stages of a kind share it. How many
         # layers there are is the same for all of a kind, and static.
         def own(leaf: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(leaf, chunk, keepdims=False)[:count]
+            return read_at(leaf, chunk)[:count]
 
         layers = jax.tree.map(own, view)
         if not self.unrolled:

@@ -41,10 +41,13 @@ class Work(NamedTuple):
     Attributes:
       stage: int32[ticks, devices], the stage of each device's action; -1 is idle.
       microbatch: int32[ticks, devices], its micro-batch; -1 is idle.
+      chunk: int32[ticks, devices], which of the device's stages it is, counted from 0 along the
+        model; 0 is idle, too.
     """
 
     stage: Any
     microbatch: Any
+    chunk: Any
 
 
 class Storage(NamedTuple):
@@ -155,11 +158,13 @@ class _TableWriter:
 
     def work(self, kind: str) -> Work:
         stages, microbatches = (np.full(self.shape, IDLE, np.int32) for _ in range(2))
+        chunks = np.zeros(self.shape, np.int32)
         for action, tick in self.tick_of.items():
             if action.kind == kind:
                 place = tick, self.device_of[action.stage]
                 stages[place], microbatches[place] = action.stage, action.microbatch
-        return Work(stages, microbatches)
+                chunks[place] = self.device_of[: action.stage].count(place[1])
+        return Work(stages, microbatches, chunks)
 
     def storage(self, intervals: Intervals) -> Storage:
         return self._storage(assign_slots(intervals, self.device_of))
