@@ -85,8 +85,9 @@ def value_and_grad(
       aux_reduction: `"mean"` or `"sum"` over micro-batches and devices, `"concat"` for the rows of
         the batch in their order, or `"auto"`: see `ampx.value_and_grad`.
       stash: what a stage keeps of a micro-batch between its forward and its backward: `"inputs"`
-        recomputes all else; `"residuals"` recomputes nothing; a policy of
-        `jax.checkpoint_policies` says what each layer keeps. `first` and `last` are recomputed.
+        recomputes all else; `"residuals"` only what a few instructions an element make of kept
+        values; a policy of `jax.checkpoint_policies` says what each layer keeps. `first` and
+        `last` are recomputed.
       skips: connections between stages that differ, `{name: (source, target)}`. The source returns
         `(x, {name: value})`, the target takes `{name: value}` after its key. Values go from device
         to device directly.

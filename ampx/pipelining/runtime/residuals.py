@@ -2,17 +2,16 @@
 
 A backward reads residuals: values that its forward had. Some are at hand at the backward anyway
 (inputs of the stage), some depend on no operand (a causal mask), and some are a sum, a product or
-a broadcast of others. None of these need be kept. Of a normalization and a gelu as JAX writes them:
+a broadcast of others. None of these need be kept. Of a normalization and a gated layer:
 
   y = x * r                    kept: x, r          made again: y
   h = y @ w                    kept: h
-  t = tanh(a * (h + b * h^3))  kept: t
-  g = 0.5 * (1 + t)            made again from t
-  z = h * g                    made again from h and g
+  t = tanh(h)                  kept: t             made again: 1 - t^2, which its derivative reads
+  z = t * h                                        made again: z
 
-So at the place of six arrays for each micro-batch three are kept. An operation on each element for
-itself costs less than to write its result to memory and to read it back. What takes a dozen
-instructions an element (tanh, exp), a sum over elements or a product of matrices is kept.
+An operation on each element for itself costs less than to write its result to memory and to read it
+back. What takes a dozen instructions an element (tanh, exp), a sum over elements or a product of
+matrices is kept.
 
 A value is made again only from what is kept in any case, so nothing more is kept than JAX asks for.
 """
@@ -31,7 +30,8 @@ _CHEAP = (
     | primitives.ADDING
     | primitives.CHOOSING
     | primitives.AXIS_TYPE_CASTS
-    | {"stop_gradient", "neg", "abs", "sign", "mul", "div", "square", "integer_pow"}
+    | {"stop_gradient", "neg", "abs", "sign", "mul", "div", "integer_pow", "square"}
+    | {"one_minus_square"}
     | {"and", "or", "xor", "not", "convert_element_type"}
     | {"broadcast_in_dim", "reshape", "squeeze"}
 )
