@@ -47,7 +47,6 @@ SLOW = (
 )
 
 
-@pytest.mark.whole_but(*(module for module in MODULES if not module.startswith("ampx.examples.")))
 @pytest.mark.slow_but(*(module for module in MODULES if not module.startswith(SLOW)))
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run_under_strict_promotion(module):

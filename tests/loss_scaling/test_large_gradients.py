@@ -41,16 +41,10 @@ def assert_near(found, expected):
 
 
 ROOT = pathlib.Path(__file__).parents[2]
-# What undoes a step is the loss scale around an optimizer of optax, and so the same for all of
-# them: every third stands for the others, which run with `--whole`.
-SAMPLE = {*large.FUSED, *large.NAMES[::3], "adam", "contrib.sam"}
 
 
 @pytest.mark.slow_but("fused.lamb")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.whole) for name in large.ALL],
-)
+@pytest.mark.parametrize("name", large.ALL)
 def test_a_large_gradient_is_taken_as_optax_takes_it_or_undone_whole(name):
     """Each large step is between ordinary ones; two more are to show what it has left behind."""
     sequence, is_undone = [large.draw(1)], [False]
