@@ -6,6 +6,7 @@ it. Then there are optimizers that are known to fail, and faults put into the an
 """
 
 import pathlib
+import re
 import zlib
 
 import finite_states
@@ -311,15 +312,20 @@ def test_what_is_not_shown_may_really_happen(name):
 GUIDE = pathlib.Path(__file__).parents[2] / "docs/guides/optax_optimizers.md"
 
 
+def without_lines(row):
+    """A row without numbers of lines, which move with each version and each edit."""
+    return re.sub(r"(\.py):\d+", r"\1", row)
+
+
 def tables_of_guide():
     section = GUIDE.read_text().split("## What is proved")[1].split("## ")[0]
-    return [line for line in section.splitlines() if line.startswith("|")]
+    return [without_lines(line) for line in section.splitlines() if line.startswith("|")]
 
 
 @pytest.mark.parametrize("name", [*QUICK, "adagrad", "contrib.madgrad"])
 def test_the_guide_says_for_which_gradients_all_is_finite(name):
     rows = [row for row in tables_of_guide() if f"`{name}`" in row]
-    printed = [row for row in finite_states.table([name]) if f"`{name}`" in row]
+    printed = [without_lines(r) for r in finite_states.table([name]) if f"`{name}`" in r]
     assert len(rows) == len(printed)
     for row, expected in zip(rows, printed, strict=True):
         assert row.split("|")[1] == expected.split("|")[1]
@@ -328,4 +334,4 @@ def test_the_guide_says_for_which_gradients_all_is_finite(name):
 
 @pytest.mark.slow
 def test_the_guide_has_what_the_command_prints():
-    assert tables_of_guide() == [row for row in finite_states.table() if row]
+    assert tables_of_guide() == [without_lines(row) for row in finite_states.table() if row]
