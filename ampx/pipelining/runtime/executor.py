@@ -26,6 +26,7 @@ that nobody reads, where a device writes if it has nothing to keep.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ from ampx.pipelining.runtime.stage_programs import (
     StageProgram,
     select_floating_leaves,
 )
+from ampx.pipelining.runtime.turns import first_turn, switch_in_turn
 
 Wires = tuple[list[jax.Array], ...]
 # Finds what a table, int32[ticks, devices], says to this device in this tick.
@@ -97,6 +99,7 @@ class _Carry(NamedTuple):
       grads: sums of gradients so far, like the device's view of the parameters; None without a
         backward.
       results: loss, weight and auxiliary output, each with a leading axis of micro-batches.
+      turn: int32[], 0, the turn of the next switch: see `ampx.pipelining.runtime.turns`.
     """
 
     activations: Wires
@@ -105,6 +108,7 @@ class _Carry(NamedTuple):
     deferred: list[jax.Array]
     grads: Any
     results: Any
+    turn: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +180,7 @@ class Executor:
             [t.zeros(tables.deferred.num_slots + 1) for t in self.deferred.types],
             self.parameters.zeros() if any(p.backward for p in self.programs) else None,
             jax.tree.map(lambda t: t.zeros(number), self.results),
+            first_turn(self.axis_name),
         )
 
     def _run_tick(self, carry: _Carry, look_up: _LookUp) -> _Carry:
@@ -186,12 +191,13 @@ class Executor:
         carry, sent = self._run_forward(carry, row, look_up)
         carry, returned = self._run_backward(carry, row, look_up)
         carry = self._run_weight_gradient(carry, row, look_up)
-        wires = zip(self.tables.activations, carry.activations, sent, strict=True)
-        back = zip(self.tables.cotangents, carry.cotangents, returned, strict=True)
-        return carry._replace(
-            activations=tuple(self._exchange_wire(look_up, *wire) for wire in wires),
-            cotangents=tuple(self._exchange_wire(look_up, *wire) for wire in back),
+        turn, activations = self._exchange(
+            carry.turn, look_up, self.tables.activations, carry.activations, sent
         )
+        turn, cotangents = self._exchange(
+            turn, look_up, self.tables.cotangents, carry.cotangents, returned
+        )
+        return carry._replace(activations=activations, cotangents=cotangents, turn=turn)
 
     # --- the slots of a tick ---------------------------------------------------------------------
 
@@ -222,7 +228,7 @@ class Executor:
         index, branches = self._make_branches(look_up, (self.tables.forward, run))
         # Branches read buffers and return single values; the writes stand behind them. A branch
         # that wrote would have to return whole buffers, and so would the idle one.
-        sent, kept, results = lax.switch(index, [idle, *branches])
+        turn, (sent, kept, results) = switch_in_turn(carry.turn, index, [idle, *branches])
         # An idle device has micro-batch -1. JAX clamps that, so zeros are added to the first one's.
         return carry._replace(
             kept=write_slot(carry.kept, row.residuals.forward, kept),
@@ -233,6 +239,7 @@ class Executor:
                 carry.results,
                 results,
             ),
+            turn=turn,
         ), sent
 
     def _run_backward(self, carry: _Carry, row: Tables, look_up: _LookUp) -> tuple[_Carry, Wires]:
@@ -271,9 +278,11 @@ class Executor:
         )
         if not branches:
             return carry, _make_empty(self.cotangents)
-        returned, late, grads = lax.switch(index, [idle, *branches], carry.grads)
+        turn, (returned, late, grads) = switch_in_turn(
+            carry.turn, index, [idle, *branches], carry.grads
+        )
         deferred = write_slot(carry.deferred, row.deferred.backward, late)
-        return carry._replace(deferred=deferred, grads=grads), returned
+        return carry._replace(deferred=deferred, grads=grads, turn=turn), returned
 
     def _run_weight_gradient(self, carry: _Carry, row: Tables, look_up: _LookUp) -> _Carry:
         slots = [route.storage.weight for route in row.activations]
@@ -296,7 +305,8 @@ class Executor:
         if not branches:  # a schedule whose backwards are whole
             return carry
         idle = [lambda grads: grads]
-        return carry._replace(grads=lax.switch(index, [*idle, *branches], carry.grads))
+        turn, grads = switch_in_turn(carry.turn, index, [*idle, *branches], carry.grads)
+        return carry._replace(grads=grads, turn=turn)
 
     def _make_branches(
         self, look_up: _LookUp, *kinds: Any
@@ -402,37 +412,37 @@ class Executor:
 
     # --- between devices -------------------------------------------------------------------------
 
-    def _exchange_wire(
+    def _exchange(
         self,
+        turn: jax.Array,
         look_up: _LookUp,
-        route: Route,
-        buffers: list[jax.Array],
-        sent: list[jax.Array],
-    ) -> list[jax.Array]:
+        routes: Sequence[Route],
+        buffers: Wires,
+        sent: Wires,
+    ) -> tuple[jax.Array, Wires]:
+        """Sends what each wire carries, one wire after another, and stores what arrives."""
         # A device that nobody sends to in an exchange is given zeros by `ppermute`, and its table
         # says to write them to the slot that nobody reads. So does that of one whose neighbour
         # was idle. Where all are idle nothing is sent. That is known by the tick alone, so all
         # devices take the same branch, and a collective may stand in it.
-        exchanges = zip(route.links, route.is_busy, route.arrivals[:-1], strict=True)
-        for pairs, is_busy, arrivals in exchanges:
-
-            def permute(values: list[jax.Array], pairs: Any = pairs) -> list[jax.Array]:
-                return [lax.ppermute(value, self.axis_name, pairs) for value in values]
-
-            if not is_busy.any():
-                continue
-            if is_busy.all():
-                arrived = permute(sent)
-            else:
+        stored = []
+        for route, slots, values in zip(routes, buffers, sent, strict=True):
+            exchanges = zip(route.links, route.is_busy, route.arrivals[:-1], strict=True)
+            for pairs, is_busy, arrivals in exchanges:
+                if not is_busy.any():
+                    continue
+                permute = functools.partial(lax.ppermute, axis_name=self.axis_name, perm=pairs)
+                branches = [list, lambda values, permute=permute: [*map(permute, values)]]
                 # What was sent has the type of what arrives, and goes to the slot of nobody.
                 busy = np.broadcast_to(is_busy[:, None], arrivals.shape).astype(np.int32)
-                arrived = lax.cond(look_up(busy) > 0, permute, list, sent)
-            buffers = write_slot(buffers, look_up(arrivals), arrived)
-        # The next stage may be on the same device, as at the turn of zero-bubble V. Known while
-        # tracing: most schedules have no such write.
-        if np.any(route.arrivals[-1] < route.storage.num_slots):
-            buffers = write_slot(buffers, look_up(route.arrivals[-1]), sent)
-        return buffers
+                turn, arrived = switch_in_turn(turn, look_up(busy), branches, values)
+                slots = write_slot(slots, look_up(arrivals), arrived)
+            # The next stage may be on the same device, as at the turn of zero-bubble V. Known
+            # while tracing: most schedules have no such write.
+            if np.any(route.arrivals[-1] < route.storage.num_slots):
+                slots = write_slot(slots, look_up(route.arrivals[-1]), values)
+            stored.append(slots)
+        return turn, tuple(stored)
 
 
 def _make_empty(carriers: Sequence[Carrier]) -> Wires:

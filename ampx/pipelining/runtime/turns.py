@@ -1,0 +1,54 @@
+"""Switches that each device starts only when it has ended those before.
+
+The switches of a tick read different values, so nothing tells a compiler in which order they run.
+Their branches may hold collectives, for which devices wait for each other:
+
+  device 0    forward [all-reduce with 1]    exchange [permute with all]
+  device 1    exchange [permute with all]    forward [all-reduce with 0]      wait for ever
+
+XLA starts thunks in one order on all devices. But on a CPU a switch that has started may go on in
+another thread, and the next one starts meanwhile: its collectives may come first on one device and
+last on another. XLA keeps an order for sure only between a value and what is computed from it. So
+each switch says which branch it ran. The next one adds to its own number how far that is from the
+number asked for: this is 0, but no compiler knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ampx.mesh_axes import mark_varying, varying_axes
+
+
+def first_turn(axis_name: str) -> jax.Array:
+    """Makes the turn of the first switch: int32[], 0."""
+    return mark_varying(jnp.zeros((), jnp.int32), (axis_name,))
+
+
+def switch_in_turn(
+    turn: jax.Array, index: jax.Array, branches: Sequence[Callable[..., Any]], *operands: Any
+) -> tuple[jax.Array, Any]:
+    """Runs a `lax.switch` after that which returned `turn`.
+
+    Args:
+      turn: int32[], 0, from `first_turn` or from the switch before.
+      index: int32[], which branch to run; it must be the number of one.
+      branches: as `lax.switch` takes them.
+      *operands: what the branches are called with.
+
+    Returns:
+      The turn of the next switch, and what the branch returned.
+    """
+    axes = sorted(varying_axes(index))
+
+    def numbered(number: int, branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: (mark_varying(jnp.int32(number), axes), branch(*operands))
+
+    branches = [numbered(number, branch) for number, branch in enumerate(branches)]
+    ran, results = lax.switch(index + turn, branches, *operands)
+    return ran - index, results

@@ -1,0 +1,86 @@
+"""The switches of a tick run in one order on all devices, whatever they read."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from pipeline_models import make_batch, make_params, pipeline
+
+from ampx.jaxprs import reading
+from ampx.pipelining import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
+from ampx.pipelining.runtime.turns import first_turn, switch_in_turn
+
+BRANCHES = [jnp.sin, jnp.cos, jnp.tanh]
+
+
+def two_switches(in_turn):
+    """Two switches, neither of which reads what the other returns."""
+
+    def switches(index, other, x):
+        if not in_turn:
+            return lax.switch(index, BRANCHES, x), lax.switch(other, BRANCHES, x + 1)
+        turn, a = switch_in_turn(first_turn("stage"), index, BRANCHES, x)
+        turn, b = switch_in_turn(turn, other, BRANCHES, x + 1)
+        return a, b, turn
+
+    return jax.jit(switches)
+
+
+ARGUMENTS = jnp.int32(1), jnp.int32(2), jnp.linspace(-1.0, 1.0, 4)
+
+
+def test_each_switch_runs_the_branch_asked_for():
+    for first in range(3):
+        for second in range(3):
+            expected = two_switches(False)(first, second, ARGUMENTS[2])
+            *found, turn = two_switches(True)(first, second, ARGUMENTS[2])
+            np.testing.assert_array_equal(found, expected)
+            assert turn == 0 and turn.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_in_the_compiled_program_a_switch_reads_a_result_of_the_one_before(in_turn):
+    text = two_switches(in_turn).lower(*ARGUMENTS).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    # "%name = type operation(%operand, ...), attributes"
+    lines = re.findall(r"%(\S+) = .*? ([a-z-]+)\((.*?)\)[,\n]", entry)
+    operands = {name: re.findall(r"%([\w.-]+)", arguments) for name, _, arguments in lines}
+
+    def reads(name, other):
+        return name == other or any(reads(x, other) for x in operands.get(name, ()))
+
+    first, second = [name for name, operation, _ in lines if operation == "conditional"]
+    assert reads(second, first) == in_turn
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [gpipe(2, 2), one_f_one_b(2, 3), interleaved(2, 4), zero_bubble(2, 3), zero_bubble_v(2, 3)],
+    ids=lambda schedule: schedule.name,
+)
+def test_all_switches_of_a_tick_wait_for_each_other(schedule):
+    batch = make_batch(2 * schedule.num_microbatches)
+    jaxpr = jax.make_jaxpr(pipeline(schedule))(make_params(), batch)
+    (tick,) = find_ticks(jaxpr)
+    switches = [number for number, eqn in enumerate(tick.eqns) if eqn.primitive.name == "cond"]
+    # Forward, backward, perhaps weight gradient, and an exchange or two each way.
+    assert len(switches) >= 4
+    for before, after in zip(switches, switches[1:], strict=False):
+        index = tick.eqns[after].invars[0]
+        assert before in reading.find_equations_for(tick, [index])
+
+
+def find_ticks(jaxpr):
+    """The bodies of loops that have switches around exchanges."""
+    found = []
+    for eqn in reading.open_jaxpr(jaxpr).eqns:
+        for body in map(reading.open_jaxpr, reading.inner_jaxprs(eqn)):
+            names = {inner.primitive.name for inner in body.eqns}
+            if eqn.primitive.name == "scan" and "cond" in names:
+                found.append(body)
+            else:
+                found += find_ticks(body)
+    return found
