@@ -284,7 +284,7 @@ def compiling(rounds: int) -> None:
                 trace_and_compile, step, state, grads, donate_argnums=0
             )
         # With many leaves a compilation is long, and noise is a smaller part of it.
-        seconds = measure_compilation(measures, max(1, min(rounds, 800 // leaves)))
+        seconds = measure_compilation(measures, max(2, min(rounds, 2000 // leaves)))
         for name, own in seconds.items():
             times = (f"{s:.2f}" for s in np.median(own, 0))
             total = np.median(own[:, 2] / seconds[BASELINE][:, 2])
