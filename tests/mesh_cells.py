@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collective_order import find_unordered_collectives
 from helpers import make_mesh, same_everywhere
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -451,6 +452,7 @@ def run(name, kind, axes):
         return None
     cell = compile_cell(name, kind, axes)
     check_outcome(name, run_cell(cell))
+    assert find_unordered_collectives(cell.compiled.as_text()) == []
     exchange = count_exchange(cell.compiled)
     check_exchange(name, kind, axes, exchange)
     return exchange

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pipeline_steps
 import pytest
+from collective_order import find_unordered_collectives
 from helpers import assert_bit_equal, make_mesh
 from jax import lax
 from jax.sharding import NamedSharding
@@ -158,6 +159,9 @@ SPOILT = (None, None, (3, 1, 5), None)
 def train(step, state):
     """Takes the steps; states and reports of each."""
     jitted, found = jax.jit(step), []
+    # The layers hold collectives, and so do the exchanges between them.
+    compiled = jitted.lower(state, make_batch(0)).compile()
+    assert find_unordered_collectives(compiled.as_text()) == []
     for number, spoilt in enumerate(SPOILT):
         state, report = jitted(state, make_batch(number, spoilt=spoilt))
         found.append((state, report))

@@ -1,11 +1,10 @@
 """The switches of a tick run in one order on all devices, whatever they read."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_order import read_computations
 from jax import lax
 from pipeline_models import make_batch, make_params, pipeline
 
@@ -44,15 +43,13 @@ def test_each_switch_runs_the_branch_asked_for():
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_in_the_compiled_program_a_switch_reads_a_result_of_the_one_before(in_turn):
     text = two_switches(in_turn).lower(*ARGUMENTS).compile().as_text()
-    entry = text[text.index("ENTRY") :]
-    # "%name = type operation(%operand, ...), attributes"
-    lines = re.findall(r"%(\S+) = .*? ([a-z-]+)\((.*?)\)[,\n]", entry)
-    operands = {name: re.findall(r"%([\w.-]+)", arguments) for name, _, arguments in lines}
+    (entry,) = [o for o in read_computations(text).values() if "conditional" in {x.kind for x in o}]
+    operands = {operation.name: operation.operands for operation in entry}
 
     def reads(name, other):
         return name == other or any(reads(x, other) for x in operands.get(name, ()))
 
-    first, second = [name for name, operation, _ in lines if operation == "conditional"]
+    first, second = [operation.name for operation in entry if operation.kind == "conditional"]
     assert reads(second, first) == in_turn
 
 
