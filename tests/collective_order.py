@@ -5,43 +5,29 @@ may go on in another thread, and what stands behind it begins meanwhile, unless 
 it. If both hold collectives, devices may wait for each other for ever.
 """
 
-import re
-from typing import NamedTuple
+from collections.abc import Iterable
+
+from ampx.diagnostics.hlo import Instruction, parse_computations
 
 _COLLECTIVES = {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
-# "  ROOT %name = type kind(%operand, ...), attribute=%computation, metadata=..."
-_OPERATION = re.compile(r"\s+(?:ROOT )?%(\S+) = .*?[ )}\]] ?([a-z][a-z-]*)\((.*?)\)(.*)")
-_NAME = re.compile(r"%([\w.-]+)")
 
 
-class Operation(NamedTuple):
-    name: str
-    kind: str
-    operands: list[str]
-    bodies: list[str]  # the computations that it runs
-
-
-def read_computations(text: str) -> dict[str, list[Operation]]:
-    """The operations of each computation of a compiled program, in their order, from its text."""
-    found: dict[str, list[Operation]] = {}
-    own: list[Operation] = []
-    for line in text.splitlines():
-        if start := re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line):
-            own = found[start[1]] = []
-        elif match := _OPERATION.match(line):
-            name, kind, operands, rest = match.groups()
-            bodies = _NAME.findall(rest.partition(", metadata=")[0])
-            own.append(Operation(name, kind, _NAME.findall(operands), bodies))
-    return found
+def find_needed(instructions: Iterable[Instruction]) -> dict[str, set[str]]:
+    """For each instruction of a computation those whose results it needs, directly or not."""
+    needed: dict[str, set[str]] = {}
+    for instruction in instructions:  # each is printed after its operands
+        direct = [name for name in instruction.operands if name in needed]
+        needed[instruction.name] = {*direct}.union(*(needed[name] for name in direct))
+    return needed
 
 
 def find_unordered_collectives(text: str) -> list[tuple[str, str]]:
-    """Pairs of operations with collectives, a loop or a switch and one behind it that may overtake.
+    """Pairs of instructions with collectives: a loop or switch, and one that may overtake it.
 
     Args:
       text: `compiled.as_text()`.
     """
-    computations = read_computations(text)
+    computations, _ = parse_computations(text)
     exchanging: dict[str, bool] = {}
 
     def exchanges(computation: str) -> bool:
@@ -49,20 +35,19 @@ def find_unordered_collectives(text: str) -> list[tuple[str, str]]:
             exchanging[computation] = any(map(is_exchange, computations.get(computation, ())))
         return exchanging[computation]
 
-    def is_exchange(operation: Operation) -> bool:
-        return operation.kind in _COLLECTIVES or any(map(exchanges, operation.bodies))
+    def is_exchange(instruction: Instruction) -> bool:
+        return instruction.opcode in _COLLECTIVES or any(map(exchanges, instruction.called))
 
     pairs = []
-    for operations in computations.values():
-        waits_for: dict[str, set[str]] = {}  # all operations whose results it needs
-        for operation in operations:
-            direct = [name for name in operation.operands if name in waits_for]
-            waits_for[operation.name] = {*direct}.union(*(waits_for[name] for name in direct))
-        places = list(filter(is_exchange, operations))
+    for instructions in computations.values():
+        needed = find_needed(instructions)
+        places = list(filter(is_exchange, instructions))
         for number, first in enumerate(places):
-            if first.kind not in _COLLECTIVES:
+            if first.opcode not in _COLLECTIVES:
                 behind = places[number + 1 :]
                 pairs += [
-                    (first.name, o.name) for o in behind if first.name not in waits_for[o.name]
+                    (first.name, other.name)
+                    for other in behind
+                    if first.name not in needed[other.name]
                 ]
     return pairs

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collective_order import read_computations
+from collective_order import find_needed
 from jax import lax
 from pipeline_models import make_batch, make_params, pipeline
 
+from ampx.diagnostics.hlo import parse_computations
 from ampx.jaxprs import reading
 from ampx.pipelining import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from ampx.pipelining.runtime.turns import first_turn, switch_in_turn
@@ -43,14 +44,9 @@ def test_each_switch_runs_the_branch_asked_for():
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_in_the_compiled_program_a_switch_reads_a_result_of_the_one_before(in_turn):
     text = two_switches(in_turn).lower(*ARGUMENTS).compile().as_text()
-    (entry,) = [o for o in read_computations(text).values() if "conditional" in {x.kind for x in o}]
-    operands = {operation.name: operation.operands for operation in entry}
-
-    def reads(name, other):
-        return name == other or any(reads(x, other) for x in operands.get(name, ()))
-
-    first, second = [operation.name for operation in entry if operation.kind == "conditional"]
-    assert reads(second, first) == in_turn
+    computations, entry = parse_computations(text)
+    first, second = [i.name for i in computations[entry] if i.opcode == "conditional"]
+    assert (first in find_needed(computations[entry])[second]) == in_turn
 
 
 @pytest.mark.parametrize(
