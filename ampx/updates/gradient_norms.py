@@ -35,6 +35,10 @@ from ampx.updates.tails import Tail
 # vanish in it, its square being below 2**-126. That does not matter: 2**40 of them contribute 2**94
 # to a sum of squares that was found to be at least 2**128.
 _LARGE_UNIT = 2.0**90
+# The second look stacks arrays that are alike: up to so many elements, half a MiB, or a
+# fortieth of all, 0.1 bytes a parameter. Fewer arrays than this gain nothing.
+_LARGEST_STACK = 2**17
+_SMALLEST_GROUP = 4
 # Gradients of this norm have squares that add up in float32, also where rounding doubles the sum.
 _LARGEST_CLIP = 2.0**63
 
@@ -88,20 +92,27 @@ def measure_and_judge(
         # type: the other branch's counts come from the leaves, so these zeros are marked alike.
         return JudgedNorm(jnp.sqrt(total) * multiplier, mark_varying(jnp.zeros(2, jnp.int32), axes))
 
+    is_finite = jnp.isfinite(total)
+
     def second_look() -> JudgedNorm:
+        groups = _group_alike(leaves, untracked)
         # Each reduction gets a scalar of its own, which only a barrier keeps apart. If several
         # reductions share one scalar, XLA's CPU backend broadcasts it to an array in memory, and
         # reserves that memory whether the branch is taken or not.
-        inverses = lax.optimization_barrier([jnp.float32(1 / _LARGE_UNIT)] * len(leaves))
-        large = list(map(_large_squares, leaves, inverses))
+        inverses = lax.optimization_barrier([jnp.float32(1 / _LARGE_UNIT)] * len(groups))
+        large = [
+            _large_squares(group.leaves, inverse, is_finite)
+            for group, inverse in zip(groups, inverses, strict=True)
+        ]
+        total = add_over_shards(list(map(jnp.sum, large)), [group.untracked for group in groups])
         widest = max((s.dtype for s in large), key=lambda dtype: dtype.itemsize)
-        sums = jnp.stack([s.astype(widest) for s in large])
+        sums = jnp.concatenate([s.astype(widest) for s in large])
         # NaN + inf is NaN: an array with both shows its NaN alone.
         found = jnp.stack([jnp.isinf(sums), jnp.isnan(sums)], axis=1)  # bool[num_leaves, 2]
-        norm = jnp.sqrt(add_over_shards(large, untracked)) * multiplier * _LARGE_UNIT
+        norm = jnp.sqrt(total) * multiplier * _LARGE_UNIT
         return JudgedNorm(norm, mark_varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
 
-    return lax.cond(jnp.isfinite(total), all_is_well, second_look)
+    return lax.cond(is_finite, all_is_well, second_look)
 
 
 def sum_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -145,10 +156,52 @@ def _squares(leaf: jax.Array) -> jax.Array:
     return leaf.real**2 + leaf.imag**2 if jnp.iscomplexobj(leaf) else leaf**2
 
 
-def _large_squares(leaf: jax.Array, inverse_unit: jax.Array) -> jax.Array:
-    """The sum of squares in the large unit, a scalar."""
-    wide = leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
-    return _sum_squares(wide * inverse_unit.astype(wide.dtype))
+class _Group(NamedTuple):
+    """Arrays of one shape, dtype and layout, divided over the same axes of which no type tells."""
+
+    leaves: list[jax.Array]
+    untracked: tuple[str, ...]
+
+
+def _group_alike(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]) -> list[_Group]:
+    """Groups arrays that can be stacked, for one reduction instead of one each.
+
+    The compiler's time grows with the number of operations, and in most models many arrays are
+    alike. A stack is a copy, so a group is kept small beside what there is anyway.
+    """
+    kinds: dict[Any, list[jax.Array]] = {}
+    for leaf, axes in zip(leaves, untracked, strict=True):
+        kinds.setdefault((jax.typeof(leaf), tuple(axes)), []).append(leaf)
+    most = max(_LARGEST_STACK, sum(leaf.size for leaf in leaves) // 40)
+    groups = []
+    for (kind, axes), alike in kinds.items():
+        size = most // max(kind.size, 1)
+        size = size if size >= _SMALLEST_GROUP else 1
+        groups += [_Group(alike[k : k + size], axes) for k in range(0, len(alike), size)]
+    return groups
+
+
+def _large_squares(
+    alike: list[jax.Array], inverse_unit: jax.Array, is_finite: jax.Array
+) -> jax.Array:
+    """The sums of squares of a group's arrays in the large unit; shape (number of arrays,).
+
+    XLA would make all stacks before it reduces the first, as nothing says otherwise, and reserve
+    memory for all of them. What is inside a branch is made there, and all branches use the same
+    memory. So each stack is in one, though `is_finite` is known to be false.
+    """
+
+    def add_squares() -> jax.Array:
+        stack = jnp.stack(alike) if len(alike) > 1 else alike[0][None]
+        wide = stack.astype(wider_dtype(stack.dtype, jnp.float32))
+        squares = _squares(wide * inverse_unit.astype(wide.dtype))
+        return jnp.sum(squares, axis=range(1, squares.ndim))
+
+    if len(alike) == 1:
+        return add_squares()
+    sums = jax.eval_shape(add_squares)
+    nothing = mark_varying(jnp.zeros(sums.shape, sums.dtype), varying_axes(alike))
+    return lax.cond(is_finite, lambda: nothing, add_squares)
 
 
 def _find_floating(
