@@ -28,6 +28,7 @@ from jax import lax
 from ampx.mesh_axes import add_divided, mark_varying, varying_axes
 from ampx.model_axes import NOT_DIVIDED, ModelAxes, add_over_shards, untracked_of_leaves
 from ampx.trees import is_floating, wider_dtype
+from ampx.turns import switch_in_turn
 from ampx.updates.tails import Tail
 
 # A float32 g is below 2**128, so (g / 2**90)**2 is below 2**76, and 2**51 of these add up to less
@@ -35,8 +36,8 @@ from ampx.updates.tails import Tail
 # vanish in it, its square being below 2**-126. That does not matter: 2**40 of them contribute 2**94
 # to a sum of squares that was found to be at least 2**128.
 _LARGE_UNIT = 2.0**90
-# The second look stacks arrays that are alike: up to so many elements, half a MiB, or a
-# fortieth of all, 0.1 bytes a parameter. Fewer arrays than this gain nothing.
+# The second look stacks arrays that are alike, up to so many elements (half a MiB) or a fortieth of
+# all (0.1 bytes a parameter). Fewer arrays than `_SMALLEST_GROUP` gain nothing.
 _LARGEST_STACK = 2**17
 _SMALLEST_GROUP = 4
 # Gradients of this norm have squares that add up in float32, also where rounding doubles the sum.
@@ -100,10 +101,10 @@ def measure_and_judge(
         # reductions share one scalar, XLA's CPU backend broadcasts it to an array in memory, and
         # reserves that memory whether the branch is taken or not.
         inverses = lax.optimization_barrier([jnp.float32(1 / _LARGE_UNIT)] * len(groups))
-        large = [
-            _large_squares(group.leaves, inverse, is_finite)
-            for group, inverse in zip(groups, inverses, strict=True)
-        ]
+        large, turn = [], jnp.int32(0)
+        for group, inverse in zip(groups, inverses, strict=True):
+            turn, own = _large_squares(turn, group.leaves, inverse, is_finite)
+            large.append(own)
         total = add_over_shards(list(map(jnp.sum, large)), [group.untracked for group in groups])
         widest = max((s.dtype for s in large), key=lambda dtype: dtype.itemsize)
         sums = jnp.concatenate([s.astype(widest) for s in large])
@@ -182,13 +183,14 @@ def _group_alike(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]
 
 
 def _large_squares(
-    alike: list[jax.Array], inverse_unit: jax.Array, is_finite: jax.Array
-) -> jax.Array:
+    turn: jax.Array, alike: list[jax.Array], inverse_unit: jax.Array, is_finite: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The sums of squares of a group's arrays in the large unit; shape (number of arrays,).
 
     XLA would make all stacks before it reduces the first, as nothing says otherwise, and reserve
     memory for all of them. What is inside a branch is made there, and all branches use the same
-    memory. So each stack is in one, though `is_finite` is known to be false.
+    memory. So each stack is in one, though `is_finite` is known to be false. Where devices divide
+    arrays, XLA adds its collectives there, and these take turns; see `ampx.turns`.
     """
 
     def add_squares() -> jax.Array:
@@ -198,10 +200,10 @@ def _large_squares(
         return jnp.sum(squares, axis=range(1, squares.ndim))
 
     if len(alike) == 1:
-        return add_squares()
+        return turn, add_squares()
     sums = jax.eval_shape(add_squares)
-    nothing = mark_varying(jnp.zeros(sums.shape, sums.dtype), varying_axes(alike))
-    return lax.cond(is_finite, lambda: nothing, add_squares)
+    nothing = mark_varying(jnp.zeros(sums.shape, sums.dtype), sorted(varying_axes(alike)))
+    return switch_in_turn(turn, is_finite.astype(jnp.int32), [add_squares, lambda: nothing])
 
 
 def _find_floating(

@@ -11,7 +11,7 @@ from pipeline_models import make_batch, make_params, pipeline
 from ampx.diagnostics.hlo import parse_computations
 from ampx.jaxprs import reading
 from ampx.pipelining import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
-from ampx.pipelining.runtime.turns import first_turn, switch_in_turn
+from ampx.turns import first_turn, switch_in_turn
 
 BRANCHES = [jnp.sin, jnp.cos, jnp.tanh]
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_order import find_unordered_collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -103,6 +104,18 @@ def test_a_second_look_at_groups_has_derivatives():
     norm = find_norm(leaves)
     for slope, leaf in zip(slopes, leaves, strict=True):
         np.testing.assert_allclose(np.float64(slope), np.float64(leaf) / norm, rtol=1e-2, atol=1e-7)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_collectives_of_a_second_look_come_in_one_order(axis_type):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    matrices = [jax.ShapeDtypeStruct((8, 2**k), jnp.float32) for k in range(3, 7) for _ in range(4)]
+    sharding = NamedSharding(mesh, P("data"))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(measure_and_judge, in_shardings=sharding).lower(matrices).compile()
+    text = compiled.as_text()
+    assert text.count(" conditional(") > 4  # one a kind, and the look itself
+    assert not find_unordered_collectives(text)
 
 
 def test_stacks_of_a_second_look_take_turns_in_memory():

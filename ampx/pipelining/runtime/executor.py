@@ -53,7 +53,7 @@ from ampx.pipelining.runtime.stage_programs import (
     StageProgram,
     select_floating_leaves,
 )
-from ampx.pipelining.runtime.turns import first_turn, switch_in_turn
+from ampx.turns import first_turn, switch_in_turn
 
 Wires = tuple[list[jax.Array], ...]
 # Finds what a table, int32[ticks, devices], says to this device in this tick.
@@ -99,7 +99,7 @@ class _Carry(NamedTuple):
       grads: sums of gradients so far, like the device's view of the parameters; None without a
         backward.
       results: loss, weight and auxiliary output, each with a leading axis of micro-batches.
-      turn: int32[], 0, the turn of the next switch: see `ampx.pipelining.runtime.turns`.
+      turn: int32[], 0, the turn of the next switch: see `ampx.turns`.
     """
 
     activations: Wires

@@ -1,7 +1,7 @@
 """Switches that each device starts only when it has ended those before.
 
-The switches of a tick read different values, so nothing tells a compiler in which order they run.
-Their branches may hold collectives, for which devices wait for each other:
+Where switches read different values, nothing tells a compiler in which order they run. Their
+branches may hold collectives, for which devices wait for each other; in a pipeline's tick:
 
   device 0    forward [all-reduce with 1]    exchange [permute with all]
   device 1    exchange [permute with all]    forward [all-reduce with 0]      wait for ever
