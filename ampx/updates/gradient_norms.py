@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ampx.mesh_axes import add_divided, mark_varying, varying_axes
@@ -36,9 +37,10 @@ from ampx.updates.tails import Tail
 # vanish in it, its square being below 2**-126. That does not matter: 2**40 of them contribute 2**94
 # to a sum of squares that was found to be at least 2**128.
 _LARGE_UNIT = 2.0**90
-# The second look stacks arrays that are alike, up to so many elements (half a MiB) or a fortieth of
-# all (0.1 bytes a parameter). Fewer arrays than `_SMALLEST_GROUP` gain nothing.
-_LARGEST_STACK = 2**17
+# The second look stacks arrays that are alike, up to a fortieth of all elements (0.1 bytes a
+# parameter), but at least half a MiB and at most 16 MiB: the compiler may have chosen layouts that
+# types do not tell, and must gather a stack then. Fewer than `_SMALLEST_GROUP` gain nothing.
+_STACKED = (2**17, 2**22)  # elements
 _SMALLEST_GROUP = 4
 # Gradients of this norm have squares that add up in float32, also where rounding doubles the sum.
 _LARGEST_CLIP = 2.0**63
@@ -173,7 +175,7 @@ def _group_alike(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]
     kinds: dict[Any, list[jax.Array]] = {}
     for leaf, axes in zip(leaves, untracked, strict=True):
         kinds.setdefault((jax.typeof(leaf), tuple(axes)), []).append(leaf)
-    most = max(_LARGEST_STACK, sum(leaf.size for leaf in leaves) // 40)
+    most = int(np.clip(sum(leaf.size for leaf in leaves) // 40, *_STACKED))
     groups = []
     for (kind, axes), alike in kinds.items():
         size = most // max(kind.size, 1)
