@@ -187,7 +187,7 @@ def _group_alike(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]
 def _large_squares(
     turn: jax.Array, alike: list[jax.Array], inverse_unit: jax.Array, is_finite: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The sums of squares of a group's arrays in the large unit; shape (number of arrays,).
+    """The next turn, and the sums of squares of a group in the large unit; shape (arrays,).
 
     XLA would make all stacks before it reduces the first, as nothing says otherwise, and reserve
     memory for all of them. What is inside a branch is made there, and all branches use the same
@@ -196,7 +196,7 @@ def _large_squares(
     """
 
     def add_squares() -> jax.Array:
-        stack = jnp.stack(alike) if len(alike) > 1 else alike[0][None]
+        stack = jnp.stack(alike)
         wide = stack.astype(wider_dtype(stack.dtype, jnp.float32))
         squares = _squares(wide * inverse_unit.astype(wide.dtype))
         return jnp.sum(squares, axis=range(1, squares.ndim))
