@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import pathlib
+import zlib
 from collections.abc import Callable
 
 import hypothesis
@@ -85,17 +86,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Workers take whole files, so they end together. `slow_but("a", "b")`: of a parametrized test
     only the cases with these ids are quick. `whole_but("a", "b")`: without `--whole` only these
-    run. `whole("a", "b")`: only these are left out.
+    run. `whole("a", "b")`: only these are left out. `sampled(3, "a")`: of the slow cases about
+    every third is run without `--whole`, and "a". Which ones, their names decide, so that a new
+    case moves no other.
     """
     named: dict[tuple[str, str], set[str]] = {}  # ids that these marks should meet
     for item in items:
         assert " at 0x" not in item.name, f"{item.name} has another name in each worker: give ids"
-        for name in ("slow_but", "whole_but", "whole"):
-            if (mark := item.get_closest_marker(name)) and mark.args:
+        for name in ("slow_but", "whole_but", "whole", "sampled"):
+            mark = item.get_closest_marker(name)
+            if ids := [arg for arg in mark.args if isinstance(arg, str)] if mark else []:
                 test = (item.nodeid.partition("[")[0], name)
-                named.setdefault(test, set(mark.args)).discard(item.callspec.id)
-                if name.endswith("_but") and item.callspec.id not in mark.args:
+                named.setdefault(test, set(ids)).discard(item.callspec.id)
+                if name.endswith("_but") and item.callspec.id not in ids:
                     item.add_marker(name.removesuffix("_but"))
+        if (mark := item.get_closest_marker("sampled")) and item.get_closest_marker("slow"):
+            every, *kept = mark.args
+            if zlib.crc32(item.name.encode()) % every and item.callspec.id not in kept:
+                item.add_marker("whole")
     if not any("::" in arg for arg in config.args):  # else some cases were not collected
         if unmet := {test: ids for test, ids in named.items() if ids}:
             raise pytest.UsageError(f"marks name ids that no case has: {unmet}")
@@ -107,8 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_for_whole(item: pytest.Item) -> bool:
-    mark = item.get_closest_marker("whole")
-    return mark is not None and (not mark.args or item.callspec.id in mark.args)
+    marks = item.iter_markers("whole")
+    return any(not mark.args or item.callspec.id in mark.args for mark in marks)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -4,6 +4,7 @@ import pytest
 import soak
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow_but("one device, fused adamw, O1, dynamic")
 @pytest.mark.parametrize(
     "name",

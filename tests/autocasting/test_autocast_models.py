@@ -65,6 +65,7 @@ def dtypes_of(tree):
     return {leaf.dtype for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow_but("MLP, nnx-float16", "transformer, scan + remat-bfloat16")
 @pytest.mark.parametrize("name, half", IN_HALVES)
 def test_loss_and_gradients_are_close_to_float32(name, half):

@@ -43,6 +43,7 @@ def assert_same_part(result, left, right):
 
 
 @pytest.mark.slow_but("2")
+@pytest.mark.whole("4")
 @pytest.mark.parametrize("count, hows", [(2, HOWS), (4, ["all_reduce", "hosts"])], ids=["2", "4"])
 def test_processes_train_as_one_process_does(count, hows, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # does not get in
@@ -180,7 +181,7 @@ def test_parameters_are_updated_while_the_last_bucket_is_late():
 # --- the guide ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_script_of_the_guide_runs_in_all_its_ways(tmp_path):
     text = (ROOT / "docs/guides/many_processes.md").read_text()
     script, shell = (

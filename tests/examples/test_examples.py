@@ -500,7 +500,7 @@ def test_command_line_makes_virtual_devices(tmp_path, alone) -> None:
     np.testing.assert_allclose(losses[0], alone.held_out_loss, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_two_processes_train_as_one_does(tmp_path, alone) -> None:
     with reserved_port() as port:
         flags = f"{FLAGS} --layers 1 --mesh data=2 --coordinator 127.0.0.1:{port} --num-processes 2"

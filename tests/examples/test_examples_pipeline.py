@@ -140,8 +140,7 @@ def test_a_pipeline_changes_rounding_only(short, model, alone, mesh, schedule) -
         assert len(leaf.devices()) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.whole("O2")  # the first phase of the other
+@pytest.mark.whole
 @pytest.mark.parametrize("precision", ["O2", "fast|step|0.5"])
 def test_a_pipeline_keeps_the_precision(short, precision) -> None:
     """Against the same micro-batches on the same parts of the data, without stages."""
@@ -249,7 +248,7 @@ def test_unknown_schedule_is_refused() -> None:
 # --- in processes of their own --------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_two_processes_train_as_one_does(tmp_path, alone) -> None:
     """Each process has both stages, for half of the data."""
     with reserved_port() as port:

@@ -110,6 +110,7 @@ def interpreted_gpu(monkeypatch):
 
 
 @pytest.mark.slow_but("stochastic, lion-tpu")
+@pytest.mark.whole("split 8, lamb-tpu", "stochastic, int8-tpu")
 @pytest.mark.parametrize(
     "case, platform",
     [

@@ -68,6 +68,7 @@ def draw_gradients(rng, norm):
     return {name: jnp.asarray(x / norms[name] * largest, jnp.float32) for name, x in tree.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow_but(*QUICK)
 @pytest.mark.parametrize("name", ANALYSED)
 def test_every_number_lies_within_its_bounds(name):

@@ -4,8 +4,7 @@ A file is about optimizers if its code names a factory of them. Its tests are wr
 optimizers and dtypes, 2,000 in all, and each form compiles each of them anew. `all_cases` are those
 of every form: 45 minutes of one processor, so they are run on request (`pytest --whole`). The
 suite takes `some_cases`. Where optimizers differ, every form takes a case of its own. Any other
-test is run in the form `fused`, and by turns in one of the other forms: with its one case, or with
-one of its parameters' cases, which is another in each form.
+test is run in one form, by turns: with its one case, or with one of its parameters' cases.
 
 `optax_cases.txt` lists by name what is left out, with the reason: tests that make no optimizer,
 tests of which the suite runs no case since they take too long, and cases that cannot pass. A line
@@ -121,7 +120,7 @@ def all_cases(module: str, form: str) -> dict[str, Cases]:
 def some_cases(module: str, form: str) -> dict[str, Cases]:
     """Those of them that the suite runs."""
     return {
-        test: _spread(cases, form)
+        test: _spread(cases, form, is_fused=not reasons_against(test, "fused") & set(WHOLE_TESTS))
         for test, cases in all_cases(module, form).items()
         if LONG not in reasons_against(test, form)
     }
@@ -165,13 +164,13 @@ def _suited(cases: Cases, form: str) -> Cases:
     return [case for case, name in zip(cases, names, strict=True) if name and name[1] in FUSED]
 
 
-def _spread(cases: Cases, form: str) -> Cases:
+def _spread(cases: Cases, form: str, is_fused: bool) -> Cases:
     if not cases:
         return []
     first = cases[0][0].removeprefix(f"{form}: ")
     if "opt_name=" not in first:
         number, odd = divmod(zlib.crc32(first.encode()), 2)
         around = ("scale", "window" if odd else "zero1")[number % 3 > 0]
-        if form not in ("fused", around):
+        if form != ("fused" if is_fused and number % 2 else around):
             return []
     return [cases[FORMS.index(form) * len(cases) // len(FORMS)]]

@@ -343,7 +343,7 @@ def with_call_key(state, key):
 
 
 @pytest.mark.slow
-@pytest.mark.whole("module")
+@pytest.mark.whole("state", "module")
 @pytest.mark.parametrize("form", ["state", "module", "module, O2"])
 def test_dropout_with_streams_of_its_own_equals_the_sequence(form):
     graphdef, stages = layers_with_rngs()

@@ -99,6 +99,7 @@ def assert_equal_to(expected, result, scale=1.0):
 
 
 # Dropout and the masks of random keys are in it, so every schedule draws the reference's numbers.
+@pytest.mark.sampled(2, "1f1b S=4 V=1 M=1-1", "1f1b S=4 V=1 M=8-1")
 @pytest.mark.slow_but("looped-bfs S=2 V=4 M=5-2", "zero-bubble-v S=2 V=2 M=5-2")
 @pytest.mark.whole("1f1b S=2 V=1 M=5-2", "interleaved S=2 V=2 M=5-2", "zero-bubble-v S=2 V=2 M=1-1")
 @pytest.mark.parametrize(("schedule", "data"), CASES, ids=name_of)

@@ -222,7 +222,7 @@ CASES = {
 
 
 @pytest.mark.slow_but("checked")
-@pytest.mark.whole("unchecked")
+@pytest.mark.whole("unchecked", "interleaved, unchecked")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_on_data_stage_and_model_are_those_of_one_device(case):
     options, name = CASES[case]
@@ -233,7 +233,7 @@ def test_steps_on_data_stage_and_model_are_those_of_one_device(case):
     assert_trains_as_alone(step, state, name)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_optimizers_state_may_be_divided_over_the_data_too():
     """ZeRO-1 as a sharding: gradients are global arrays, and the compiler divides the update."""
     grads_of = make_grads_of()

@@ -111,6 +111,7 @@ CASES = [
 SAMPLED = [(name, form) for name, form in CASES if form != PLAIN or name in ("adamw", "lbfgs")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.whole_but(*map("-".join, SAMPLED))
 @pytest.mark.slow_but(
     "adamw-micro-batches", "lbfgs-dynamic scale", "contrib.sam-scale and micro-batches"
