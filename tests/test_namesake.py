@@ -33,6 +33,7 @@ def test_a_distribution_of_our_import_name_is_warned_of(name, tmp_path, monkeypa
     assert all("pip uninstall ampx" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.slow
 def test_the_import_warns_at_the_line_that_imports(tmp_path) -> None:
     install(tmp_path, "ampx")
     program = tmp_path / "program.py"

@@ -144,6 +144,7 @@ def test_source_files_stay_short(path):
     assert len(path.read_text().splitlines()) <= 450, "one file, one idea: split it"
 
 
+@pytest.mark.slow
 def test_ampx_needs_neither_flax_nor_plotting():
     """A program without them never pays for them."""
     names = "{'flax', 'matplotlib', 'tqdm', 'orbax', 'rich'}"

@@ -5,7 +5,7 @@ import soak
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.slow_but("one device, fused adamw, O1, dynamic")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -66,7 +66,7 @@ def dtypes_of(tree):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow_but("MLP, nnx-float16", "transformer, scan + remat-bfloat16")
+@pytest.mark.slow_but("MLP, nnx-float16")
 @pytest.mark.parametrize("name, half", IN_HALVES)
 def test_loss_and_gradients_are_close_to_float32(name, half):
     of_loss, of_grads = relative_errors(under_autocast(name, half), in_float32(name))
@@ -125,6 +125,7 @@ def test_batch_statistics_are_close_to_float32():
             np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
 
 
+@pytest.mark.slow
 def test_a_row_of_padding_alone_is_finite_where_a_boundary_cast_gives_nan():
     model = MODELS["padded attention"]
     assert not model.start()[2][0]["mask"][0].any()

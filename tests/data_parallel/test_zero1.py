@@ -108,7 +108,7 @@ def run(step, state, steps, params=PARAMS, batch=BATCH):
 
 
 # What is left out has states of the same kind as another one here, or divides them over two axes.
-@pytest.mark.slow_but("clip-4", "lamb-2x4")
+@pytest.mark.slow_but("lamb-2x4")
 @pytest.mark.whole("lion-4", "adadelta-4", "schedule-4", "clip-2x4")
 @pytest.mark.parametrize(
     "name, mesh_name", [*((name, "4") for name in INNERS), ("lamb", "2x4"), ("clip", "2x4")]
@@ -197,6 +197,7 @@ def test_an_overflow_on_one_device_changes_nothing_on_any(bad):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_know_how_many_devices_there_were(tmp_path):
     step, state, _ = of_inner("lamb")
     params, state, _ = run(step, state, 3)

@@ -296,7 +296,7 @@ def sum_with_gradient_of_one(x):
     return x + jax.lax.stop_gradient(jax.lax.psum(x, "model") - x)
 
 
-@pytest.mark.slow_but("vma")
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
 def test_train_step_reports_what_holds_for_the_whole(check_vma):
     mesh = make_mesh((2, 2), ("data", "model"))

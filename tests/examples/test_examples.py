@@ -258,6 +258,7 @@ def test_a_mesh_needs_its_devices(short, model) -> None:
         language_model.train(config, corpus=short, model=model)
 
 
+@pytest.mark.slow
 def test_table_says_how_many_devices(alone) -> None:
     assert "Trained over" not in reporting.format_table([[alone]], 3.25)
     table = reporting.format_table([[alone._replace(devices=4)]], 3)

@@ -125,7 +125,7 @@ def test_split_masters_of_16_bits_are_float32_masters():
     assert_bit_equal(joined, with_masters.inner_state.master_params["w"])
 
 
-@pytest.mark.slow_but("stochastic and int8")
+@pytest.mark.slow
 @low_bit
 def test_a_skipped_step_keeps_every_bit(name):
     params = parameters(name)

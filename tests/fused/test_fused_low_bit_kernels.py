@@ -109,7 +109,7 @@ def interpreted_gpu(monkeypatch):
     monkeypatch.setattr(pallas_updates, "_map_leaves", lambda backend: interpreted)
 
 
-@pytest.mark.slow_but("stochastic, lion-tpu")
+@pytest.mark.slow
 @pytest.mark.whole("split 8, lamb-tpu", "stochastic, int8-tpu")
 @pytest.mark.parametrize(
     "case, platform",

@@ -251,8 +251,8 @@ def test_all_programs_are_traced(request, group):
         check_all(functools.partial(check_traced, **options), [harness])
 
 
-# One at either end of a group: shapes grow along it, dtypes change. The suite runs the one that runs
-# backward of every second group, and of the others both.
+# One at either end of a group: shapes grow along it, dtypes change. Of every second group the suite
+# runs both, and of the others the one that runs backward.
 BOTH = [f"{group}-first" for group in list(GROUPS)[::2]]
 
 

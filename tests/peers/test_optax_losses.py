@@ -115,7 +115,7 @@ PEERS = (
 )
 
 
-@pytest.mark.slow_but("_smoothing_test", "_self_supervised_test")
+@pytest.mark.slow_but("_smoothing_test")
 @pytest.mark.parametrize("module", MODULES, ids=lambda name: name.rpartition(".")[2])
 def test_losses(module, request):
     choose = all_cases if request.config.getoption("--whole") else some_cases

@@ -304,6 +304,7 @@ def test_batch_statistics_among_the_parameters_are_refused(name):
         jax.eval_shape(make_grads_of(stage), with_stages(stages), make_batch(0))
 
 
+@pytest.mark.slow
 def test_frozen_batch_statistics_are_closed_over():
     block = Block(functools.partial(nn.BatchNorm, use_running_average=True))
     variables = linen_params(block)

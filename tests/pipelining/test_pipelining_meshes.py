@@ -221,7 +221,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_but("checked")
+@pytest.mark.slow
 @pytest.mark.whole("unchecked", "interleaved, unchecked")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_on_data_stage_and_model_are_those_of_one_device(case):

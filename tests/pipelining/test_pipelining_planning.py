@@ -154,7 +154,7 @@ CASES = {
 LOOSE = "1f1b, unequal stages", "1f1b, dropout"
 
 
-@pytest.mark.slow_but("1f1b")
+@pytest.mark.slow
 @pytest.mark.whole("1f1b, dropout", "interleaved")
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_the_compiler_says_of_the_real_program(name):

@@ -171,7 +171,7 @@ def test_layers_may_make_x_differ_along_another_axis():
     np.testing.assert_allclose(found.grads["stages"], jax.grad(loss)(params), rtol=1e-5)
 
 
-@pytest.mark.slow_but("interleaved")
+@pytest.mark.slow_but("not divided")
 @pytest.mark.whole("1f1b")
 @pytest.mark.parametrize(
     ("schedule", "layers_per_stage"),

@@ -373,6 +373,7 @@ def test_numbers_that_do_not_fit_are_left_out():
     assert not axes.texts
 
 
+@pytest.mark.slow
 def test_schedules_need_neither_devices_nor_plotting():
     code = (
         "import sys; from ampx.pipelining.schedules import generators as g; "

@@ -165,7 +165,7 @@ def gradient_functions():
     return grads_of, jax.jit(grads_of), jax.jit(alone)
 
 
-@pytest.mark.slow_but("multi_steps")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_need_not_know_of_stages(name):
     grads_of, pipelined, alone = gradient_functions()
@@ -294,6 +294,7 @@ def test_an_overflow_in_any_layer_shard_and_microbatch_is_skipped_everywhere(nam
     assert jitted._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_the_verdict_is_the_count_over_the_gradients():
     _, judged, _ = gradient_functions()
     for bad in (make_batch(1), make_batch(1, spoilt=(9, 2))):

@@ -220,6 +220,7 @@ def test_missing_matplotlib_names_the_extra(monkeypatch) -> None:
         plot_training({"O2": SKIPPING})
 
 
+@pytest.mark.slow
 def test_importing_plotting_does_not_import_matplotlib() -> None:
     source = "import sys, ampx, ampx.plotting; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0

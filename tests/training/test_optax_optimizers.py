@@ -113,9 +113,7 @@ SAMPLED = [(name, form) for name, form in CASES if form != PLAIN or name in ("ad
 
 @pytest.mark.sampled(2)
 @pytest.mark.whole_but(*map("-".join, SAMPLED))
-@pytest.mark.slow_but(
-    "adamw-micro-batches", "lbfgs-dynamic scale", "contrib.sam-scale and micro-batches"
-)
+@pytest.mark.slow_but("adamw-micro-batches", "contrib.sam-scale and micro-batches")
 @pytest.mark.parametrize(("name", "form"), CASES, ids=map("-".join, CASES))
 def test_trains_as_with_optax_alone(name, form):
     params, opt_state, losses = optax_run(name)
