@@ -20,7 +20,7 @@ def test_kernels_in_float8_are_known_by_their_names():
     assert kernels.longest[0] == "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_table_has_a_row_for_each_recipe_and_programs_are_those_of_the_recipe(capsys):
     float8.main(["--sizes", "32", "--rounds", "1"])
     table = capsys.readouterr().out

@@ -4,7 +4,7 @@ import pytest
 import soak
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.whole_but("one device, fused adamw, O1, dynamic")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -35,7 +35,7 @@ def test_slurm_starts_one_process_for_each_gpu():
     assert "#SBATCH --requeue" in script
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_slurms_script_trains(tmp_path):
     guide = (ROOT / "docs/guides/many_processes.md").read_text()
     train = re.search(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)[1]

@@ -105,7 +105,7 @@ def test_a_process_that_ends_takes_the_others_with_it(victim, by):
         assert "ValueError: the rows of this process cannot be read" in message
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_process_that_stands_still_ends_the_others():
     args = {"how": "all_reduce", "victim": 1, "by": "SIGSTOP"}
     with pytest.raises(ProcessesFailed) as caught:

@@ -109,7 +109,7 @@ def run(step, state, steps, params=PARAMS, batch=BATCH):
 
 # What is left out has states of the same kind as another one here, or divides them over two axes.
 @pytest.mark.slow_but("lamb-2x4")
-@pytest.mark.whole("lion-4", "adadelta-4", "schedule-4", "clip-2x4")
+@pytest.mark.whole("lion-4", "adadelta-4", "schedule-4", "adafactor-4", "clip-2x4")
 @pytest.mark.parametrize(
     "name, mesh_name", [*((name, "4") for name in INNERS), ("lamb", "2x4"), ("clip", "2x4")]
 )

@@ -324,6 +324,7 @@ def test_table_counts_updates_held_back(scaled) -> None:
     assert "[1] O2 float16, dynamic scale: 0 to 7 updates held back" in table
 
 
+@pytest.mark.slow
 def test_several_seeds_are_compared_seed_by_seed(alone, monkeypatch, capsys) -> None:
     losses = {("float32", 3): 2.0, ("float32", 5): 1.0, ("O1 bfloat16", 3): 2.1}
     trained = []
@@ -494,7 +495,7 @@ def test_main_trains(short, model, monkeypatch, tmp_path, capsys) -> None:
 # --- in processes of their own --------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_command_line_makes_virtual_devices(tmp_path, alone) -> None:
     ((out, _, losses),) = run_commands(tmp_path, f"{FLAGS} --layers 1 --mesh data=4 --zero1")
     assert "Trained over 4 devices in 1 process;" in out

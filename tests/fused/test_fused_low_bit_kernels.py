@@ -110,7 +110,7 @@ def interpreted_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.whole("split 8, lamb-tpu", "stochastic, int8-tpu")
+@pytest.mark.whole("split 8, lamb-tpu", "split 8, int8-tpu", "stochastic, int8-tpu")
 @pytest.mark.parametrize(
     "case, platform",
     [
@@ -151,7 +151,7 @@ def test_a_skipped_step_leaves_every_bit(case, platform, monkeypatch):
     assert int(next_state.skipped_total) == 1
 
 
-@pytest.mark.slow_but("16-xla", "8-interpret")
+@pytest.mark.slow_but("16-xla")
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 @pytest.mark.parametrize("error_bits", [8, 16])
 def test_a_half_that_would_overflow_keeps_its_error_bits(error_bits, backend):

@@ -233,7 +233,7 @@ def some_traces(programs: list[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Each program, and what `check_traced` takes to trace it in those forms whose turn it is."""
     turn = 0
     for place, harness in enumerate(programs):
-        if len(programs) > MANY and place > CROSSED and place % 7:
+        if len(programs) > MANY and place > CROSSED and place % 20:
             halves, forms = HALVES[place % 2 :][:1], {"gradients": False, "batches": False}
         else:
             halves, forms = HALVES[:: -1 if turn % 2 else 1], {}

@@ -136,7 +136,7 @@ def test_infinite_gradients_are_counted_and_agreed_on():
     assert np.isfinite(result.loss)
 
 
-@pytest.mark.slow_but("1f1b S=4 V=1 M=3-residuals")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "stash"),
     [
@@ -167,7 +167,7 @@ def test_stages_may_have_unequally_many_layers(schedule, layers_per_stage, kind)
     assert_equal_to(reference(3), result)
 
 
-@pytest.mark.slow_but("1f1b S=2 V=1 M=3-mean")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "normalize"),
     [(one_f_one_b(2, 3), "mean"), (zero_bubble_v(2, 3), "sum")],

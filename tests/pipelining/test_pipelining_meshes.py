@@ -222,7 +222,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.whole("unchecked", "interleaved, unchecked")
+@pytest.mark.whole("unchecked", "interleaved, unchecked", "zero-bubble, Explicit")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_on_data_stage_and_model_are_those_of_one_device(case):
     options, name = CASES[case]

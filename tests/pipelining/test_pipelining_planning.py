@@ -155,7 +155,7 @@ LOOSE = "1f1b, unequal stages", "1f1b, dropout"
 
 
 @pytest.mark.slow
-@pytest.mark.whole("1f1b, dropout", "interleaved")
+@pytest.mark.whole("1f1b, dropout", "interleaved", "half precision")
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_the_compiler_says_of_the_real_program(name):
     schedule, shape, options, more = CASES[name]
@@ -312,6 +312,7 @@ def test_a_plan_can_be_read(large):
     assert max(map(len, text.splitlines())) <= 110
 
 
+@pytest.mark.slow
 def test_meshes_may_be_real_or_abstract_or_of_another_kind():
     schedule = pipelining.one_f_one_b(2, 2)
     params, batch = make_params(2), make_batch(schedule, 2)

@@ -71,7 +71,7 @@ CASES = {
 
 
 # Tolerances are those of sums in half precision, which a fusion more or less rounds otherwise.
-@pytest.mark.slow_but("fast")
+@pytest.mark.slow
 @pytest.mark.whole("fast1")  # another half type
 @pytest.mark.parametrize("case", CASES)
 def test_a_scan_of_steps_equals_that_of_one_device(case):

@@ -293,6 +293,7 @@ cells |= st.builds("({};{})OVERLAP_F_B".format, cells, cells) | st.text(',\r\0"0
 files = st.lists(st.lists(cells, max_size=4).map(",".join), max_size=4).map("\n".join)
 
 
+@pytest.mark.slow
 @given(files | st.text(max_size=20))
 def test_any_text_is_a_schedule_or_a_short_error(text):
     try:
