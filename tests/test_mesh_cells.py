@@ -51,7 +51,7 @@ def test_the_guide_has_a_row_for_every_transformation():
     assert titles | {"`optax.adamw`", "`optax.lamb`"} == set(rows_of_guide())
 
 
-@pytest.mark.sampled(2, "-".join(DUE))
+@pytest.mark.sampled(3, "-".join(DUE))
 @pytest.mark.slow_but(*map("-".join, QUICK))
 @pytest.mark.whole(*map("-".join, FOR_WHOLE))
 @pytest.mark.parametrize(("name", "kind", "axes"), CASES, ids=lambda word: word)

@@ -160,6 +160,7 @@ def assert_close(rounded, exact):
 
 
 # Its dtypes and those of its gradients are quick for every program.
+@pytest.mark.sampled(2)
 @programs(sampled=6)
 def test_values_and_gradients(program):
     rounded = ampx.autocast(program.fun)

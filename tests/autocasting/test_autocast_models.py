@@ -74,6 +74,7 @@ def test_loss_and_gradients_are_close_to_float32(name, half):
     assert of_grads < GRADIENT_BOUNDS[half] * AMPLIFIERS.get(name, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow_but(
     "MLP, nnx-float16",
     "transformer, scan + remat-bfloat16",

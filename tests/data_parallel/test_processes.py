@@ -116,7 +116,7 @@ def test_a_process_that_stands_still_ends_the_others():
     assert "stopped sending heartbeats" in waiting.log
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_processes_that_never_end_are_killed():
     with pytest.raises(ProcessesFailed, match="not done within 3 s") as caught:
         run_processes("sleep", 2, timeout=3)
@@ -140,7 +140,7 @@ def test_processes_that_were_killed_resume_bit_equal(tmp_path):
         assert result["resumed/opt_state/skipped_total"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_job_whose_host_died_goes_on_with_the_processes_of_the_other(tmp_path):
     """Two hosts of two processes; one host dies, and two processes take the job up again."""
     args = {"directory": str(tmp_path)}

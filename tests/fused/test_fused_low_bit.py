@@ -90,6 +90,7 @@ BYTES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @low_bit
 def test_training_reaches_the_loss_of_float32_in_fewer_bytes(name, float32_loss):

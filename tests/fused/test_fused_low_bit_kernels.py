@@ -308,6 +308,6 @@ with jax.sharding.use_abstract_mesh(tpu):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_low_bit_kernels_lower_in_place_without_an_accelerator():
     in_a_process(_LOWERING, devices=1)

@@ -72,7 +72,7 @@ CASES = {
 
 # Tolerances are those of sums in half precision, which a fusion more or less rounds otherwise.
 @pytest.mark.slow
-@pytest.mark.whole("fast1")  # another half type
+@pytest.mark.whole("fast", "fast1")  # a part of "fast to O1", and another half type
 @pytest.mark.parametrize("case", CASES)
 def test_a_scan_of_steps_equals_that_of_one_device(case):
     schedule, pipeline, rtol = CASES[case]

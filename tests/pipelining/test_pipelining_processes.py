@@ -18,8 +18,7 @@ def expected_training(name, data, stages):
     return state.params, losses
 
 
-@pytest.mark.slow
-@pytest.mark.whole("interleaved-1-2")
+@pytest.mark.whole
 @pytest.mark.parametrize("name, data, stages", [("interleaved", 1, 2), ("1f1b", 2, 2)])
 def test_processes_train_stages_as_one_process_does(name, data, stages):
     count = data * stages

@@ -34,7 +34,7 @@ def saved(folder: pathlib.Path) -> set[int]:
     return {int(path.name) for path in folder.glob("*") if path.name.isdigit()}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_run_that_is_killed_while_it_saves_ends_as_one_that_is_not(tmp_path):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     expected = finish(whole)

@@ -111,7 +111,7 @@ CASES = [
 SAMPLED = [(name, form) for name, form in CASES if form != PLAIN or name in ("adamw", "lbfgs")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.whole_but(*map("-".join, SAMPLED))
 @pytest.mark.slow_but("adamw-micro-batches", "contrib.sam-scale and micro-batches")
 @pytest.mark.parametrize(("name", "form"), CASES, ids=map("-".join, CASES))

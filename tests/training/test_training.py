@@ -791,6 +791,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow_but("O1-1-True-dynamic")
 @pytest.mark.parametrize("level, num_microbatches, check_vma, loss_scale", SHARDED, ids=str)
 def test_shard_map_step_equals_one_device(level, num_microbatches, check_vma, loss_scale):
