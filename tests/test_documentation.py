@@ -111,7 +111,10 @@ def stored_text(cell: nbformat.NotebookNode) -> str:
 
 
 # Those left out till the night show what other tests check more closely.
-@pytest.mark.whole("02_autocast", "04_pipeline", "05_fused_updates", "09_gan", "11_float8")
+@pytest.mark.whole(
+    *("02_autocast", "04_pipeline", "05_fused_updates", "07_images_with_batch_norm"),
+    *("08_lora", "09_gan", "11_float8"),
+)
 @pytest.mark.slow_but("03_data_parallel")
 @pytest.mark.parametrize(
     "notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem

@@ -1,8 +1,8 @@
 """Every transformation on Auto, Explicit and Manual meshes of 1, 2 and 3 axes is the undivided one.
 
-The quick cases have each kind of mesh, and each number of axes. With the slow ones every
-transformation runs under `jit` and in `shard_map`, by turns on Auto axes and with checked types, or
-on Explicit axes and without. With `--whole` every two of transformation, kind and axes meet.
+The quick cases have each kind of mesh, and each number of axes. The slow ones are a sample of the
+rest, in which a transformation runs on Auto axes and with checked types, or on Explicit axes and
+without. With `--whole` every two of transformation, kind and axes meet.
 """
 
 import functools

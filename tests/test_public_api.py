@@ -48,6 +48,7 @@ SLOW = (
 
 
 @pytest.mark.slow_but(*(module for module in MODULES if not module.startswith(SLOW)))
+@pytest.mark.whole("ampx.examples.pipelined")  # which tests of examples train
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run_under_strict_promotion(module):
     assert jax.config.jax_numpy_dtype_promotion == "strict"

@@ -201,7 +201,7 @@ SPECS = {"w": P("data", "model"), "t": P("data"), "m": P(None, "data")}
 SHARDED = {"w": (20, 512), "t": (4, 6, 256), "m": (6, 4, 256)}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_bits_are_those_of_the_place_in_the_whole(monkeypatch):
     """`m` is divided in its middle, where a shard does not know its rows, and is left to XLA."""
     mesh = make_mesh((2, 2), ("data", "model"), "Explicit")

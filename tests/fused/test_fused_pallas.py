@@ -462,6 +462,6 @@ with jax.sharding.use_abstract_mesh(tpu):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_whole_steps_lower_to_few_kernels_in_place():
     in_a_process(_LOWERING, devices=1)

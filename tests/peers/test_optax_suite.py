@@ -87,7 +87,7 @@ def test_optimizers(module, form, choose):
     check(module, form, choose)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_others_call_no_optimizer():
     """Every fourth of them: a file whose code has changed has several."""
     lines = [name for name, why in listed().items() if why == UNUSED]
