@@ -17,6 +17,7 @@ import jax
 import optax
 import pytest
 from compiler_flags import quick_compiler, share_contexts, widen_dispatch_caches
+from mutant_list import MUTANTS
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
@@ -104,14 +105,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             every, *kept = mark.args
             if zlib.crc32(item.name.encode()) % every and item.callspec.id not in kept:
                 item.add_marker("whole")
-    if not any("::" in arg for arg in config.args):  # else some cases were not collected
+    # A test named on the command line, or `--lf`, keeps pytest from collecting the other cases.
+    if not (any("::" in arg for arg in config.args) or config.getoption("lf", False)):
         if unmet := {test: ids for test, ids in named.items() if ids}:
             raise pytest.UsageError(f"marks name ids that no case has: {unmet}")
+        if asleep := find_idle_killers(items):
+            raise pytest.UsageError(f"mutants need these, so they cannot be `whole`: {asleep}")
     if not config.getoption("--whole"):
         config.hook.pytest_deselected(items=list(filter(is_for_whole, items)))
         items[:] = itertools.filterfalse(is_for_whole, items)
     ranks = {name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+def find_idle_killers(items: list[pytest.Item]) -> set[str]:
+    """The tests that must fail for a mutant, and of which no case is run without `--whole`."""
+    files = {item.nodeid.partition("::")[0] for item in items}
+    killers = {f"tests/{m.test}" for m in MUTANTS}
+    run = {item.nodeid for item in items if not is_for_whole(item)}
+    run |= {name.partition("[")[0] for name in run}
+    return {test for test in killers - run if test.partition("::")[0] in files}
 
 
 def is_for_whole(item: pytest.Item) -> bool:

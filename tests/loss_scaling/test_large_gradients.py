@@ -43,7 +43,7 @@ def assert_near(found, expected):
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, "fused.adamw, float16 moments")
 @pytest.mark.slow_but("fused.lamb")
 @pytest.mark.parametrize("name", large.ALL)
 def test_a_large_gradient_is_taken_as_optax_takes_it_or_undone_whole(name):
