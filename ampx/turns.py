@@ -11,6 +11,9 @@ another thread, and the next one starts meanwhile: its collectives may come firs
 last on another. XLA keeps an order for sure only between a value and what is computed from it. So
 each switch says which branch it ran, and the next one adds the high bits of that to its own number:
 they are 0, but no compiler knows.
+
+Where branches write a part of a large buffer, as those of a pipeline do, nothing else of it must be
+touched: see `switch_in_place`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.mesh_axes import mark_varying, varying_axes
+
+# Whether XLA lets several branches of a switch write one buffer where it is.
+_WRITES_IN_PLACE = jax.__version_info__ >= (0, 11, 2)
 
 
 def first_turn(axis_name: str) -> jax.Array:
@@ -52,3 +58,41 @@ def switch_in_turn(
     branches = [numbered(number, branch) for number, branch in enumerate(branches)]
     ran, results = lax.switch(index + turn, branches, *operands)
     return ran >> 16, results  # no switch has so many branches
+
+
+def switch_in_place(
+    turn: jax.Array,
+    index: jax.Array,
+    idle: Callable[[], Any],
+    branches: Sequence[Callable[[Any], tuple[Any, Any]]],
+    buffers: Any,
+) -> tuple[jax.Array, Any, Any]:
+    """Runs, after the switch that returned `turn`, a branch that writes into buffers, or none.
+
+    With jax before 0.11.2 the compiler copies all buffers in each branch of a switch, and once more
+    behind it. It does not if there are two branches and the first one hands the buffers on. So
+    there each branch gets a switch of its own, with nothing to do as the other branch.
+
+    Args:
+      turn: int32[], 0, from `first_turn` or from the switch before.
+      index: int32[], 0 for `idle`, else the number of a branch, counted from 1.
+      idle: makes in `idle()` the results of a device that has nothing to do.
+      branches: each makes in `branch(buffers)` results of the same types, and the buffers anew.
+      buffers: a pytree of arrays, read by nobody afterwards.
+
+    Returns:
+      The turn of the next switch, the results, and the buffers.
+    """
+    if _WRITES_IN_PLACE:
+        choices = [lambda buffers: (idle(), buffers), *branches]
+        turn, (results, buffers) = switch_in_turn(turn, index, choices, buffers)
+        return turn, results, buffers
+
+    def one(branch: Callable[[Any], tuple[Any, Any]]) -> list[Callable[..., Any]]:
+        return [lambda results, buffers: (results, buffers), lambda _, buffers: branch(buffers)]
+
+    results = idle()
+    for number, branch in enumerate(branches, 1):
+        is_due = (index == number).astype(jnp.int32)
+        turn, (results, buffers) = switch_in_turn(turn, is_due, one(branch), results, buffers)
+    return turn, results, buffers

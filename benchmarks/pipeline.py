@@ -1,12 +1,13 @@
 """How long do a pipeline's devices wait, what memory do they need, and what does lockstep cost?
 
-Four tables:
+Five tables:
 
 1. Bubbles, by simulation: the share of time that devices idle, for each schedule, and what waiting
    for a common tick costs.
 2. Trace and compile time of a step, beside the step of the same model on one device.
-3. Temporary memory by number of micro-batches, as the compiler reports it.
-4. Time of real steps on virtual devices whose stages *sleep* instead of computing. A sleep takes
+3. Time of those steps on a machine with fewer cores than devices: the work of all devices together.
+4. Temporary memory by number of micro-batches, as the compiler reports it.
+5. Time of real steps on virtual devices whose stages *sleep* instead of computing. A sleep takes
    the same time on any machine and needs no core, so four devices run in parallel on two cores.
    What is left to measure is the schedule and the program that executes it. With stages that
    sleep four times as long, what is the same for each tick counts a quarter.
@@ -19,6 +20,8 @@ import functools
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,7 @@ from benchmarks.measuring import (
     Candidate,
     measure_compilation,
     print_table,
+    ratio,
     take_turns,
     trace_and_compile,
 )
@@ -157,18 +161,18 @@ def time_asleep(rounds: int, forward: float, counts: tuple[int, ...]) -> None:
     )
 
 
-def compiling(rounds: int) -> None:
-    """Prints how long steps take to trace and to compile, beside the step without a pipeline."""
+def _steps() -> tuple[dict[str, Callable[[], tuple[Any, Any]]], Any]:
+    """Makers of steps `(state, batch) -> state` and their first states, by name; and a batch."""
     microbatches, layers = 8, 8
     whole = model.init_params(jax.random.key(0), layers)
-    batch = model.tokens(2 * microbatches)
     tx = optax.adamw(1e-3)
 
     def as_step(grads_of):
-        def step(params, opt_state, batch):
+        def step(state, batch):
+            params, opt_state = state
             result = grads_of(params, batch)
             updates, opt_state = tx.update(result.grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, result.loss
+            return optax.apply_updates(params, updates), opt_state
 
         return step
 
@@ -188,25 +192,30 @@ def compiling(rounds: int) -> None:
             first=lambda p, shared, tokens, key: shared[tokens[:, :-1]],
             stash=stash,
         )
-        return as_step(grads_of), jax.device_put(divided, grads_of.shardings(divided))
+        params = jax.device_put(divided, grads_of.shardings(divided))
+        return as_step(grads_of), (params, tx.init(params))
 
-    candidates = {
-        "one device": lambda: (
-            as_step(ampx.value_and_grad(model.loss_fn, num_microbatches=microbatches)),
-            whole,
-        )
-    }
+    def make_whole():
+        grads_of = ampx.value_and_grad(model.loss_fn, num_microbatches=microbatches)
+        return as_step(grads_of), (whole, tx.init(whole))
+
+    makers = {"one device": make_whole}
     for name in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"):
         for stash in ("inputs", "residuals"):
             made = functools.partial(make_pipelined, name, stash)
-            candidates[f'{name}, `stash="{stash}"`'] = made
+            makers[f'{name}, `stash="{stash}"`'] = made
+    return makers, model.tokens(2 * microbatches)
+
+
+def compiling(rounds: int) -> None:
+    """Prints how long steps take to trace and to compile, beside the step without a pipeline."""
+    makers, batch = _steps()
 
     def measure(make):
-        step, params = make()
-        arguments = params, tx.init(params), batch
-        return trace_and_compile(step, *arguments, donate_argnums=(0, 1))
+        step, state = make()
+        return trace_and_compile(step, state, batch, donate_argnums=0)
 
-    measures = {name: functools.partial(measure, make) for name, make in candidates.items()}
+    measures = {name: functools.partial(measure, make) for name, make in makers.items()}
     measures["one device"]()  # what JAX loads at its first compilation is no candidate's
     seconds = measure_compilation(measures, rounds)
     rows = []
@@ -214,10 +223,25 @@ def compiling(rounds: int) -> None:
         ratios = np.median(own / seconds["one device"], 0)
         rows.append([name, *(f"{s:.1f}" for s in np.median(own, 0)), *(f"{r:.2f}" for r in ratios)])
     print_table(
-        f"Trace and compile of a step: {layers} layers in {STAGES} stages, {microbatches} "
-        "micro-batches",
+        f"Trace and compile of a step: 8 layers in {STAGES} stages, 8 micro-batches",
         ["step", "trace, CPU-s", "compile, CPU-s", "both, CPU-s"]
         + [f"{part}: ratio to one device" for part in ("trace", "compile", "both")],
+        rows,
+    )
+
+
+def time_work(rounds: int) -> None:
+    """Times the same steps on fewer cores than devices: all that a pipeline does, one by one."""
+    makers, batch = _steps()
+    candidates = [Candidate.compiled(name, *make(), batch) for name, make in makers.items()]
+    take_turns(candidates, rounds)
+    rows = [
+        [c.name, f"{c.median_ms:.0f}", ratio(c, candidates[0]), f"{c.temp_bytes / 2**20:.0f}"]
+        for c in candidates
+    ]
+    print_table(
+        f"Work of a step: 8 layers in {STAGES} stages, 8 micro-batches",
+        ["step", "ms", "ratio to one device", "temporary MiB of a device"],
         rows,
     )
 
@@ -297,6 +321,7 @@ def bubbles() -> None:
 if __name__ == "__main__":
     bubbles()
     compiling(max(2, int(sys.argv[1]) // 4))
+    time_work(max(3, int(sys.argv[1]) // 2))
     memory()
     time_asleep(max(3, int(sys.argv[1]) // 2), FORWARD, (8, 16))
     time_asleep(max(3, int(sys.argv[1]) // 4), 4 * FORWARD, (8,))

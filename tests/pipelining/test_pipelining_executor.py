@@ -1,6 +1,7 @@
 """How a pipeline runs: nothing in bubbles, memory that does not grow, one trace."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from pipeline_models import (
 )
 from quick_keys import quick_key
 
+from ampx.diagnostics.hlo import parse_computations
 from ampx.pipelining import (
     eager_one_f_one_b,
     gpipe,
@@ -30,7 +32,7 @@ from ampx.pipelining import (
     zero_bubble,
     zero_bubble_v,
 )
-from ampx.pipelining.runtime.buffers import ArrayType, Carrier, Pool
+from ampx.pipelining.runtime.buffers import ArrayType, Carrier
 from ampx.pipelining.runtime.executor import Executor
 from ampx.pipelining.runtime.lowering import lower
 from ampx.pipelining.runtime.stage_programs import StageInputs, StageOutputs, trace_stage
@@ -43,8 +45,8 @@ def name_of(value):
 
 
 def poisoned(monkeypatch):
-    """All buffers start with NaN, and what is sent or kept in a bubble is NaN."""
-    start, nothing, fill = Executor._make_carry, Carrier.nothing, Pool.fill
+    """All buffers start with NaN, and what is sent in a bubble is NaN."""
+    start, nothing = Executor._make_carry, Carrier.nothing
 
     def as_nan(leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -58,14 +60,8 @@ def poisoned(monkeypatch):
             **{name: jax.tree.map(as_nan, getattr(carry, name)) for name in buffers}
         )
 
-    def poisoned_fill(self, owner, values):
-        own = self.places[owner]
-        filled = fill(self, owner, values)
-        return [x if i in own else as_nan(x) for i, x in enumerate(filled)]
-
     monkeypatch.setattr(Executor, "_make_carry", poisoned_start)
     monkeypatch.setattr(Carrier, "nothing", lambda self: [as_nan(x) for x in nothing(self)])
-    monkeypatch.setattr(Pool, "fill", poisoned_fill)
 
 
 @pytest.mark.slow
@@ -195,7 +191,7 @@ def test_what_a_few_instructions_make_of_kept_values_is_not_kept():
 
 
 @functools.cache
-def compiled_temporaries(schedule, width=64, rows=64, **options):
+def compiled(schedule, width=64, rows=64, **options):
     def layer(params, x, key):
         return x + jnp.sin(jnp.tanh(x @ params["w"])) @ params["v"]
 
@@ -213,8 +209,27 @@ def compiled_temporaries(schedule, width=64, rows=64, **options):
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in ("x", "y")}
     place = NamedSharding(grads_of.mesh, P("stage"))
     layers = jax.ShapeDtypeStruct((8, width, width), jnp.float32, sharding=place)
-    compiled = jax.jit(grads_of).lower({"stages": {"w": layers, "v": layers}}, batch).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return jax.jit(grads_of).lower({"stages": {"w": layers, "v": layers}}, batch).compile()
+
+
+def compiled_temporaries(schedule, **options):
+    return compiled(schedule, **options).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow_but("1f1b")
+@pytest.mark.parametrize("schedule", [one_f_one_b(4, 8), zero_bubble(4, 8)], ids=name_of)
+def test_ticks_copy_neither_stash_nor_sums_of_gradients(schedule):
+    """A branch writes its part; an idle one, and the loop around, hand on what they were given."""
+    computations, entry = parse_computations(compiled(schedule, stash="residuals").as_text())
+    copied = [
+        instruction.result
+        for name, instructions in computations.items()
+        for instruction in instructions
+        if instruction.opcode == "copy" and name != entry
+    ]
+    # Sums of gradients are [1 chunk, 2 layers, 64, 64], buffers [slots, 64, 64].
+    large = [result for result in copied if re.match(r"f32\[(1,2|[2-9]|1\d),64,64\]", result)]
+    assert copied and not large
 
 
 @pytest.mark.slow_but("one_f_one_b-residuals")

@@ -8,10 +8,11 @@ from collective_order import find_needed
 from jax import lax
 from pipeline_models import make_batch, make_params, pipeline
 
+from ampx import turns
 from ampx.diagnostics.hlo import parse_computations
 from ampx.jaxprs import reading
 from ampx.pipelining import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
-from ampx.turns import first_turn, switch_in_turn
+from ampx.turns import first_turn, switch_in_place, switch_in_turn
 
 BRANCHES = [jnp.sin, jnp.cos, jnp.tanh]
 
@@ -47,6 +48,51 @@ def test_in_the_compiled_program_a_switch_reads_a_result_of_the_one_before(in_tu
     computations, entry = parse_computations(text)
     first, second = [i.name for i in computations[entry] if i.opcode == "conditional"]
     assert (first in find_needed(computations[entry])[second]) == in_turn
+
+
+def write_rows(chosen, table):
+    """A loop that writes row after row: what each branch makes of it, or nothing."""
+
+    def step(carry, row_and_index):
+        turn, table = carry
+        row, index = row_and_index
+
+        def writing(compute):
+            return lambda table: (jnp.float32(row), table.at[row].set(compute(table[row])))
+
+        turn, result, table = switch_in_place(
+            turn, index, lambda: jnp.float32(-1), list(map(writing, BRANCHES)), table
+        )
+        return (turn, table), result
+
+    rows = jnp.arange(len(chosen)), chosen
+    (turn, table), results = lax.scan(step, (first_turn("stage"), table), rows)
+    return turn, results, table
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_branch_writes_its_part_of_a_buffer(in_place, monkeypatch):
+    """Also in the form for the other versions of jax."""
+    monkeypatch.setattr(turns, "_WRITES_IN_PLACE", in_place)
+    chosen = np.array([0, 2, 1, 3, 0], np.int32)
+    table = np.linspace(-1, 1, 35, dtype=np.float32).reshape(5, 7)
+    turn, results, found = jax.jit(lambda *args: write_rows(*args))(chosen, table)
+    made = [lambda x: x, *BRANCHES]
+    expected = np.stack([made[n](row) for n, row in zip(chosen, table, strict=True)])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_array_equal(results, np.where(chosen, np.arange(5), -1))
+    assert turn == 0
+
+
+def test_the_rest_of_the_buffer_is_not_copied():
+    text = jax.jit(write_rows).lower(jnp.zeros(5, jnp.int32), jnp.ones((5, 7, 11))).compile()
+    computations, entry = parse_computations(text.as_text())
+    assert not [
+        (name, instruction)
+        for name, instructions in computations.items()
+        for instruction in instructions
+        if instruction.opcode == "copy" and "5,7,11" in instruction.result and name != entry
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What a step stores and sends, read from its trace for a mesh that need not be there.
 
   known by shapes        parameters, optimizer state, batch, gradients     of one device's shards
-  known by the tables    (slots + 1) * bytes of a value                    for each buffer
+  known by the tables    slots * bytes of a value                          for each buffer
   sent, by the tables    exchanges * bytes of a value                      all devices or none
   sent, by the trace     bytes of each collective                          outside of the loop
   one stage's work       what the compiler says of one device's program, less all of the above
@@ -171,8 +171,8 @@ class Footprint:
             "sums of gradients": stored.accumulators,
             "stash of activations": _count_buffer_bytes(tables.activations, stored.activations),
             "stash of cotangents": _count_buffer_bytes(tables.cotangents, stored.cotangents),
-            "stash of residuals": (tables.residuals.num_slots + 1) * stored.kept,
-            "stash of weight gradients": (tables.deferred.num_slots + 1) * stored.deferred,
+            "stash of residuals": tables.residuals.num_slots * stored.kept,
+            "stash of weight gradients": tables.deferred.num_slots * stored.deferred,
         }
         # The rest: what a branch needs while it runs, as the compiler arranges it.
         work = self._compile_temporary() - sum(temporary.values())

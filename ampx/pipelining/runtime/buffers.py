@@ -9,7 +9,7 @@ differ, what they send is packed into flat arrays as long as the longest (`Carri
 What they keep goes to the first buffer of its type that is free (`Pool`), without packing:
 
   stage 1 keeps f32[8], f32[8]      ->   buffers 0, 1     buffers: 0 f32[8], 1 f32[8], 2 bf16[4]
-  stage 2 keeps f32[8], bf16[4]     ->   buffers 0, 2     2 is filled with zeros by stage 1
+  stage 2 keeps f32[8], bf16[4]     ->   buffers 0, 2     stage 1 leaves 2 as it is
 
 Both are needed because a `ppermute`, and the branches of a `switch`, have one type for all. Values
 that cross either are marked as varying over the same mapped axes, which is part of a type, too.
@@ -237,13 +237,15 @@ class Pool:
     places: tuple[tuple[int, ...], ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
 
-    def fill(self, owner: int, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Finds a value for every buffer: the owner's, or zeros."""
-        placed = dict(zip(self.places[owner], values, strict=True))
-        return [
-            t.of(placed[i].reshape(t.shape)) if i in placed else t.zeros()
-            for i, t in enumerate(self.types)
-        ]
+    def write(
+        self, owner: int, buffers: Sequence[jax.Array], slot: jax.Array, values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Writes the owner's values into a slot of its buffers; the others stay as they are."""
+        new = list(buffers)
+        for place, value in zip(self.places[owner], values, strict=True):
+            own = self.types[place]
+            new[place] = write_at(new[place], own.of(value.reshape(own.shape)), slot)
+        return new
 
     def pick(self, owner: int, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Picks the owner's values out of those of all buffers."""

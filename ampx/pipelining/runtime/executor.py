@@ -12,11 +12,14 @@ row of the tables says. Then neighbours exchange what they have made:
                                      deferred,                        go to neighbours
                                      grads
 
-Each buffer of the carry has a leading axis of slots: one for each value that waits, and one more
-that nobody reads, where a device writes if it has nothing to keep.
+Each buffer of the carry has a leading axis of slots, one for each value that waits. Those of
+activations and cotangents have one more that nobody reads, where what arrives goes if nobody has
+sent anything.
 
 - Branches are real (`lax.switch` on a number that each device looks up for itself), so nothing is
-  computed in a bubble: branch 0 returns zeros, and no mask multiplies what is not due.
+  computed in a bubble: a device sends zeros then, and no mask multiplies what is not due.
+- Branches write what they keep, and sums of gradients, where it lies: all else in those buffers
+  stays untouched. See `ampx.turns.switch_in_place`.
 - Collectives stand outside of the branches. Devices take different branches at a time, and all
   must take part in a `ppermute`: inside, some would wait for the others for ever.
 - For the same reason nothing that is unvarying may be differentiated in a branch, see
@@ -53,11 +56,13 @@ from ampx.pipelining.runtime.stage_programs import (
     StageProgram,
     select_floating_leaves,
 )
-from ampx.turns import first_turn, switch_in_turn
+from ampx.turns import first_turn, switch_in_place, switch_in_turn
 
 Wires = tuple[list[jax.Array], ...]
 # Finds what a table, int32[ticks, devices], says to this device in this tick.
 _LookUp = Callable[[np.ndarray], jax.Array]
+# Takes the buffers that it writes; returns what a device hands on at once, and the buffers.
+_Branch = Callable[[Any], tuple[Any, Any]]
 
 
 class Parameters(NamedTuple):
@@ -89,13 +94,13 @@ class Totals(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a device hands from tick to tick; of `n` slots, buffers have n + 1.
+    """What a device hands from tick to tick, in buffers of `n` slots.
 
     Attributes:
       activations: for each wire the arrays that have arrived, each of shape (n + 1, ...).
       cotangents: the same for those that come back.
-      kept: what forwards keep for backwards, each of shape (n + 1, ...).
-      deferred: what the first half of a backward keeps for the second, each of shape (n + 1, ...).
+      kept: what forwards keep for backwards, each of shape (n, ...).
+      deferred: what the first half of a backward keeps for the second, each of shape (n, ...).
       grads: sums of gradients so far, like the device's view of the parameters; None without a
         backward.
       results: loss, weight and auxiliary output, each with a leading axis of micro-batches.
@@ -176,8 +181,8 @@ class Executor:
         return _Carry(
             on(self.activations, tables.activations),
             on(self.cotangents, tables.cotangents),
-            [t.zeros(tables.residuals.num_slots + 1) for t in self.kept.types],
-            [t.zeros(tables.deferred.num_slots + 1) for t in self.deferred.types],
+            [t.zeros(tables.residuals.num_slots) for t in self.kept.types],
+            [t.zeros(tables.deferred.num_slots) for t in self.deferred.types],
             self.parameters.zeros() if any(p.backward for p in self.programs) else None,
             jax.tree.map(lambda t: t.zeros(number), self.results),
             first_turn(self.axis_name),
@@ -204,14 +209,12 @@ class Executor:
     def _run_forward(self, carry: _Carry, row: Tables, look_up: _LookUp) -> tuple[_Carry, Wires]:
         slots = [route.storage.forward for route in row.activations]
 
-        # Branch 0. It has the types of all others, so it makes zeros; they go to a slot that nobody
-        # reads, and to neighbours whose tables say to put them into such a slot, too.
+        # Zeros of the types that branches return go to neighbours, into a slot that nobody reads.
         def idle() -> Any:
-            results = jax.tree.map(lambda t: t.zeros(), self.results)
-            return _make_empty(self.activations), [t.zeros() for t in self.kept.types], results
+            return _make_empty(self.activations), jax.tree.map(lambda t: t.zeros(), self.results)
 
-        def run(number: int) -> Callable[[], Any]:
-            def branch() -> Any:
+        def run(number: int) -> _Branch:
+            def branch(buffers: list[jax.Array]) -> Any:
                 inputs = self._gather_inputs(number, carry, row.forward, slots)
                 outputs, kept = self.programs[number].run(inputs)
                 sent = tuple(
@@ -220,18 +223,17 @@ class Executor:
                     else c.nothing()
                     for c, tree in zip(self.activations, outputs.sent, strict=True)
                 )
-                kept = self.kept.fill(number, [as_key_numbers(leaf) for leaf in kept])
-                return sent, kept, self._as_results(outputs)
+                kept = [as_key_numbers(leaf) for leaf in kept]
+                buffers = self.kept.write(number, buffers, row.residuals.forward, kept)
+                return (sent, self._as_results(outputs)), buffers
 
             return branch
 
         index, branches = self._make_branches(look_up, (self.tables.forward, run))
-        # Branches read buffers and return single values; the writes stand behind them. A branch
-        # that wrote would have to return whole buffers, and so would the idle one.
-        turn, (sent, kept, results) = switch_in_turn(carry.turn, index, [idle, *branches])
+        turn, (sent, results), kept = switch_in_place(carry.turn, index, idle, branches, carry.kept)
         # An idle device has micro-batch -1. JAX clamps that, so zeros are added to the first one's.
         return carry._replace(
-            kept=write_slot(carry.kept, row.residuals.forward, kept),
+            kept=kept,
             results=jax.tree.map(
                 lambda total, x: write_at(
                     total, read_at(total, row.forward.microbatch) + x, row.forward.microbatch
@@ -245,8 +247,8 @@ class Executor:
     def _run_backward(self, carry: _Carry, row: Tables, look_up: _LookUp) -> tuple[_Carry, Wires]:
         slots = [route.storage.backward for route in row.activations]
 
-        def idle(grads: Any) -> Any:
-            return _make_empty(self.cotangents), [t.zeros() for t in self.deferred.types], grads
+        def idle() -> Wires:
+            return _make_empty(self.cotangents)
 
         # A whole backward ("B") and a first half ("I") share the slot: a table each, one switch.
         def taken(number: int, now: Work) -> tuple[StageInputs, list[Any], list[Any]]:
@@ -254,22 +256,24 @@ class Executor:
             kept = self._read_kept(number, carry, row.residuals.backward)
             return inputs, kept, self._read_cotangents(number, carry, row)
 
-        def whole(number: int) -> Callable[[Any], Any]:
-            def branch(grads: Any) -> Any:
+        def whole(number: int) -> _Branch:
+            def branch(buffers: tuple[list[jax.Array], Any]) -> Any:
+                deferred, grads = buffers
                 program = self.programs[number]
                 ours, theirs = program.pull(*taken(number, row.backward))
                 grads = self.parameters.add(grads, number, row.backward.chunk, ours)
-                returned = self._pack_returned(program, theirs)
-                return returned, [t.zeros() for t in self.deferred.types], grads
+                return self._pack_returned(program, theirs), (deferred, grads)
 
             return branch
 
-        def half(number: int) -> Callable[[Any], Any]:
-            def branch(grads: Any) -> Any:
+        def half(number: int) -> _Branch:
+            def branch(buffers: tuple[list[jax.Array], Any]) -> Any:
+                deferred, grads = buffers
                 program = self.programs[number]
                 theirs, late = program.pull_inputs(*taken(number, row.halved))
-                late = self.deferred.fill(number, [as_key_numbers(leaf) for leaf in late])
-                return self._pack_returned(program, theirs), late, grads
+                late = [as_key_numbers(leaf) for leaf in late]
+                deferred = self.deferred.write(number, deferred, row.deferred.backward, late)
+                return self._pack_returned(program, theirs), (deferred, grads)
 
             return branch
 
@@ -277,17 +281,16 @@ class Executor:
             look_up, (self.tables.backward, whole), (self.tables.halved, half)
         )
         if not branches:
-            return carry, _make_empty(self.cotangents)
-        turn, (returned, late, grads) = switch_in_turn(
-            carry.turn, index, [idle, *branches], carry.grads
+            return carry, idle()
+        turn, returned, (deferred, grads) = switch_in_place(
+            carry.turn, index, idle, branches, (carry.deferred, carry.grads)
         )
-        deferred = write_slot(carry.deferred, row.deferred.backward, late)
         return carry._replace(deferred=deferred, grads=grads, turn=turn), returned
 
     def _run_weight_gradient(self, carry: _Carry, row: Tables, look_up: _LookUp) -> _Carry:
         slots = [route.storage.weight for route in row.activations]
 
-        def run(number: int) -> Callable[[Any], Any]:
+        def run(number: int) -> _Branch:
             def branch(grads: Any) -> Any:
                 program = self.programs[number]
                 inputs = self._gather_inputs(number, carry, row.weight, slots)
@@ -297,20 +300,17 @@ class Executor:
                     as_key_again(x, aval) for x, aval in zip(late, program.deferred, strict=True)
                 ]
                 ours = program.pull_weights(inputs, kept, late)
-                return self.parameters.add(grads, number, row.weight.chunk, ours)
+                return None, self.parameters.add(grads, number, row.weight.chunk, ours)
 
             return branch
 
         index, branches = self._make_branches(look_up, (self.tables.weight, run))
         if not branches:  # a schedule whose backwards are whole
             return carry
-        idle = [lambda grads: grads]
-        turn, grads = switch_in_turn(carry.turn, index, [*idle, *branches], carry.grads)
+        turn, _, grads = switch_in_place(carry.turn, index, lambda: None, branches, carry.grads)
         return carry._replace(grads=grads, turn=turn)
 
-    def _make_branches(
-        self, look_up: _LookUp, *kinds: Any
-    ) -> tuple[jax.Array, list[Callable[..., Any]]]:
+    def _make_branches(self, look_up: _LookUp, *kinds: Any) -> tuple[jax.Array, list[_Branch]]:
         """Makes a branch for each program that occurs; finds the number of the one due, 0 for none.
 
         Stages that compute alike share a program and thus a branch: with 32 equal stages there are
