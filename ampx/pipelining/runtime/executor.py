@@ -19,7 +19,7 @@ sent anything.
 - Branches are real (`lax.switch` on a number that each device looks up for itself), so nothing is
   computed in a bubble: a device sends zeros then, and no mask multiplies what is not due.
 - Branches write what they keep, and sums of gradients, where it lies: all else in those buffers
-  stays untouched. See `ampx.turns.switch_in_place`.
+  stays untouched. See `ampx.turns`.
 - Collectives stand outside of the branches. Devices take different branches at a time, and all
   must take part in a `ppermute`: inside, some would wait for the others for ever.
 - For the same reason nothing that is unvarying may be differentiated in a branch, see
