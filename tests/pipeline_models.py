@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import make_mesh
 
+from ampx.diagnostics.hlo import parse_computations
 from ampx.pipelining import value_and_grad
 
 WIDTH, VOCABULARY, LENGTH, LAYERS = 8, 11, 5, 8
@@ -214,3 +215,10 @@ def relative_error(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     pairs = zip(*map(jax.tree.leaves, jax.device_get((found, expected))), strict=True)
     return max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
+
+
+def find_inner_copies(text):
+    """The types of all copies that a compiled program makes in loops and branches."""
+    computations, entry = parse_computations(text)
+    inner = (own for name, own in computations.items() if name != entry)
+    return [i.result for instructions in inner for i in instructions if i.opcode == "copy"]

@@ -11,6 +11,7 @@ from helpers import assert_bit_equal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pipeline_models import (
+    find_inner_copies,
     first,
     last,
     make_batch,
@@ -23,7 +24,6 @@ from pipeline_models import (
 )
 from quick_keys import quick_key
 
-from ampx.diagnostics.hlo import parse_computations
 from ampx.pipelining import (
     eager_one_f_one_b,
     gpipe,
@@ -220,13 +220,7 @@ def compiled_temporaries(schedule, **options):
 @pytest.mark.parametrize("schedule", [one_f_one_b(4, 8), zero_bubble(4, 8)], ids=name_of)
 def test_ticks_copy_neither_stash_nor_sums_of_gradients(schedule):
     """A branch writes its part; an idle one, and the loop around, hand on what they were given."""
-    computations, entry = parse_computations(compiled(schedule, stash="residuals").as_text())
-    copied = [
-        instruction.result
-        for name, instructions in computations.items()
-        for instruction in instructions
-        if instruction.opcode == "copy" and name != entry
-    ]
+    copied = find_inner_copies(compiled(schedule, stash="residuals").as_text())
     # Sums of gradients are [1 chunk, 2 layers, 64, 64], buffers [slots, 64, 64].
     large = [result for result in copied if re.match(r"f32\[(1,2|[2-9]|1\d),64,64\]", result)]
     assert copied and not large

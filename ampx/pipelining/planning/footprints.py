@@ -1,7 +1,8 @@
 """What a step stores and sends, read from its trace for a mesh that need not be there.
 
   known by shapes        parameters, optimizer state, batch, gradients     of one device's shards
-  known by the tables    slots * bytes of a value                          for each buffer
+  known by the tables    slots * bytes of a value                          for each buffer, with
+                                                                           a slot more for wires
   sent, by the tables    exchanges * bytes of a value                      all devices or none
   sent, by the trace     bytes of each collective                          outside of the loop
   one stage's work       what the compiler says of one device's program, less all of the above

@@ -240,11 +240,12 @@ class Pool:
     def write(
         self, owner: int, buffers: Sequence[jax.Array], slot: jax.Array, values: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Writes the owner's values into a slot of its buffers; the others stay as they are."""
+        """Writes the owner's values into a slot of its buffers; keys are written as numbers."""
         new = list(buffers)
         for place, value in zip(self.places[owner], values, strict=True):
             own = self.types[place]
-            new[place] = write_at(new[place], own.of(value.reshape(own.shape)), slot)
+            value = own.of(as_key_numbers(value).reshape(own.shape))
+            new[place] = write_at(new[place], value, slot)
         return new
 
     def pick(self, owner: int, values: Sequence[jax.Array]) -> list[jax.Array]:

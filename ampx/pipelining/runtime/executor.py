@@ -223,7 +223,6 @@ class Executor:
                     else c.nothing()
                     for c, tree in zip(self.activations, outputs.sent, strict=True)
                 )
-                kept = [as_key_numbers(leaf) for leaf in kept]
                 buffers = self.kept.write(number, buffers, row.residuals.forward, kept)
                 return (sent, self._as_results(outputs)), buffers
 
@@ -271,7 +270,6 @@ class Executor:
                 deferred, grads = buffers
                 program = self.programs[number]
                 theirs, late = program.pull_inputs(*taken(number, row.halved))
-                late = [as_key_numbers(leaf) for leaf in late]
                 deferred = self.deferred.write(number, deferred, row.deferred.backward, late)
                 return self._pack_returned(program, theirs), (deferred, grads)
 

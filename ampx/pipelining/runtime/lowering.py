@@ -53,8 +53,8 @@ class Work(NamedTuple):
 class Storage(NamedTuple):
     """Where the values of one kind lie: a table for each sort of action that may read or write.
 
-    The slot `num_slots` is nobody's. Who has nothing to write or to read is sent there, so that
-    no condition is needed around the writes of what arrives.
+    The slot `num_slots` is nobody's. Where nobody has sent anything, what arrives goes there, and
+    no condition is needed around that write. Here it stands where nothing is written or read.
 
     Attributes:
       used: for each device how many slots it uses.
