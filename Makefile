@@ -13,7 +13,7 @@ BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-peers soak test-gpu mutants lint bench bench-gpu bench-float8 aot docs clean help
+.PHONY: demo test test-all test-peers soak test-gpu mutants lint bench gpu bench-float8 aot docs clean help
 
 demo: $(VENV)/.ready ## train a small language model in six precisions and compare them
 	$(BIN)/python -m ampx.examples.language_model $(ARGS)
@@ -46,8 +46,12 @@ lint: $(VENV)/.ready-lint ## check formatting, lint rules and types
 bench: $(VENV)/.ready ## time ampx against plain optax
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-gpu: $(VENV)/.ready-cuda ## time fused updates on a GPU
-	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m benchmarks.fused --gpu $(ARGS)
+# Where PYTHON has all that is needed nothing is installed, so that no network is needed either.
+gpu: ## on an NVIDIA GPU: tests, and all benchmarks that need one, in 8 minutes
+	@if $(PYTHON) -c 'import chex, flax, hypothesis, jax_plugins, optax, pytest' 2>/dev/null; \
+	then python=$(PYTHON); \
+	else $(MAKE) $(VENV)/.ready-cuda $(VENV)/.ready-torch && python=$(BIN)/python; fi && \
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda,cpu} "$$python" -m benchmarks.gpu $(ARGS)
 
 bench-float8: $(VENV)/.ready-cuda ## on a GPU, time products in float8 and look for them in a profile
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m benchmarks.float8 $(ARGS)

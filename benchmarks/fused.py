@@ -5,7 +5,7 @@ tables time it for few large and for many small arrays. Each is arithmetic of a 
 number, so what counts is how often each number goes through memory.
 
 `make bench ARGS=fused` makes all tables, those of `fused_traffic` and `flat` included. `python -m
-benchmarks.fused --help` tells how to run one size, with everything, or on a GPU (`make bench-gpu`).
+benchmarks.fused --help` tells how to run one size, or with everything. `make gpu` is for GPUs.
 
 How to read: a ratio below 1 is faster than the named candidate. "Of copy bandwidth" is 1 where the
 work moves the fewest bytes that it needs, as fast as a plain copy moves them.
@@ -17,8 +17,7 @@ import functools
 import os
 import platform
 import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,11 +37,7 @@ from benchmarks.measuring import (
     take_turns,
     trace_and_compile,
 )
-
-try:
-    import torch
-except ImportError:
-    torch = None
+from benchmarks.torch_updates import torch, torch_candidates
 
 SCALE, RATE, DECAY, MAX_NORM = 1024.0, 1e-3, 0.1, 1.0
 # What other candidates are compared with; the last one measures the bandwidth of memory.
@@ -132,7 +127,7 @@ def _steps() -> dict[str, tuple[Callable[..., Any], Any]]:
     by_face = _scaled(clipped(ours, MAX_NORM))
     # optax's own way to skip, and ampx's loss scale around optax's optimizers, not fused.
     guarded, wrapped = optax.apply_if_finite(chain, 5), _scaled(chain)
-    steps = {
+    return {
         "`fused.apply`, scale + clip + AdamW": (by_apply(_scaled(ours), MAX_NORM), _scaled(ours)),
         "the same by `update`": (by_update(by_face), by_face),
         "`fused.apply`, AdamW alone": (by_apply(ours), ours),
@@ -143,63 +138,14 @@ def _steps() -> dict[str, tuple[Callable[..., Any], Any]]:
         NAIVE: (_naive(chain), chain),
         COPY: (_scale_in_place, optax.identity()),
     }
-    if jax.default_backend() == "gpu":
-        kernels = by_apply(_scaled(ours), MAX_NORM, "pallas")
-        steps['`fused.apply`, `backend="pallas"`'] = (kernels, _scaled(ours))
-    return steps
 
 
-def _compiled(size: Size, steps: dict[str, Any]) -> tuple[list[Candidate], dict[str, str]]:
-    """The candidates that compile, and why the others do not."""
-    candidates, failures, grads = [], {}, size.grads()
+def _compiled(size: Size, steps: dict[str, Any]) -> list[Candidate]:
+    candidates, grads = [], size.grads()
     for name, (step, tx) in steps.items():
         params = size.params()
-        try:
-            candidates.append(Candidate.compiled(name, step, (params, tx.init(params)), grads))
-        except Exception as error:  # a kernel that this device does not have
-            if "pallas" not in name:
-                raise
-            failures[name] = f"not measured: {type(error).__name__}"
-    return candidates, failures
-
-
-# --- torch ---------------------------------------------------------------------------------------
-
-
-def _torch_candidates(size: Size) -> Iterator[Candidate]:
-    """Torch's fused AdamW: alone, clipped, and clipped with the check of its GradScaler."""
-    for name, has_clip, has_check in (
-        ("torch, fused AdamW alone", False, False),
-        ("torch, clip + fused AdamW", True, False),
-        ("torch, check + clip + fused AdamW", True, True),
-    ):
-        yield Candidate(name, _torch_step(size, has_clip, has_check), None, ())
-
-
-def _torch_step(size: Size, has_clip: bool, has_check: bool) -> Callable[[None], None]:
-    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    make = {"device": device, "dtype": torch.float32}
-    params = [torch.nn.Parameter(torch.full((size.leaf,), 0.1, **make)) for _ in range(size.leaves)]
-    for param in params:
-        param.grad = torch.full((size.leaf,), 1e-3, **make)
-    grads = [param.grad for param in params]
-    optimizer = torch.optim.AdamW(params, lr=RATE, weight_decay=DECAY, fused=True)
-    one, found = torch.ones((), **make), torch.zeros((), **make)
-    # GradScaler sets these on a fused optimizer: no scale is left to divide by, and the step is
-    # skipped where `found` is 1.
-    if has_check:
-        optimizer.grad_scale, optimizer.found_inf = None, found
-
-    def step(_: None) -> None:
-        if has_check:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, one)
-        if has_clip:
-            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
-        optimizer.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return step
+        candidates.append(Candidate.compiled(name, step, (params, tx.init(params)), grads))
+    return candidates
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -216,13 +162,13 @@ def tail(size: Size, rounds: int, everything: bool = False) -> None:
     steps = _steps()
     if size.leaves > ENOUGH_LEAVES and not everything:
         steps = {name: step for name, step in steps.items() if name not in SLOW_TO_COMPILE}
-    candidates, failures = _compiled(size, steps)
+    candidates = _compiled(size, steps)
     has_torch = torch is not None and size.grad_dtype == jnp.float32
-    candidates += _torch_candidates(size) if has_torch else []
+    shapes = [(size.leaf,)] * size.leaves
+    candidates += torch_candidates(shapes) if has_torch else []
     take_turns(candidates, rounds)
     by_name = {candidate.name: candidate for candidate in candidates}
     rows = [_row(candidate, by_name, size) for candidate in candidates]
-    rows += [[name, why, *["–"] * 6] for name, why in failures.items()]
     if torch is None:
         rows.append(["torch, fused AdamW", "not measured", *["–"] * 6])
     header = ["step", "ms, best / median", "ratio to naive AMP", "ratio to clip + AdamW"]
@@ -307,7 +253,7 @@ def optimizers(rounds: int) -> None:
         ours = _scaled(make(ampx.fused))
         theirs = optax.chain(optax.clip_by_global_norm(MAX_NORM), make(optax))
         steps = {"ours": (by_apply(ours, MAX_NORM), ours), "theirs": (by_update(theirs), theirs)}
-        (mine, other), _ = _compiled(SIZE_OF_OPTIMIZERS, steps)
+        mine, other = _compiled(SIZE_OF_OPTIMIZERS, steps)
         take_turns([mine, other], rounds)
         times = [f"{1e3 * min(c.seconds):.1f} / {c.median_ms:.1f}" for c in (mine, other)]
         temporaries = [f"{c.temp_bytes / SIZE_OF_OPTIMIZERS.elements:.2f}" for c in (mine, other)]
@@ -334,17 +280,9 @@ def fused(rounds: int) -> None:
     flat_tail(rounds=rounds)
 
 
-def _is_on_gpu() -> bool:
-    try:
-        return jax.default_backend() == "gpu"
-    except RuntimeError:  # a platform is asked for that is not there
-        return False
-
-
 def main() -> None:
-    """One size, or everything on a GPU."""
+    """One size."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fused")
-    parser.add_argument("--gpu", action="store_true", help="all tables, if there is a GPU")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of side-by-side timing")
     parser.add_argument("--leaves", type=int, default=1)
     parser.add_argument("--leaf", type=int, default=50_000_000, help="elements of each")
@@ -353,18 +291,10 @@ def main() -> None:
         "--everything", action="store_true", help="also what takes minutes to compile"
     )
     arguments = parser.parse_args()
-    if arguments.gpu and not _is_on_gpu():
-        sys.exit(
-            "bench-gpu needs a GPU and a jax that sees it, and found none: install ampx with its "
-            "extra [cuda], and set JAX_PLATFORMS=cuda,cpu"
-        )
     device = jax.devices()[0].device_kind
     versions = f"jax {jax.__version__}, optax {optax.__version__}"
     versions += f", torch {torch.__version__}" if torch else ""
     print(f"{versions}, Python {platform.python_version()}, {device}, {os.cpu_count()} cores")
-    if arguments.gpu:
-        fused(arguments.rounds)
-        return
     dtype = jnp.bfloat16 if arguments.half else jnp.float32
     tail(Size(arguments.leaves, arguments.leaf, dtype), arguments.rounds, arguments.everything)
 

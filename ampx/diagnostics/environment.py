@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ampx.diagnostics.hlo import parse_computations
-from ampx.fused.kernels.pallas_updates import resolve_backend
+from ampx.fused.kernels.measured import resolve_backend
 from ampx.text_tables import Block, Blocks, Table
 
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -148,7 +148,7 @@ def _describe_products(size: int | None) -> list[Block]:
 def _describe_kernels() -> str:
     """Says which kernels ampx.fused has for this device; they were written for Hopper GPUs on."""
     try:
-        kernels = f"{resolve_backend('pallas')} kernels"
+        kernels = f"{resolve_backend('pallas')[0]} kernels"
     except ValueError:
         kernels = (
             f"no kernels for {jax.default_backend()!r}, GPUs (Hopper or newer) and TPUs have some"

@@ -34,7 +34,8 @@ from ampx.checking import (
     check_hyperparameter,
     check_transformation,
 )
-from ampx.fused.kernels.pallas_updates import make_kernel_squares, resolve_backend
+from ampx.fused.kernels.measured import resolve_backend
+from ampx.fused.kernels.pallas_updates import make_kernel_squares
 from ampx.loss_scaling.new_values import hide
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, has_skipped
@@ -114,16 +115,19 @@ def apply(
       max_norm: clip the unscaled gradients by their global norm. The norm of finite gradients is
         right even where the sum of their squares overflows.
       half_dtype: also return the new parameters in this dtype, for the next forward pass.
-      backend: what runs the update. `"auto"` is XLA. `"pallas"` is kernels, in place, for the GPU
-        (Hopper or newer) or TPU at hand. `"mosaic_gpu"` and `"mosaic_tpu"` lower for those from
-        anywhere; `"interpret"` is for tests. Kernels work on the shards that each device has, under
-        plain `jit` on meshes of Auto or of Explicit axes, and in `shard_map` over all axes (on GPUs
-        with `check_vma=False`). Parameters that kernels cannot update are left to XLA: those of
-        NovoGrad; of float64; on TPUs of float16; with float16 moments; of LAMB in flat buffers or
-        with moments that are not float32; with 8-bit moments in rows that are not a multiple of
-        256, or on TPUs longer than 8192; and those that are rounded by random bits and divided over
-        devices along an axis that is neither the first nor the last, or on a mesh of Auto axes have
-        such an axis.
+      backend: what runs the update. `"auto"` is XLA, but for kinds of work in which kernels were
+        measured to be faster on this kind of GPU, as `ampx/fused/kernels/measured.json` says (today
+        it says nothing), and for arrays that lie whole on one device. Kernels have no derivatives;
+        give `"xla"` where an update is differentiated or under `vmap`. `"pallas"` is kernels, in
+        place, for the GPU (Hopper or newer) or TPU at hand. `"mosaic_gpu"` and `"mosaic_tpu"` lower
+        for those from anywhere; `"interpret"` is for tests. Kernels work on the shards that each
+        device has, under plain `jit` on meshes of Auto or of Explicit axes, and in `shard_map` over
+        all axes (on GPUs with `check_vma=False`). Parameters that kernels cannot update are left to
+        XLA: those of NovoGrad; of float64; on TPUs of float16; with float16 moments; of LAMB in
+        flat buffers or with moments that are not float32; with 8-bit moments in rows that are not a
+        multiple of 256, or on TPUs longer than 8192; and those that are rounded by random bits and
+        divided over devices along an axis that is neither the first nor the last, or on a mesh of
+        Auto axes have such an axis.
       verdict: a verdict on the gradients that devices agreed on already.
       model_axes: under `check_vma=False`, the mapped axes over which parameters are divided, see
         `ampx.train_step`: norms are then those of the whole, and one verdict holds for all shards.
@@ -181,10 +185,10 @@ def apply(
             f"it nothing but a loss scale, got a state of type {type(opt_state).__name__}: clip "
             "with max_norm, and for other transformations use tx.update and ampx.apply_updates"
         )
-    backend = resolve_backend(backend)
+    backend, plan = resolve_backend(backend)
     # What sums squares in the first pass, if kernels do it; the rest of the way it is the tail's.
-    squares = make_kernel_squares(backend)
-    tail = Tail(max_norm=max_norm, new_params=True, backend=backend, squares=squares)
+    squares = make_kernel_squares(backend, plan)
+    tail = Tail(max_norm=max_norm, new_params=True, backend=backend, plan=plan, squares=squares)
     scale = current_loss_scale(opt_state)
     norm = None
     if find_outermost_loss_scale(opt_state) is not None:

@@ -44,6 +44,27 @@ from ampx.trees import hold, is_marked
 Backend = Literal["auto", "xla", "pallas", "mosaic_gpu", "mosaic_tpu", "interpret"]
 
 
+class KernelPlan(NamedTuple):
+    """What kernels are to do, and how; the numbers are for GPUs.
+
+    Attributes:
+      elements: of one thread block, a power of two from 256 on.
+      vector: how many neighbours a thread loads at once, a power of two. Four float32 are 16 bytes,
+        the widest load.
+      leaves: how many parameters share a kernel, at most.
+      work: the kinds of work for kernels, see `kernels.pallas_updates.find_kind_of_work`; XLA does
+        the rest. None: all that they can do.
+    """
+
+    elements: int = 1024
+    vector: int = 4
+    leaves: int = 16
+    work: tuple[str, ...] | None = None
+
+
+DEFAULT_PLAN = KernelPlan()
+
+
 @dataclasses.dataclass(frozen=True)
 class Tail:
     """What is still to be done with gradients, besides the optimizer's own update.
@@ -58,6 +79,7 @@ class Tail:
         measured it yet.
       new_params: whether to return new parameters in the place of updates.
       backend: what runs the update: XLA or a kind of Pallas kernels.
+      plan: what kernels do, and how.
       squares: a function from arrays to the sum of squares of each, if something faster than XLA
         measures the norm.
     """
@@ -68,6 +90,7 @@ class Tail:
     norm: jax.Array | None = None
     new_params: bool = False
     backend: Backend = "auto"
+    plan: KernelPlan = DEFAULT_PLAN
     squares: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None
 
     @property

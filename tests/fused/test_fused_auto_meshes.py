@@ -82,10 +82,10 @@ def count_shapes(monkeypatch):
     """A set of the shapes of gradients that kernels have been given, on one device of a mesh."""
     shapes, genuine = set(), pallas_updates._map_leaves
 
-    def recorded(backend):
+    def recorded(*settings_of_all):
         def map_leaves(fun, jobs, **settings):
             shapes.update(read[0].shape for _, read, _ in jobs)
-            return genuine(backend)(fun, jobs, **settings)
+            return genuine(*settings_of_all)(fun, jobs, **settings)
 
         return map_leaves
 

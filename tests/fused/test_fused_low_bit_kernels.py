@@ -106,7 +106,7 @@ def same_but_for_last_bits(actual, expected):
 
 def interpreted_gpu(monkeypatch):
     interpreted = functools.partial(gpu.map_leaves, interpret=True)
-    monkeypatch.setattr(pallas_updates, "_map_leaves", lambda backend: interpreted)
+    monkeypatch.setattr(pallas_updates, "_map_leaves", lambda *_: interpreted)
 
 
 @pytest.mark.slow

@@ -6,9 +6,10 @@
                      they are stored; scales f32[elements / 256]; sums f32[thread blocks]
     registers        everything else; nothing is shared by threads but sums and largest values
 
-Each thread block takes `_ELEMENTS` consecutive elements of one leaf from global memory to registers
-and back. Every number is used once, so there is nothing to gain from shared memory. A leaf whose
-size is not a multiple of that ends with a window that overlaps the one before it. A leaf of 3000:
+Each thread block takes consecutive elements of one leaf from global memory to registers and back:
+1024 of them, or what the plan says. Every number is used once, so there is nothing to gain from
+shared memory. A leaf whose size is not a multiple of that ends with a window that overlaps the one
+before it. A leaf of 3000:
 
     0                 1024              1976 2048               3000
     |--- thread block 0 ---|                                          window of 1024
@@ -40,11 +41,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ampx.fused.kernels import blocks
 from ampx.fused.moments.int8_blocks import BLOCK
 from ampx.mesh_axes import varying_axes
+from ampx.updates.tails import DEFAULT_PLAN, KernelPlan
 
 _THREADS = 128  # of a thread block: one warpgroup
-_ELEMENTS = 1024  # of a thread block, 8 a thread
 _AXIS = "ampx_blocks"  # what the kernel calls the dimension of its grid
-_LEAVES = 16  # in one kernel, whose code grows with their number
 
 
 def map_blocks(
@@ -68,6 +68,7 @@ def map_leaves(
     *,
     num_sums: int = 0,
     interpret: bool = False,
+    plan: KernelPlan = DEFAULT_PLAN,
 ) -> tuple[list[list[Any]], jax.Array]:
     """`fun` applied to every leaf, under `jax.jit`; the written items are updated in place.
 
@@ -80,6 +81,8 @@ def map_leaves(
         share a kernel, and so may those of unlike hyperparameters or with a trust ratio each.
       num_sums: number of terms that `fun` returns, to be summed over all elements of a leaf.
       interpret: whether to run on the CPU, slowly, as a test does.
+      plan: how many elements a thread block has, how many a thread loads at once, and how many
+        leaves a kernel, whose code grows with their number.
 
     Returns:
       The new written items of each leaf, and its sums as a row of a float32 matrix.
@@ -103,9 +106,9 @@ def map_leaves(
             large.append(k)
         else:
             results[k] = blocks.map_whole(fun, *leaf, num_sums=num_sums)
-    for first in range(0, len(large), _LEAVES):
-        group = large[first : first + _LEAVES]
-        launched = _launch(fun, [checked[k] for k in group], num_sums, interpret)
+    for first in range(0, len(large), plan.leaves):
+        group = large[first : first + plan.leaves]
+        launched = _launch(fun, [checked[k] for k in group], num_sums, interpret, plan)
         for k, result in zip(group, launched, strict=True):
             results[k] = result
     return [new for new, _ in results], jnp.stack([sums for _, sums in results])
@@ -135,6 +138,8 @@ class _Part(NamedTuple):
     Attributes:
       shape: of the leaf.
       block: elements of a window, a power of two.
+      elements: of a full thread block.
+      vector: how many neighbours a thread loads at once, at most.
       first: the number, in the grid, of the leaf's first thread block.
       shares_scales: whether a window is a group of elements that share a scale. A thread block
         takes several such windows; otherwise it takes one, or two that overlap.
@@ -142,6 +147,8 @@ class _Part(NamedTuple):
 
     shape: tuple[int, ...]
     block: int
+    elements: int
+    vector: int
     first: int
     shares_scales: bool
 
@@ -150,17 +157,13 @@ class _Part(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def elements(self) -> int:
-        return _ELEMENTS if self.shares_scales else self.block
-
-    @property
     def programs(self) -> int:
         return pl.cdiv(self.size, self.elements) if self.shares_scales else self.size // self.block
 
     def windows(self, index: Any, size: int) -> list[_Window]:
         """Finds the windows of this leaf's thread block `index`, which works on `size` elements."""
-        # Loads of 4 neighbours a thread where each has as many: 16 bytes of float32, the widest.
-        vector = min(4, self.block // _THREADS)
+        # No more than each thread has.
+        vector = min(self.vector, self.block // _THREADS)
         begin = index * self.elements
         if self.shares_scales:
             return [_Window(begin + k, vector) for k in range(0, size, self.block)]
@@ -171,21 +174,26 @@ class _Part(NamedTuple):
         return [_Window(begin, vector), _Window(end, 1, 2 * self.block - size)]
 
 
-def _part(leaf: blocks.Job, first: int) -> _Part:
+def _part(leaf: blocks.Job, first: int, plan: KernelPlan) -> _Part:
     shape, shares_scales = blocks.shape_of(*leaf[1:]), blocks.in_blocks(leaf[1:])
     # The greatest power of two within the leaf: a small leaf is one thread block, two windows.
     fitting = 1 << (math.prod(shape).bit_length() - 1)
-    block = BLOCK if shares_scales else min(_ELEMENTS, fitting)
-    return _Part(shape, block, first, shares_scales)
+    block = BLOCK if shares_scales else min(plan.elements, fitting)
+    elements = plan.elements if shares_scales else block
+    return _Part(shape, block, elements, plan.vector, first, shares_scales)
 
 
 def _launch(
-    fun: blocks.BlockFunction, leaves: Sequence[blocks.Job], num_sums: int, interpret: bool
+    fun: blocks.BlockFunction,
+    leaves: Sequence[blocks.Job],
+    num_sums: int,
+    interpret: bool,
+    plan: KernelPlan,
 ) -> list[tuple[list[Any], jax.Array]]:
     parts: list[_Part] = []
     total = 0
     for leaf in leaves:
-        parts.append(_part(leaf, total))
+        parts.append(_part(leaf, total, plan))
         total += parts[-1].programs
 
     # Every thread block runs this code and finds its leaf. `part` and `refs` are static, so there

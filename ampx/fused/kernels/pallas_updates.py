@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,13 @@ from jax import lax
 from ampx.fused.coefficients import PackedCoefficients
 from ampx.fused.kernels.blocks import LONGEST_TPU_ROW
 from ampx.fused.kernels.kernel_steps import KernelStep, as_scalars, widen_item
-from ampx.fused.kernels.placement import Shard, decided_by_xla, run_in_place, why_place_unknown
+from ampx.fused.kernels.placement import (
+    Shard,
+    decided_by_xla,
+    is_on_one_device,
+    run_in_place,
+    why_place_unknown,
+)
 from ampx.fused.leaf_updates import Leaf, divide_norms
 from ampx.fused.moments.formats import moment_words
 from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
@@ -32,32 +38,12 @@ from ampx.fused.update_rules import UpdateRule
 from ampx.mesh_axes import sum_over_shards
 from ampx.param_storage.narrow_params import NarrowParam
 from ampx.updates.gradient_norms import sum_squares
-from ampx.updates.tails import Backend, Tail, TailResult
+from ampx.updates.tails import Backend, KernelPlan, Tail, TailResult
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Mosaic compiles no kernel for TPUs that loads float16; XLA converts such arrays by its own means.
 _TPU_DTYPES = ("float32", "bfloat16")
-_OF_PLATFORM: dict[str, Backend] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
-
-
-def resolve_backend(backend: Backend) -> Backend:
-    """What runs an update: "auto" and "pallas" made definite.
-
-    Raises:
-      ValueError: for kernels on a platform that has none.
-    """
-    if backend == "auto":  # until kernels have been seen to be faster
-        return "xla"
-    if backend != "pallas":
-        return backend
-    platform = jax.default_backend()
-    if platform not in _OF_PLATFORM:
-        raise ValueError(
-            f"backend='pallas' has kernels for GPUs and TPUs, and this is JAX on {platform!r}, "
-            "where XLA runs updates: use 'auto'; in a test 'interpret', which is slow; and to "
-            "lower for another platform 'mosaic_gpu' or 'mosaic_tpu'"
-        )
-    return _OF_PLATFORM[platform]
+KindOfWork = Literal["elementwise", "norms", "blocks", "narrow", "squares"]
 
 
 def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
@@ -75,6 +61,11 @@ def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
     """
     if not tail.in_kernels or rule.needs_squares:
         return False
+    # Nobody asked for kernels here: they were faster on one device, and nothing else is known.
+    if tail.plan.work is not None:
+        is_known = find_kind_of_work(rule, leaf) in tail.plan.work
+        if not is_known or not is_on_one_device(_items(leaf)):
+            return False
     # A moment may overflow when it is stored in float16. `narrow_slot` checks that, kernels do not.
     if any(getattr(slot, "dtype", None) == jnp.float16 for slot in leaf.slots):
         return False
@@ -92,6 +83,23 @@ def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
         hasattr(array, "dtype") and array.dtype.name in dtypes and array.shape == leaf.param.shape
         for array in plain
     )
+
+
+def find_kind_of_work(rule: UpdateRule, leaf: Leaf) -> KindOfWork:
+    """What decides how kernels compare with XLA, which is the same for many optimizers.
+
+    - `"blocks"`: moments in 8 bits, whose scales need all numbers of a block;
+    - `"narrow"`: parameters that are stored in bfloat16 and error bits, or rounded at random;
+    - `"norms"`: norms of the parameter between direction and step, as in LAMB;
+    - `"elementwise"`: none of these.
+
+    A fifth kind, `"squares"`, is that of the global norm.
+    """
+    if any(isinstance(slot, Int8Blocks) for slot in leaf.slots):
+        return "blocks"
+    if isinstance(leaf.param, NarrowParam):
+        return "narrow"
+    return "elementwise" if rule.direction_again is None else "norms"
 
 
 def _shape_suits(leaf: Leaf, backend: Backend) -> bool:
@@ -158,7 +166,8 @@ def update_in_kernels(
         step = KernelStep(rule, numbers, tail.skip is not None, counts, draws)
         arrays = [_items(leaves[k]) for k in group]
         words = [_draw_words(leaves[k]) for k in group]
-        update = functools.partial(_update_shards, step, _map_leaves(tail.backend), untracked)
+        map_leaves = _map_leaves(tail.backend, tail.plan)
+        update = functools.partial(_update_shards, step, map_leaves, untracked)
         for k, new in zip(group, run_in_place(update, (vector, words), arrays), strict=True):
             param, slots, overflows = new
             if isinstance(leaves[k].param, NarrowParam):
@@ -175,12 +184,14 @@ def _items(leaf: Leaf) -> tuple[Any, Any, tuple[Any, ...]]:
 
 
 def make_kernel_squares(
-    backend: Backend,
+    backend: Backend, plan: KernelPlan
 ) -> Callable[[Sequence[jax.Array]], list[jax.Array]] | None:
     """What sums the squares of many arrays in few launches; None where XLA is as good."""
     if backend not in ("mosaic_gpu", "interpret"):
         return None
-    map_leaves = _map_leaves(backend)
+    if plan.work is not None and "squares" not in plan.work:
+        return None
+    map_leaves = _map_leaves(backend, plan)
 
     def squared(scalars: Any, read: Any, written: Any, cell: Any) -> tuple[list, list]:
         wide = widen_item(read[0])
@@ -193,6 +204,8 @@ def make_kernel_squares(
 
     def squares(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if why_place_unknown(arrays) is not None or decided_by_xla(arrays):
+            return sum_squares(arrays)
+        if plan.work is not None and not is_on_one_device(arrays):
             return sum_squares(arrays)
         # Arrays of other dtypes (float64) go to XLA; the answers keep the order of the arrays.
         suits = [array.dtype.name in _DTYPES for array in arrays]
@@ -211,12 +224,12 @@ def _sum_over_shards(sums: Sequence[jax.Array], shards: Sequence[Shard]) -> list
     return [lax.psum(own, shard.axes) if shard.axes else own for own, shard in pairs]
 
 
-def _map_leaves(backend: Backend) -> Callable[..., Any]:
+def _map_leaves(backend: Backend, plan: KernelPlan) -> Callable[..., Any]:
     """The kernels of a backend, imported when they are needed: Pallas takes a second."""
     if backend == "mosaic_gpu":
         from ampx.fused.kernels import gpu
 
-        return gpu.map_leaves
+        return functools.partial(gpu.map_leaves, plan=plan)
     from ampx.fused.kernels import tpu
 
     return functools.partial(tpu.map_leaves, interpret=backend == "interpret")

@@ -119,6 +119,11 @@ def decided_by_xla(arrays: Any) -> bool:
     return not meshes and jax.device_count() > 1 and not all(map(_on_one_device, leaves))
 
 
+def is_on_one_device(arrays: Any) -> bool:
+    """Whether the arrays of a tree lie whole on one device, so far as is known while tracing."""
+    return not decided_by_xla(arrays) and all(mesh.size == 1 for mesh in _meshes(arrays))
+
+
 def _automatic_axes(meshes: set[Any]) -> list[str]:
     # An axis of one device divides nothing, whoever decides.
     return sorted({axis for m in meshes for axis in m.auto_axes if m.shape[axis] > 1})

@@ -1,0 +1,1 @@
+"""Everything about ampx that only a GPU can tell, in one command: `make gpu`."""

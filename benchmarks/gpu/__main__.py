@@ -1,0 +1,262 @@
+"""Everything about ampx that only a GPU can tell: `make gpu`, in at most 8 minutes.
+
+It runs the tests that need a GPU, then the parts of the benchmark one after another, each in a
+process of its own: a kernel that goes wrong can end a process, and then the other parts still run.
+At the end there are one table, as Markdown, and one file, `gpu.json`, with all of it.
+
+`make gpu ARGS="--adopt"` also writes what won into `ampx/fused/kernels/measured.json`, from which
+the library takes the settings of kernels on this kind of GPU and what `backend="auto"` runs. With
+`--adopt FILE` that comes from a file of an earlier run, and nothing is measured.
+
+Without a GPU there is nothing to measure; `--tiny` rehearses all of it on a CPU, with small sizes
+and times that mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import adopting, float8, goals, gpt2, kernels, tails
+from benchmarks.gpu.rows import COPY, Bench, Row, read_rows
+from benchmarks.measuring import print_table
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 470  # of the whole
+TEST_FILES = ("tests/fused/test_fused_gpu.py", "tests/test_gpu.py")
+
+# What is measured, in this order, and for how many seconds at most. What a part leaves over, later
+# ones may use: they get the same share of what is left.
+PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
+    "tails, 1 x 50 M": (functools.partial(tails.run, key="1"), 45),
+    "tails, GPT-2 small": (functools.partial(tails.run, key="gpt2"), 90),
+    "a step of GPT-2 small": (gpt2.run, 75),
+    "kernels": (kernels.run, 60),
+    "tails, 400 x 125 k": (functools.partial(tails.run, key="400"), 60),
+    "tails, 2000 x 5 k": (functools.partial(tails.run, key="2000"), 40),
+    "float8": (float8.run, 20),
+}
+TESTS = 80  # seconds at most
+# A part's own time is kept by itself; this much later it is ended from outside.
+GRACE = 10
+
+
+@dataclasses.dataclass
+class Result:
+    """What a run has found.
+
+    Attributes:
+      device: its kind, as JAX names it.
+      versions: of Python and the packages that matter.
+      seconds: that all of it took.
+      tests: the last line that pytest wrote.
+      failed: the tests that failed, and the first line of why.
+      rows: of the table.
+    """
+
+    device: str
+    versions: str
+    seconds: float = 0.0
+    tests: str = ""
+    failed: list[str] = dataclasses.field(default_factory=list)
+    rows: list[Row] = dataclasses.field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        own = dataclasses.asdict(self) | {"chosen": self.chosen}
+        path.write_text(json.dumps(own, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        own = json.loads(path.read_text())
+        own["rows"] = [Row(**row) for row in own["rows"]]
+        return cls(**{field.name: own[field.name] for field in dataclasses.fields(cls)})
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What the rules make of the rows."""
+        return adopting.choose_plan(self.rows) | {"work": adopting.choose_work(self.rows)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs everything, or adopts what an earlier run found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="file for all figures")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="that it may take")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU")
+    parser.add_argument(
+        "--adopt", nargs="?", const=True, type=Path, metavar="FILE", help="let the winners be used"
+    )
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a process runs
+    given = parser.parse_args(arguments)
+    if given.part:
+        run, _ = PARTS[given.part]
+        run(Bench(given.part, given.out, given.seconds, given.tiny))
+        return
+    if isinstance(given.adopt, Path):
+        result = Result.read(given.adopt)
+    else:
+        result = _measure(given)
+        result.write(given.out)
+        _show(result)
+        print(f"\nAll figures: {given.out}")
+    if given.adopt and not given.tiny:
+        print(f"Adopted: {adopting.adopt(result.device, result.versions, result.rows)}")
+
+
+def _measure(given: argparse.Namespace) -> Result:
+    """Runs tests and parts while there is time."""
+    start = time.monotonic()
+    backend, device, versions = _describe_device()
+    if backend != "gpu" and not given.tiny:
+        sys.exit(
+            "make gpu needs an NVIDIA GPU and a jax that sees it, and found none: install ampx "
+            "with its extra [cuda], and set JAX_PLATFORMS=cuda,cpu"
+        )
+    result = Result(device, versions)
+
+    def left() -> float:
+        return given.seconds - (time.monotonic() - start)
+
+    if not given.no_tests:
+        result.tests, result.failed = _run_tests(min(TESTS, left()))
+        print(f"Tests: {result.tests}", flush=True)
+    waiting = sum(PARTS[name][1] for name in given.parts)
+    for name in given.parts:
+        share = PARTS[name][1] / waiting
+        waiting -= PARTS[name][1]
+        began = time.monotonic()
+        result.rows += _run_part(name, share * max(left(), 0), given.tiny)
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def _environment() -> dict[str, str]:
+    """That of the processes: ampx from this folder, and memory left for torch."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}
+    return memory | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _describe_device() -> tuple[str, str, str]:
+    """Backend, kind of device and versions, asked in a process so that this one holds no memory."""
+    program = (
+        "import jax, optax\n"
+        "print(jax.default_backend())\nprint(jax.devices()[0].device_kind)\n"
+        "try: import torch; torch = f', torch {torch.__version__}'\n"
+        "except ImportError: torch = ''\n"
+        "print(f'jax {jax.__version__}, optax {optax.__version__}{torch}')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=_environment(), capture_output=True, text=True
+    )
+    if run.returncode:
+        sys.exit(f"JAX does not start here:\n{run.stderr.strip()[-2000:]}")
+    backend, device, versions = run.stdout.splitlines()[-3:]
+    return backend, device, f"{versions}, Python {platform.python_version()}"
+
+
+def _run_tests(seconds: float) -> tuple[str, list[str]]:
+    """Runs the tests that need a GPU."""
+    files = [name for name in TEST_FILES if (ROOT / name).exists()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rfE", "-p", "no:cacheprovider"]
+    try:
+        run = subprocess.run(
+            [*command, *files],
+            cwd=ROOT,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        ended = (error.stdout or b"").decode(errors="replace").strip().splitlines()
+        return f"not finished after {seconds:.0f} s: {' '.join(ended[-2:])}", []
+    lines = run.stdout.strip().splitlines() or run.stderr.strip().splitlines() or [""]
+    failed = [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
+    return lines[-1], failed
+
+
+def _run_part(name: str, seconds: float, tiny: bool) -> list[Row]:
+    """Runs one part in a process; what it wrote before it ended, however it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.jsonl")
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(path)]
+        command += ["--seconds", f"{seconds:.1f}", *(["--tiny"] if tiny else [])]
+        note = ""
+        try:
+            run = subprocess.run(
+                command,
+                env=_environment(),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=seconds + GRACE,
+            )
+            if run.returncode:
+                last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+                note = f"ended with exit status {run.returncode}: {last[:200]}"
+        except subprocess.TimeoutExpired:
+            note = f"ended after {seconds + GRACE:.0f} s"
+        rows = read_rows(path)
+    return [*rows, Row(name, "", "", note=note)] if note else rows
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _show(result: Result) -> None:
+    print(f"\n{result.device}, {result.versions}; {result.seconds:.0f} s")
+    print(f"Tests: {result.tests}", *result.failed, sep="\n")
+    header = ["case", "by", "ms, best / median", "ratio", "beside", "of copy bandwidth"]
+    header += ["temporary B a parameter", "compile, s", "note"]
+    print_table("On a GPU", header, [_cells(row) for row in _without_copies(result.rows)])
+    header = ["goal", "limit", "measured", "worst case", "met"]
+    print_table("Goals", header, [_goal_cells(goal) for goal in goals.judge(result.rows)])
+    print(f"\nBy the rules of benchmarks/gpu/adopting.py: {result.chosen}")
+
+
+def _without_copies(rows: list[Row]) -> list[Row]:
+    """Every case has a copy beside it; one of each part is enough to read."""
+    seen: set[str] = set()
+    return [
+        row for row in rows if row.candidate != COPY or not (row.part in seen or seen.add(row.part))
+    ]
+
+
+def _goal_cells(goal: goals.Goal) -> list[str]:
+    worst = "not measured" if goal.worst is None else f"{goal.worst:.3f}"
+    return [goal.what, goal.limit, worst, goal.case, "yes" if goal.is_met else "no"]
+
+
+def _cells(row: Row) -> list[str]:
+    def text(value: float | None, digits: int) -> str:
+        return "–" if value is None else f"{value:.{digits}f}"
+
+    times = "–" if row.best is None else f"{row.best:.3f} / {row.milliseconds:.3f}"
+    cells = [row.case or row.part, row.candidate, times, text(row.ratio, 3), row.beside]
+    cells += [
+        text(row.of_copy, 2),
+        text(row.temporaries, 2),
+        text(row.compile_seconds, 1),
+        row.note,
+    ]
+    return [cell.replace("|", "\\|") for cell in cells]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""What is measured on a GPU, as rows of one table, and how a step is timed there.
+
+A GPU works on its own while Python goes on, and Python needs longer to hand over a step with a
+thousand arrays than the GPU needs to run it. In training that time is hidden behind the rest of the
+step. So a step is timed without it: one program runs it several times in a loop,
+
+    state ──► step ──► step ──► ... ──► state
+
+and the program's time is divided by the number of steps. What the steps share, the gradients, goes
+through a barrier with the state in each round. XLA would otherwise see that the norm of the
+gradients is the same in each round, and compute it once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.measuring import Candidate, take_turns
+
+COPY = "copy of one large array"
+_COPIED = 1 << 27  # float32 of the array whose copy measures the bandwidth: ten times a GPU's cache
+_THREADS = 8  # that compile at the same time
+
+
+@dataclasses.dataclass
+class Row:
+    """One row of the table.
+
+    Attributes:
+      part: of the benchmark.
+      case: what is run; rows of one part and case were measured side by side.
+      candidate: by what.
+      milliseconds: of a step, the median.
+      best: the shortest.
+      ratio: to the step that `beside` names, the median over the rounds.
+      beside: what that is.
+      of_copy: the time that the fewest possible bytes take at a copy's bandwidth, over the time.
+      temporaries: bytes a parameter beside inputs and outputs.
+      compile_seconds: to trace, to lower and to compile, with other programs beside it.
+      note: why there is no figure, or what else there is to say.
+    """
+
+    part: str
+    case: str
+    candidate: str
+    milliseconds: float | None = None
+    best: float | None = None
+    ratio: float | None = None
+    beside: str = ""
+    of_copy: float | None = None
+    temporaries: float | None = None
+    compile_seconds: float | None = None
+    note: str = ""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that a part has written."""
+    if not path.exists():
+        return []
+    return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+# --- timing --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Way:
+    """A way to make a step.
+
+    Attributes:
+      step: `(state, *data) -> state`.
+      make_state: what makes the first state, just before the step is timed: the states of all ways
+        together may be larger than a GPU's memory.
+      bytes_needed: that a step must read and write at least; 0 where memory is not what limits it.
+    """
+
+    step: Callable[..., Any]
+    make_state: Callable[[], Any]
+    bytes_needed: float = 0.0
+
+
+@dataclasses.dataclass
+class Case:
+    """Ways that are timed side by side.
+
+    Attributes:
+      name: as tables print it.
+      ways: by name; all make the same step.
+      data: what each step is called with, besides its state.
+      beside: the way that the ratios are to.
+      elements: parameters, which temporaries are divided by; 0 leaves that column empty.
+      make_others: makes candidates that are no programs of JAX. One call of each runs as many
+        steps as a program does.
+      bytes_of_others: as `bytes_needed`, of all of these.
+      describe: what to note of each compiled program.
+    """
+
+    name: str
+    ways: dict[str, Way]
+    data: tuple[Any, ...]
+    beside: str
+    elements: int = 0
+    make_others: Callable[[], Iterable[Candidate]] = tuple
+    bytes_of_others: float = 0.0
+    describe: Callable[[Any], str] = lambda program: ""
+
+
+@dataclasses.dataclass
+class Bench:
+    """What a part of the benchmark is given.
+
+    Attributes:
+      part: its name.
+      path: the file for its rows.
+      seconds: that it may take; what comes too late is not measured, and its row says so.
+      tiny: whether this is a rehearsal, with sizes that a CPU can manage and times without meaning.
+      repeats: steps of one program.
+      rounds: of side-by-side timing.
+    """
+
+    part: str
+    path: Path
+    seconds: float
+    tiny: bool = False
+    repeats: int = 10
+    rounds: int = 8
+    end: float = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = time.monotonic() + self.seconds
+        if self.tiny:
+            self.repeats, self.rounds = 2, 1
+
+    def write(self, *rows: Row) -> None:
+        """Appends rows to the file, at once: a part that dies leaves those that it had."""
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+
+    def run(self, cases: list[Case]) -> None:
+        """Compiles all ways of all cases, several at once; then times one case after another."""
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            futures = {}
+            for case in cases:
+                case.ways = {COPY: self._copy(), **case.ways}
+                for name, way in case.ways.items():
+                    futures[case.name, name] = pool.submit(self._compile, name, way, case.data)
+            concurrent.futures.wait(futures.values(), timeout=self._left(0.7))
+            for future in futures.values():
+                future.cancel()  # of those that have not begun
+            for case in cases:
+                own = {name: futures[case.name, name] for name in case.ways}
+                self._time(case, own)
+
+    def _left(self, share: float = 1.0) -> float:
+        return max(0.0, self.end - (1 - share) * self.seconds - time.monotonic())
+
+    def _copy(self) -> Way:
+        size = _COPIED >> 12 if self.tiny else _COPIED
+        full = functools.partial(jnp.full, size, 0.5, jnp.float32)
+        return Way(lambda state, *_: 0.999 * state, full, 8.0 * size)
+
+    def _compile(self, name: str, way: Way, data: tuple[Any, ...]) -> Candidate:
+        start = time.perf_counter()
+        step = jax.jit(looped(way.step, self.repeats), donate_argnums=0)
+        compiled = step.lower(jax.eval_shape(way.make_state), *data).compile()
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        return Candidate(name, compiled, None, data, temporaries, time.perf_counter() - start)
+
+    def _time(self, case: Case, futures: dict[str, concurrent.futures.Future]) -> None:
+        notes: dict[str, str] = {}
+        candidates = []
+        for name, future in futures.items():
+            if not future.done() or future.cancelled() or not self._left():
+                notes[name] = "not measured: no time was left"
+                continue
+            try:
+                candidate = future.result()
+                candidate.state = jax.block_until_ready(_distinct(case.ways[name].make_state()))
+                candidates.append(candidate)
+            except Exception as error:
+                notes[name] = describe(error)
+        try:
+            candidates += case.make_others()
+        except Exception as error:
+            notes["others"] = describe(error)
+        running = []
+        for candidate in candidates:
+            try:
+                candidate.run_once()
+                running.append(candidate)
+            except Exception as error:
+                notes[candidate.name] = describe(error)
+        take_turns(running, self.rounds)
+        by_name = {candidate.name: candidate for candidate in running}
+        for name in dict.fromkeys([*case.ways, *by_name, *notes]):
+            if name in by_name:
+                self.write(self._row(case, by_name, name))
+            else:
+                self.write(Row(self.part, case.name, name, note=notes[name]))
+        for candidate in candidates:
+            candidate.state = candidate.step = None  # which the next case needs the memory of
+
+    def _row(self, case: Case, by_name: dict[str, Candidate], name: str) -> Row:
+        candidate = by_name[name]
+        seconds = [own / self.repeats for own in candidate.seconds]
+        row = Row(self.part, case.name, name, statistics.median(seconds) * 1e3, min(seconds) * 1e3)
+        if case.beside in by_name:
+            row.ratio, row.beside = _ratio(candidate, by_name[case.beside]), case.beside
+        way = case.ways.get(name)
+        needed = way.bytes_needed if way else case.bytes_of_others
+        if COPY in by_name and needed:
+            copied = case.ways[COPY].bytes_needed
+            row.of_copy = _ratio(by_name[COPY], candidate) * needed / copied
+        if name == COPY:
+            row.note = f"{needed / min(seconds) / 1e9:,.0f} GB/s"
+        elif way:
+            row.compile_seconds = candidate.compile_seconds
+            row.note = case.describe(candidate.step)
+            if case.elements:
+                row.temporaries = candidate.temp_bytes / case.elements
+        return row
+
+
+def looped(step: Callable[..., Any], repeats: int) -> Callable[..., Any]:
+    """A function that runs a step `repeats` times."""
+
+    def run(state: Any, *data: Any) -> Any:
+        def once(_: Any, state: Any) -> Any:
+            own, given = jax.lax.optimization_barrier((state, data))
+            return step(own, *given)
+
+        return jax.lax.fori_loop(0, repeats, once, state)
+
+    return run
+
+
+def describe(error: BaseException) -> str:
+    """What a table says of something that failed."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"failed: {type(error).__name__}: {first[:160]}"
+
+
+def _distinct(state: Any) -> Any:
+    """Copies of all arrays: a buffer that appears twice cannot be donated."""
+    return jax.tree.map(lambda leaf: leaf.copy(), state)
+
+
+def _ratio(candidate: Candidate, other: Candidate) -> float:
+    pairs = zip(candidate.seconds, other.seconds, strict=True)
+    return statistics.median(own / others for own, others in pairs)

@@ -1,0 +1,294 @@
+"""`make gpu`, rehearsed on a CPU: every part with small sizes, the table, and the rules."""
+
+import functools
+import inspect
+import json
+import math
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ampx import fused
+from ampx.diagnostics.hlo import parse_computations
+from ampx.fused.kernels import measured
+from ampx.fused.kernels.pallas_updates import KindOfWork
+from benchmarks import torch_updates
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import adopting, goals, gpt2, kernels, rows, tails
+from benchmarks.gpu.rows import Bench, Case, Row, Way
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench("a part", tmp_path / "rows.jsonl", 60.0, tiny=True)
+
+
+def written(bench):
+    return {(row.case, row.candidate): row for row in rows.read_rows(bench.path)}
+
+
+@pytest.fixture
+def standard_promotion():
+    """For `jax.nn.dot_product_attention`, which mixes halves with float32; in all threads."""
+    before = jax.config.jax_numpy_dtype_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", before)
+
+
+# --- timing --------------------------------------------------------------------------------------
+
+
+def test_a_row_has_the_time_of_one_step_and_its_ratio_to_another(bench):
+    bench.rounds, bench.repeats = 3, 4
+    start = functools.partial(jnp.ones, 1000)
+    slow = Way(lambda state, x: jax.lax.fori_loop(0, 3000, lambda _, s: s * x, state), start, 8000)
+    fast = Way(lambda state, x: state * x, start, 8000)
+    bench.run([Case("a case", {"slow": slow, "fast": fast}, (jnp.float32(1),), "slow", 1000)])
+    found = written(bench)
+    slow, fast = found["a case", "slow"], found["a case", "fast"]
+    assert fast.ratio < 1 == slow.ratio and fast.beside == "slow"
+    assert slow.best <= slow.milliseconds and slow.of_copy < fast.of_copy
+    assert slow.temporaries is not None and slow.compile_seconds > 0
+    assert "GB/s" in found["a case", rows.COPY].note
+
+
+def test_steps_of_a_program_do_not_share_what_is_the_same_in_each():
+    """XLA would compute the norm of the gradients once, in front of the loop."""
+
+    def step(state, grads):
+        return state + jnp.sum(jnp.sin(grads))
+
+    text = jax.jit(rows.looped(step, 5)).lower(jnp.ones(()), jnp.ones(64)).compile().as_text()
+    computations, _ = parse_computations(text)
+    (loop,) = (one for own in computations.values() for one in own if one.opcode == "while")
+    inside = list(loop.called)
+    for name in inside:  # grows while it is walked through
+        inside += [each for one in computations[name] for each in one.called]
+    sines = {name for name, own in computations.items() if any(i.opcode == "sine" for i in own)}
+    assert sines and sines <= set(inside)
+
+
+def test_what_fails_or_comes_too_late_is_a_row_with_a_reason(bench):
+    def fail(state):
+        raise ValueError("no such kernel\nand more")
+
+    good = Way(lambda state: state + 1, lambda: jnp.zeros(3))
+    ways = {"good": good, "bad": Way(fail, lambda: jnp.zeros(3))}
+
+    def no_others():
+        raise ImportError("torch is not installed")
+
+    bench.run([Case("a case", ways, (), "good", make_others=no_others)])
+    found = written(bench)
+    assert found["a case", "good"].ratio == 1
+    assert found["a case", "bad"].note == "failed: ValueError: no such kernel"
+    assert found["a case", "others"].note == "failed: ImportError: torch is not installed"
+    late = Bench("late", bench.path, 0.0, tiny=True)
+    late.run([Case("late", {"good": good}, (), "good")])
+    assert written(bench)["late", "good"].note == "not measured: no time was left"
+
+
+def test_a_part_that_dies_leaves_its_rows_and_the_others_run(tmp_path, monkeypatch):
+    def die(bench):
+        bench.write(Row("dies", "a case", "by a kernel", 1.0))
+        raise SystemExit("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def run(command, **_):
+        path = command[command.index("--out") + 1]
+        try:
+            die(Bench("dies", program.Path(path), 1.0))
+        except SystemExit as error:
+            return subprocess.CompletedProcess(command, 134, "", f"one line\n{error}")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    first, second = program._run_part("dies", 1.0, tiny=True)
+    assert first.candidate == "by a kernel"
+    assert second.note == "ended with exit status 134: CUDA_ERROR_ILLEGAL_ADDRESS"
+
+
+# --- the parts -----------------------------------------------------------------------------------
+
+
+def rehearse(bench, run):
+    """What a part writes; each row has a figure, but for those of torch where that is missing."""
+    bench.seconds = 600.0
+    bench.end = time.monotonic() + bench.seconds
+    run(bench)
+    found = written(bench)
+    without = {key for key, row in found.items() if row.milliseconds is None}
+    assert without <= {(case, "others") for case, _ in found if torch_updates.torch is None}
+    return found
+
+
+@pytest.mark.slow
+def test_every_fused_optimizer_is_timed_by_xla_and_by_kernels(bench):
+    found = rehearse(bench, functools.partial(tails.run, key="gpt2"))
+    public = {name for name in set(fused.__all__) & set(dir(optax)) if takes_a_rate(name)}
+    assert public == {name.lower() for name in tails.OPTIMIZERS if "," not in name}
+    for name in [*tails.OPTIMIZERS, *tails.NARROW]:
+        ways = {by for case, by in found if case == f"{name}, GPT-2 small"}
+        assert {tails.XLA, tails.KERNELS} - ways == (
+            {tails.KERNELS} if name == "NovoGrad" else set()
+        )
+    ways = {by for case, by in found if case == "AdamW, GPT-2 small"}
+    assert {tails.BRANCH, tails.SELECT, tails.OPTAX, "optax.apply_if_finite"} <= ways
+    assert torch_updates.torch is None or set(torch_updates.NAMES) <= ways
+    judged = {goal.what: goal for goal in goals.judge(found.values())}
+    assert sum(goal.worst is not None for goal in judged.values()) == 2 + bool(torch_updates.torch)
+
+
+def takes_a_rate(name):
+    return "learning_rate" in inspect.signature(getattr(fused, name)).parameters
+
+
+@pytest.mark.slow
+def test_settings_norms_and_decoding_are_timed(bench):
+    found = rehearse(bench, kernels.run)
+    cases = {case for case, _ in found}
+    assert {kernels.FEW, kernels.MANY, kernels.INT8, "decoding of int8 moments, XLA"} <= cases
+    for case in (kernels.FEW, kernels.MANY, kernels.INT8):
+        assert kernels.DEFAULT in {by for own, by in found if own == case}
+    plans = {kernels.plan_of(by) for _, by in found} - {None}
+    assert len({plan.elements for plan in plans}) == 4 and len({plan.vector for plan in plans}) == 3
+    assert len({plan.leaves for plan in plans}) == 5
+    assert sum(case.startswith(kernels.NORM) for case in cases) == 4
+
+
+def test_a_table_decodes_moments_as_arithmetic_does():
+    case = kernels._decoding(1 << 10)
+    old = jnp.zeros((4, 256))
+    ways = [jax.jit(way.step)(old, *case.data) for way in case.ways.values()]
+    np.testing.assert_array_equal(*ways)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_steps_of_gpt_2_are_timed_and_their_conversions_counted(bench):
+    found = rehearse(bench, gpt2.run)
+    [case] = {case for case, _ in found}
+    counts = {by: int(row.note.split()[0]) for (_, by), row in found.items() if "conv" in row.note}
+    assert counts.keys() >= {"float32", gpt2.BY_HAND, gpt2.OPT_1, "O2"}
+    # Not more of them than by hand, where each is written for a reason.
+    assert counts["float32"] < counts[gpt2.OPT_1] <= counts[gpt2.BY_HAND]
+
+
+def test_gpt_2_small_is_gpt_2_small():
+    shapes = gpt2.shapes_of(gpt2.SMALL)
+    assert sum(map(math.prod, shapes)) == 124_439_808 and len(shapes) == 148
+
+
+def test_the_model_of_torch_gives_the_same_loss_and_gradients():
+    torch = pytest.importorskip("torch")
+    size = gpt2.TINY
+    params, tokens = gpt2.init(size, jax.random.key(0)), gpt2.make_batch(size)
+    loss, grads = jax.value_and_grad(gpt2.loss_fn)(params, tokens, heads=size.heads)
+    for fused_attention in (False, True):
+        theirs = gpt2.to_torch(params)
+        leaves = [leaf.requires_grad_() for leaf in jax.tree.leaves(theirs)]
+        own = gpt2.torch_loss(theirs, gpt2.to_torch(tokens).long(), size.heads, fused_attention)
+        assert abs(own.item() - float(loss)) < 1e-5
+        for ours, other in zip(
+            jax.tree.leaves(grads), torch.autograd.grad(own, leaves), strict=True
+        ):
+            np.testing.assert_allclose(ours, other.numpy(), atol=1e-5)
+
+
+@pytest.mark.whole
+def test_the_whole_program_writes_one_table_and_one_file(tmp_path):
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--no-tests", "--out", str(out)]
+    run = subprocess.run(command, cwd=program.ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    result = program.Result.read(out)
+    assert {row.part for row in result.rows} == set(program.PARTS)
+    assert run.stdout.count("\n### ") == 2 and "Adopted" not in run.stdout
+
+
+def test_without_a_gpu_it_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(program, "_describe_device", lambda: ("cpu", "cpu", "jax 1"))
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        program.main(["--no-tests", "--parts", "float8"])
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+def setting(case, candidate, ratio):
+    return Row("kernels", case, candidate, ratio, ratio, ratio, kernels.DEFAULT)
+
+
+def test_a_setting_wins_by_its_mean_and_loses_by_one_bad_case():
+    few = [setting(kernels.FEW, "2048 elements, 4 a load", 0.9)]
+    assert adopting.choose_plan(few) == {"elements": 2048, "vector": 4, "leaves": 16}
+    bad = [*few, setting(kernels.INT8, "2048 elements, 4 a load", 1.03)]
+    assert adopting.choose_plan(bad) == {"elements": 1024, "vector": 4, "leaves": 16}
+    better = [
+        *few,
+        setting(kernels.FEW, "512 elements, 8 a load", 0.95),
+        setting(kernels.MANY, "8 arrays a launch", 0.97),
+        setting(kernels.MANY, "64 arrays a launch", 0.96),
+    ]
+    for order in (better, better[::-1]):
+        assert adopting.choose_plan(order) == {"elements": 2048, "vector": 4, "leaves": 64}
+    assert adopting.choose_plan([]) == {"elements": 1024, "vector": 4, "leaves": 16}
+
+
+def by_both(case, xla, kernel):
+    return [Row("tails", case, tails.XLA, xla), Row("tails", case, tails.KERNELS, kernel)]
+
+
+def test_kernels_win_a_kind_of_work_in_all_of_its_cases():
+    lamb = by_both("LAMB, 1 x 50 M", 1.0, 0.8)
+    assert adopting.choose_work(lamb) == ["norms"]
+    assert adopting.choose_work([*lamb, *by_both("LAMB, 400 x 125 k", 1.0, 1.05)]) == []
+    assert adopting.choose_work(by_both("SGD, momentum, GPT-2 small", 1.0, 0.99)) == []
+    assert adopting.choose_work(by_both("AdamW, int8 moments, GPT-2 small", 1, 0.5)) == ["blocks"]
+    assert adopting.choose_work(by_both("AdamW, split masters, 1 x 50 M", 1, 0.5)) == ["narrow"]
+    norm = [Row("kernels", f"{kernels.NORM}, x", by, ms) for by, ms in (("XLA", 2), ("kernels", 1))]
+    assert adopting.choose_work(norm) == ["squares"]
+    assert {*adopting._KINDS.values(), "squares"} == set(KindOfWork.__args__)
+
+
+def test_what_won_is_kept_beside_what_is_known_and_the_library_reads_it(tmp_path, monkeypatch):
+    path = tmp_path / measured.FILE
+    path.write_text(json.dumps({"another": {"work": []}}))
+    found = [
+        *by_both("LAMB, 1 x 50 M", 1, 0.8),
+        setting(kernels.FEW, "512 elements, 2 a load", 0.9),
+    ]
+    result = program.Result("H100", "jax 1", rows=found)
+    result.write(tmp_path / "gpu.json")
+    again = program.Result.read(tmp_path / "gpu.json")
+    assert again.rows == found and again.chosen["work"] == ["norms"]
+    adopting.adopt(again.device, again.versions, again.rows, path)
+    monkeypatch.setattr(measured, "_read", lambda: json.loads(path.read_text()))
+    plan = measured.plan_for("H100")
+    assert (plan.elements, plan.vector, plan.leaves, plan.work) == (512, 2, 16, ("norms",))
+    assert json.loads(path.read_text())["another"] == {"work": []}
+
+
+def test_goals_name_the_worst_case():
+    def row(case, by, ms, share=None):
+        return Row("tails", case, by, ms, ms, of_copy=share)
+
+    found = [
+        row("AdamW, 1 x 50 M", tails.XLA, 2.0, 0.95),
+        row("AdamW, 1 x 50 M", tails.KERNELS, 3.0, 0.6),
+        row("AdamW, 1 x 50 M", goals.TORCH, 4.0, 0.5),
+        row("LAMB, 1 x 50 M", tails.XLA, 2.0, 0.5),
+        row("LAMB, 1 x 50 M", tails.KERNELS, 2.0, 0.91),
+        row("GPT-2 small", gpt2.OPT_1, 1.03),
+        row("GPT-2 small", gpt2.BY_HAND, 1.0),
+    ]
+    share, torch, skip, level = goals.judge(found)
+    assert (share.worst, share.case, share.is_met) == (0.91, "LAMB, 1 x 50 M", True)
+    assert (torch.worst, torch.is_met) == (0.5, True)
+    assert (level.worst, level.is_met) == (1.03, False)
+    assert (skip.worst, skip.case, skip.is_met) == (None, "not measured", False)
