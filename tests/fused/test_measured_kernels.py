@@ -126,3 +126,12 @@ def test_settings_change_no_number(elements, vector, leaves):
     new, sums = jax.jit(functools.partial(mapped, adamw))(jobs)
     for k, job in enumerate(jobs):
         check((new[k], sums[k]), blocks.map_whole(adamw, *job, num_sums=2))
+
+
+def test_settings_reach_the_thread_blocks():
+    job = hyperparameters(), *leaf((5000,))
+    part = gpu._part(job, 0, KernelPlan(elements=2048, vector=2))
+    assert (part.block, part.programs) == (2048, 2)
+    assert {window.vector for window in part.windows(0, 2048)} == {2}
+    narrow = gpu._part(job, 0, KernelPlan(elements=256, vector=8))  # 2 a thread
+    assert {window.vector for window in narrow.windows(0, 256)} == {2}
