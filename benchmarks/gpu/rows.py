@@ -30,7 +30,6 @@ from benchmarks.measuring import Candidate, take_turns
 
 COPY = "copy of one large array"
 _COPIED = 1 << 27  # float32 of the array whose copy measures the bandwidth: ten times a GPU's cache
-_THREADS = 8  # that compile at the same time
 
 
 @dataclasses.dataclass
@@ -127,6 +126,7 @@ class Bench:
       tiny: whether this is a rehearsal, with sizes that a CPU can manage and times without meaning.
       repeats: steps of one program.
       rounds: of side-by-side timing.
+      threads: that compile at the same time; with fewer, the first programs are ready earlier.
     """
 
     part: str
@@ -135,6 +135,7 @@ class Bench:
     tiny: bool = False
     repeats: int = 10
     rounds: int = 8
+    threads: int = 8
     end: float = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,18 +150,16 @@ class Bench:
 
     def run(self, cases: list[Case]) -> None:
         """Compiles all ways of all cases, several at once; then times one case after another."""
-        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            futures = {}
-            for case in cases:
-                case.ways = {COPY: self._copy(), **case.ways}
-                for name, way in case.ways.items():
-                    futures[case.name, name] = pool.submit(self._compile, name, way, case.data)
-            concurrent.futures.wait(futures.values(), timeout=self._left(0.7))
-            for future in futures.values():
-                future.cancel()  # of those that have not begun
-            for case in cases:
-                own = {name: futures[case.name, name] for name in case.ways}
-                self._time(case, own)
+        pool = concurrent.futures.ThreadPoolExecutor(self.threads)
+        futures = {}
+        for case in cases:
+            case.ways = {COPY: self._copy(), **case.ways}
+            for name, way in case.ways.items():
+                futures[case.name, name] = pool.submit(self._compile, name, way, case.data)
+        concurrent.futures.wait(futures.values(), timeout=self._left(0.7))
+        pool.shutdown(wait=False, cancel_futures=True)  # what is being compiled comes too late
+        for case in cases:
+            self._time(case, {name: futures[case.name, name] for name in case.ways})
 
     def _left(self, share: float = 1.0) -> float:
         return max(0.0, self.end - (1 - share) * self.seconds - time.monotonic())
@@ -206,7 +205,7 @@ class Bench:
         for name in dict.fromkeys([*case.ways, *by_name, *notes]):
             if name in by_name:
                 self.write(self._row(case, by_name, name))
-            else:
+            elif name != COPY:
                 self.write(Row(self.part, case.name, name, note=notes[name]))
         for candidate in candidates:
             candidate.state = candidate.step = None  # which the next case needs the memory of
