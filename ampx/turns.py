@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ampx.mesh_axes import mark_varying, varying_axes
@@ -42,7 +43,7 @@ def switch_in_turn(
     """Runs a `lax.switch` after that which returned `turn`.
 
     Args:
-      turn: int32[], 0, from `first_turn` or from the switch before.
+      turn: int32[], from `first_turn` or from the switch before: the number of a branch.
       index: int32[], which branch to run; it must be the number of one.
       branches: as `lax.switch` takes them.
       *operands: what the branches are called with.
@@ -56,13 +57,15 @@ def switch_in_turn(
         return lambda *operands: (mark_varying(jnp.int32(number), axes), branch(*operands))
 
     branches = [numbered(number, branch) for number, branch in enumerate(branches)]
-    ran, results = lax.switch(index + turn, branches, *operands)
-    return ran >> 16, results  # no switch has so many branches
+    # No switch has so many branches. The shift is here, and not where a turn is returned: so the
+    # same operations are before every switch, and XLA compiles them once.
+    return lax.switch(index + (turn >> 16), branches, *operands)
 
 
 def switch_in_place(
     turn: jax.Array,
-    index: jax.Array,
+    numbers: np.ndarray,
+    look_up: Callable[[np.ndarray], jax.Array],
     idle: Callable[[], Any],
     branches: Sequence[Callable[[Any], tuple[Any, Any]]],
     buffers: Any,
@@ -74,8 +77,9 @@ def switch_in_place(
     there each branch gets a switch of its own, with nothing to do as the other branch.
 
     Args:
-      turn: int32[], 0, from `first_turn` or from the switch before.
-      index: int32[], 0 for `idle`, else the number of a branch, counted from 1.
+      turn: int32[], from `first_turn` or from the switch before.
+      numbers: a table, in which 0 stands for `idle`, else the number of a branch, counted from 1.
+      look_up: finds the entry of such a table that is due, int32[].
       idle: makes in `idle()` the results of a device that has nothing to do.
       branches: each makes in `branch(buffers)` results of the same types, and the buffers anew.
       buffers: a pytree of arrays, read by nobody afterwards.
@@ -85,7 +89,7 @@ def switch_in_place(
     """
     if _WRITES_IN_PLACE:
         choices = [lambda buffers: (idle(), buffers), *branches]
-        turn, (results, buffers) = switch_in_turn(turn, index, choices, buffers)
+        turn, (results, buffers) = switch_in_turn(turn, look_up(numbers), choices, buffers)
         return turn, results, buffers
 
     def one(branch: Callable[[Any], tuple[Any, Any]]) -> list[Callable[..., Any]]:
@@ -93,6 +97,7 @@ def switch_in_place(
 
     results = idle()
     for number, branch in enumerate(branches, 1):
-        is_due = (index == number).astype(jnp.int32)
+        # Compared in the table, so that all of these switches find their number in the same way.
+        is_due = look_up((numbers == number).astype(np.int32))
         turn, (results, buffers) = switch_in_turn(turn, is_due, one(branch), results, buffers)
     return turn, results, buffers

@@ -39,7 +39,7 @@ def test_each_switch_runs_the_branch_asked_for():
             expected = two_switches(False)(first, second, ARGUMENTS[2])
             *found, turn = two_switches(True)(first, second, ARGUMENTS[2])
             np.testing.assert_array_equal(found, expected)
-            assert turn == 0 and turn.dtype == jnp.int32
+            assert turn == second and turn.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
@@ -53,20 +53,23 @@ def test_in_the_compiled_program_a_switch_reads_a_result_of_the_one_before(in_tu
 def write_rows(chosen, table):
     """A loop that writes row after row: what each branch makes of it, or nothing."""
 
-    def step(carry, row_and_index):
+    def step(carry, row):
         turn, table = carry
-        row, index = row_and_index
 
         def writing(compute):
             return lambda table: (jnp.float32(row), table.at[row].set(compute(table[row])))
 
         turn, result, table = switch_in_place(
-            turn, index, lambda: jnp.float32(-1), list(map(writing, BRANCHES)), table
+            turn,
+            chosen,
+            lambda numbers: jnp.asarray(numbers)[row],
+            lambda: jnp.float32(-1),
+            list(map(writing, BRANCHES)),
+            table,
         )
         return (turn, table), result
 
-    rows = jnp.arange(len(chosen)), chosen
-    (turn, table), results = lax.scan(step, (first_turn("stage"), table), rows)
+    (turn, table), results = lax.scan(step, (first_turn("stage"), table), jnp.arange(len(chosen)))
     return turn, results, table
 
 

@@ -104,7 +104,7 @@ class _Carry(NamedTuple):
       grads: sums of gradients so far, like the device's view of the parameters; None without a
         backward.
       results: loss, weight and auxiliary output, each with a leading axis of micro-batches.
-      turn: int32[], 0, the turn of the next switch: see `ampx.turns`.
+      turn: int32[], the turn of the next switch: see `ampx.turns`.
     """
 
     activations: Wires
@@ -154,17 +154,18 @@ class Executor:
         """Runs all ticks."""
         device = lax.axis_index(self.axis_name)
 
-        def run_tick(carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
+        def run_tick(tick: jax.Array, carry: _Carry) -> _Carry:
             def look_up(table: np.ndarray) -> jax.Array:
                 # int32[ticks, devices] -> int32[]
                 return lax.dynamic_slice(
                     table, (tick, device), (1, 1), allow_negative_indices=False
                 ).reshape(())
 
-            return self._run_tick(carry, look_up), None
+            return self._run_tick(carry, look_up)
 
-        ticks = jnp.arange(self.tables.num_ticks, dtype=jnp.int32)
-        carry, _ = lax.scan(run_tick, self._make_carry(), ticks)
+        # The tick is a counter of the loop. An array of all ticks would have to be made, and each
+        # table would be looked up through it.
+        carry = lax.fori_loop(0, self.tables.num_ticks, run_tick, self._make_carry())
         return Totals(carry.grads, carry.results)
 
     def _make_carry(self) -> _Carry:
@@ -228,8 +229,10 @@ class Executor:
 
             return branch
 
-        index, branches = self._make_branches(look_up, (self.tables.forward, run))
-        turn, (sent, results), kept = switch_in_place(carry.turn, index, idle, branches, carry.kept)
+        numbers, branches = self._make_branches((self.tables.forward, run))
+        turn, (sent, results), kept = switch_in_place(
+            carry.turn, numbers, look_up, idle, branches, carry.kept
+        )
         # An idle device has micro-batch -1. JAX clamps that, so zeros are added to the first one's.
         return carry._replace(
             kept=kept,
@@ -275,13 +278,13 @@ class Executor:
 
             return branch
 
-        index, branches = self._make_branches(
-            look_up, (self.tables.backward, whole), (self.tables.halved, half)
+        numbers, branches = self._make_branches(
+            (self.tables.backward, whole), (self.tables.halved, half)
         )
         if not branches:
             return carry, idle()
         turn, returned, (deferred, grads) = switch_in_place(
-            carry.turn, index, idle, branches, (carry.deferred, carry.grads)
+            carry.turn, numbers, look_up, idle, branches, (carry.deferred, carry.grads)
         )
         return carry._replace(deferred=deferred, grads=grads, turn=turn), returned
 
@@ -302,14 +305,16 @@ class Executor:
 
             return branch
 
-        index, branches = self._make_branches(look_up, (self.tables.weight, run))
+        numbers, branches = self._make_branches((self.tables.weight, run))
         if not branches:  # a schedule whose backwards are whole
             return carry
-        turn, _, grads = switch_in_place(carry.turn, index, lambda: None, branches, carry.grads)
+        turn, _, grads = switch_in_place(
+            carry.turn, numbers, look_up, lambda: None, branches, carry.grads
+        )
         return carry._replace(grads=grads, turn=turn)
 
-    def _make_branches(self, look_up: _LookUp, *kinds: Any) -> tuple[jax.Array, list[_Branch]]:
-        """Makes a branch for each program that occurs; finds the number of the one due, 0 for none.
+    def _make_branches(self, *kinds: Any) -> tuple[np.ndarray, list[_Branch]]:
+        """Makes a branch for each program that occurs, and a table of which one is due, 0 for none.
 
         Stages that compute alike share a program and thus a branch: with 32 equal stages there are
         the first, the last and one for all others, so the size of the compiled program does not
@@ -325,7 +330,7 @@ class Executor:
             branches += map(branch_of, programs)
             # At most one of several tables has work in a tick; the others add 0.
             numbers += number_of[work.stage]
-        return look_up(numbers), branches
+        return numbers, branches
 
     # --- what a stage takes and gives ------------------------------------------------------------
 
