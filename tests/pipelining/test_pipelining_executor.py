@@ -226,6 +226,14 @@ def test_ticks_copy_neither_stash_nor_sums_of_gradients(schedule):
     assert copied and not large
 
 
+@pytest.mark.parametrize("schedule", [one_f_one_b(4, 8)], ids=name_of)
+def test_the_layers_of_a_stage_are_read_by_one_kernel(schedule):
+    """It is told the place; a static slice would be a kernel of its own for each layer."""
+    text = compiled(schedule, stash="residuals").as_text()
+    reads = re.findall(r"= f32\[(?:1,)*64,64\]\S* ((?:dynamic-)?slice)\(", text)
+    assert set(reads) == {"dynamic-slice"}
+
+
 @pytest.mark.slow_but("one_f_one_b-residuals")
 @pytest.mark.parametrize(
     ("make", "stash"),

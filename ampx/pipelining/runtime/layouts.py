@@ -261,13 +261,22 @@ class StackedLayers:
 
         # The chunk is known only when the program runs, since stages of a kind share it. How many
         # layers there are is the same for all of a kind, and static.
-        def own(leaf: jax.Array) -> jax.Array:
-            return read_at(leaf, chunk)[:count]
+        if not self.unrolled:  # leaves of shape (count, ...), for a scan over the layers
+            return jax.tree.map(lambda leaf: read_at(leaf, chunk)[:count], view)
+        return [
+            jax.tree.map(lambda leaf, at=at: read_at(leaf.reshape(-1, *leaf.shape[2:]), at), view)
+            for at in (self._find_layer(chunk, number) for number in range(count))
+        ]
 
-        layers = jax.tree.map(own, view)
-        if not self.unrolled:
-            return layers  # leaves of shape (count, ...), for a scan over the layers
-        return [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count)]
+    def _find_layer(self, chunk: jax.Array, number: int) -> jax.Array:
+        """Finds a layer of a chunk in a view whose axes of chunks and layers are joined."""
+        longest = max(self.counts)
+        if longest == 1:
+            return chunk
+        # Looked up, not computed: of static slices XLA would make a kernel for each layer, where
+        # one that is told the place can read them all.
+        places = [of_chunk * longest + number for of_chunk in range(_count_chunks(self.schedule))]
+        return read_at(jnp.asarray(places, jnp.int32), chunk)
 
     def add(self, total: Any, stage: int, chunk: Any, gradients: Any) -> Any:
         """Adds to the layers of one chunk."""
