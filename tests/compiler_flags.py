@@ -33,7 +33,7 @@ def share_contexts(uses: int = 100) -> None:
     make, counter, shared = mlir.make_ir_context, itertools.count(), []
 
     def make_or_share() -> Any:
-        if next(counter) % uses == 0:
+        if next(counter) % uses == 0 or not shared:  # another thread may be making the first
             shared[:] = [make()]
         return shared[0]
 
