@@ -11,7 +11,7 @@ from benchmarks.measuring import Candidate
 
 try:
     import torch
-except ImportError:
+except (ImportError, OSError):  # not installed, or a library of CUDA is missing
     torch: Any = None
 
 NAMES = {

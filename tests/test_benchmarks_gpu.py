@@ -100,17 +100,44 @@ def test_a_part_that_dies_leaves_its_rows_and_the_others_run(tmp_path, monkeypat
         bench.write(Row("dies", "a case", "by a kernel", 1.0))
         raise SystemExit("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    def run(command, **_):
+    def run(command, stdout, **_):
         path = command[command.index("--out") + 1]
         try:
             die(Bench("dies", program.Path(path), 1.0))
         except SystemExit as error:
-            return subprocess.CompletedProcess(command, 134, "", f"one line\n{error}")
+            stdout.write(f"one line\n{error}\n".encode())
+            return subprocess.CompletedProcess(command, 134)
 
     monkeypatch.setattr(subprocess, "run", run)
-    first, second = program._run_part("dies", 1.0, tiny=True)
+    log = tmp_path / "gpu.log"
+    first, second = program._run_part("dies", 1.0, tiny=True, log=log)
     assert first.candidate == "by a kernel"
     assert second.note == "ended with exit status 134: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert "one line" in log.read_text()
+
+
+def test_a_process_that_takes_too_long_is_ended_and_what_it_printed_is_kept(tmp_path):
+    log = tmp_path / "gpu.log"
+    command = [sys.executable, "-c", "print('begun'); import time; time.sleep(60)"]
+    assert program._run(command, 3.0, log) == (None, "begun\n")
+    assert "begun" in log.read_text()
+
+
+@pytest.mark.parametrize("status", [1, None])
+def test_tests_that_failed_are_named_even_where_not_all_have_ended(status, tmp_path, monkeypatch):
+    printed = """tests/a.py::one[x] PASSED [ 10%]
+tests/a.py::two FAILED [ 20%]
+[gw1] [ 30%] PASSED tests/b.py::three
+"""
+    summary = "FAILED tests/a.py::two - assert 1\n==== 1 failed, 2 passed in 3 s ====\n"
+    text = printed + (summary if status else "")
+    monkeypatch.setattr(program, "_run", lambda *_, **__: (status, text))
+    last, failed = program._run_tests(80, tmp_path / "gpu.log", "gpu")
+    assert len(failed) == 1 and "tests/a.py::two" in failed[0]
+    assert last in (
+        "==== 1 failed, 2 passed in 3 s ====",
+        "not finished after 80 s: 3 ended, 1 of them badly",
+    )
 
 
 # --- the parts -----------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 It runs the tests that need a GPU, then the parts of the benchmark one after another, each in a
 process of its own: a kernel that goes wrong can end a process, and then the other parts still run.
-At the end there are one table, as Markdown, and one file, `gpu.json`, with all of it.
+At the end there are one table, as Markdown, and one file, `gpu.json`, with all of it. The file is
+written anew after each part, and what tests and parts print, tracebacks too, goes to `gpu.log`.
 
 `make gpu ARGS="--adopt"` also writes what won into `ampx/fused/kernels/measured.json`, from which
 the library takes the settings of kernels on this kind of GPU and what `backend="auto"` runs. With
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import platform
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "float8": (float8.run, 20),
 }
 TESTS = 80  # seconds at most
+WORKERS = 8  # that run them; most of their time goes into tracing and compiling
 # A part's own time is kept by itself; this much later it is ended from outside.
 GRACE = 10
 
@@ -100,25 +104,42 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--adopt", nargs="?", const=True, type=Path, metavar="FILE", help="let the winners be used"
     )
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a process runs
+    # What a process runs, and until when: its imports alone take seconds.
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # of `time.monotonic`
     given = parser.parse_args(arguments)
     if given.part:
-        run, _ = PARTS[given.part]
-        run(Bench(given.part, given.out, given.seconds, given.tiny))
-        os._exit(0)  # not after programs that nobody waits for have been compiled
+        _be_part(Bench(given.part, given.out, given.until - time.monotonic(), given.tiny))
     if isinstance(given.adopt, Path):
         result = Result.read(given.adopt)
     else:
         result = _measure(given)
-        result.write(given.out)
         _show(result)
-        print(f"\nAll figures: {given.out}")
+        print(f"\nAll figures: {given.out}; what went wrong: {_log(given.out)}")
     if given.adopt and not given.tiny:
         print(f"Adopted: {adopting.adopt(result.device, result.versions, result.rows)}")
 
 
+def _be_part(bench: Bench) -> None:
+    """Runs a part and ends the process, without waiting for programs that still compile."""
+    status = 0
+    try:
+        run, _ = PARTS[bench.part]
+        run(bench)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _log(out: Path) -> Path:
+    return out.with_suffix(".log")
+
+
 def _measure(given: argparse.Namespace) -> Result:
-    """Runs tests and parts while there is time."""
+    """Runs tests and parts while there is time; what there is so far is in the file."""
     start = time.monotonic()
     backend, device, versions = _describe_device()
     if backend != "gpu" and not given.tiny:
@@ -127,21 +148,25 @@ def _measure(given: argparse.Namespace) -> Result:
             "with its extra [cuda], and set JAX_PLATFORMS=cuda,cpu"
         )
     result = Result(device, versions)
+    log = _log(given.out)
+    log.unlink(missing_ok=True)
 
     def left() -> float:
         return given.seconds - (time.monotonic() - start)
 
     if not given.no_tests:
-        result.tests, result.failed = _run_tests(min(TESTS, left()))
-        print(f"Tests: {result.tests}", flush=True)
+        result.tests, result.failed = _run_tests(min(TESTS, left()), log, backend)
+        print(f"Tests: {result.tests}", *result.failed, sep="\n", flush=True)
+        result.write(given.out)
     waiting = sum(PARTS[name][1] for name in given.parts)
     for name in given.parts:
         share = PARTS[name][1] / waiting
         waiting -= PARTS[name][1]
         began = time.monotonic()
-        result.rows += _run_part(name, share * max(left(), 0), given.tiny)
+        result.rows += _run_part(name, share * max(left(), 0), given.tiny, log)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-    result.seconds = time.monotonic() - start
+        result.seconds = time.monotonic() - start
+        result.write(given.out)
     return result
 
 
@@ -158,7 +183,7 @@ def _describe_device() -> tuple[str, str, str]:
         "import jax, optax\n"
         "print(jax.default_backend())\nprint(jax.devices()[0].device_kind)\n"
         "try: import torch; torch = f', torch {torch.__version__}'\n"
-        "except ImportError: torch = ''\n"
+        "except (ImportError, OSError): torch = ''\n"
         "print(f'jax {jax.__version__}, optax {optax.__version__}{torch}')\n"
     )
     run = subprocess.run(
@@ -170,51 +195,73 @@ def _describe_device() -> tuple[str, str, str]:
     return backend, device, f"{versions}, Python {platform.python_version()}"
 
 
-def _run_tests(seconds: float) -> tuple[str, list[str]]:
-    """Runs the tests that need a GPU."""
+def _run(command: list[str], seconds: float, log: Path, **variables: str) -> tuple[int | None, str]:
+    """Runs a command for at most so many seconds.
+
+    Returns:
+      Its exit status, None if it was ended, and all that it printed, which is in the log as well.
+    """
+    with tempfile.TemporaryFile() as file:  # a pipe might be held open by what a process leaves
+        try:
+            status = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=_environment() | {"PYTHONUNBUFFERED": "1"} | variables,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=max(seconds, 0),
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    with log.open("a") as kept:
+        kept.write(f"$ {' '.join(command)}\n{text}\n[{status}]\n\n")
+    return status, text
+
+
+def _run_tests(seconds: float, log: Path, backend: str) -> tuple[str, list[str]]:
+    """Runs the tests that need a GPU: a summary, and a line for each that failed.
+
+    With pytest-xdist in several processes, which take memory as they need it. So a kernel that
+    ends a process is one failure, and the other tests run.
+    """
     files = [name for name in TEST_FILES if (ROOT / name).exists()]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rfE", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-rfE", "-p", "no:cacheprovider"]
     command += ["-o", "filterwarnings=default"]  # a warning of another version is no fault here
-    try:
-        run = subprocess.run(
-            [*command, *files],
-            cwd=ROOT,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired as error:
-        ended = (error.stdout or b"").decode(errors="replace").strip().splitlines()
-        return f"not finished after {seconds:.0f} s: {' '.join(ended[-2:])}", []
-    lines = run.stdout.strip().splitlines() or run.stderr.strip().splitlines() or [""]
-    failed = [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
-    return lines[-1], failed
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", str(WORKERS)]
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if backend == "gpu":  # some compare with a CPU; and tests take that where nothing is named
+        variables["JAX_PLATFORMS"] = "cuda,cpu"
+    status, text = _run([*command, *files], seconds, log, **variables)
+    lines = text.strip().splitlines() or [""]
+    if status is not None:
+        return lines[-1], [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
+    # Each test has a line: `name PASSED`, and of a worker `[gw0] [ 50%] PASSED name`.
+    ended = [line for line in lines if re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", line)]
+    failed = [line for line in ended if re.search(r"\b(FAILED|ERROR)\b", line)]
+    summary = f"not finished after {seconds:.0f} s: {len(ended)} ended, {len(failed)} of them badly"
+    return summary, failed
 
 
-def _run_part(name: str, seconds: float, tiny: bool) -> list[Row]:
+def _run_part(name: str, seconds: float, tiny: bool, log: Path) -> list[Row]:
     """Runs one part in a process; what it wrote before it ended, however it ended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.jsonl")
+        until = time.monotonic() + seconds
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(path)]
-        command += ["--seconds", f"{seconds:.1f}", *(["--tiny"] if tiny else [])]
-        note = ""
-        try:
-            run = subprocess.run(
-                command,
-                env=_environment(),
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=seconds + GRACE,
-            )
-            if run.returncode:
-                last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-                note = f"ended with exit status {run.returncode}: {last[:200]}"
-        except subprocess.TimeoutExpired:
-            note = f"ended after {seconds + GRACE:.0f} s"
+        command += ["--until", str(until), *(["--tiny"] if tiny else [])]
+        status, text = _run(command, seconds + GRACE, log)
         rows = read_rows(path)
-    return [*rows, Row(name, "", "", note=note)] if note else rows
+    if status is None:
+        note = f"ended after {seconds + GRACE:.0f} s"
+    elif status:
+        last = (text.strip().splitlines() or ["no message"])[-1]
+        note = f"ended with exit status {status}: {last[:200]}"
+    else:
+        return rows
+    return [*rows, Row(name, "", "", note=note)]
 
 
 # --- the table -----------------------------------------------------------------------------------
