@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-import statistics
+import functools
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+import ampx
 from benchmarks import float8
-from benchmarks.gpu.rows import Bench, Row
-from benchmarks.measuring import take_turns
+from benchmarks.gpu.rows import Bench, Case, Way
+from benchmarks.measuring import Candidate
+
+SIZE = 4096
 
 
 def run(bench: Bench) -> None:
     """Each recipe of `autocast(dots=...)`, with the kernels that ran."""
-    size = 32 if bench.tiny else 4096
-    candidates = float8.make_candidates(size)
-    take_turns(candidates, bench.rounds)
-    for candidate in candidates:
-        kernels = float8.profile(candidate)
-        pairs = zip(candidate.seconds, candidates[0].seconds, strict=True)
-        bench.write(
-            Row(
-                bench.part,
-                f"product of {size} x {size} and its gradients",
-                candidate.name,
-                candidate.median_ms,
-                1e3 * min(candidate.seconds),
-                statistics.median(own / others for own, others in pairs),
-                candidates[0].name,
-                compile_seconds=candidate.compile_seconds,
-                note=f"{kernels.float8_share:.0%} of the time in float8 kernels: "
-                + ", ".join(name[:40] for name in kernels.longest),
-            )
-        )
+    size = 32 if bench.tiny else SIZE
+    x, weight, cotangent = (
+        jax.random.normal(key, (size, size)) for key in jax.random.split(jax.random.key(0), 3)
+    )
+    case = Case(
+        f"product of {size} x {size} and its gradients",
+        {recipe or "bfloat16": _way(recipe, size) for recipe in float8.RECIPES},
+        (weight, x, cotangent),
+        "bfloat16",
+        describe=_list_kernels,
+    )
+    bench.run([case])
+
+
+def _way(recipe: str | None, size: int) -> Way:
+    fun = ampx.autocast(lambda weight, x: x @ weight, dots=recipe)
+
+    # The last gradients are the state, so that none is allocated anew.
+    def step(_: Any, weight: jax.Array, x: jax.Array, cotangent: jax.Array) -> Any:
+        y, pull = jax.vjp(fun, weight, x)
+        return pull(cotangent.astype(y.dtype))
+
+    zeros = functools.partial(jnp.zeros, (size, size))
+    return Way(step, lambda: (zeros(), zeros()))
+
+
+def _list_kernels(candidate: Candidate) -> str:
+    kernels = float8.profile(candidate)
+    longest = ", ".join(name[:40] for name in kernels.longest)
+    return f"{kernels.float8_share:.0%} of the time in float8 kernels: {longest}"

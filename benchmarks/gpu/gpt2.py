@@ -271,9 +271,9 @@ def run(bench: Bench) -> None:
     bench.run([case])
 
 
-def count_conversions(program: Any) -> str:
+def count_conversions(candidate: Candidate) -> str:
     """How often a compiled program changes a dtype, and in how many kernels of their own."""
-    text = program.as_text()
+    text = candidate.step.as_text()
     alone = len(re.findall(r"= \S+ fusion\(.*calls=%?wrapped_convert", text))
     conversions = len(re.findall(r" convert\(", text))
     return f"{conversions} conversions, {alone} kernels that only convert"

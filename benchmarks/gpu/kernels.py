@@ -49,7 +49,8 @@ def run(bench: Bench) -> None:
     if bench.tiny:
         few, many = Tree(FEW, ((2048,),) * 2), Tree(MANY, ((300,),) * 4)
     else:
-        few, many = Tree(FEW, ((2048, 4096),) * 8), Tree(MANY, ((50_000,),) * 64)
+        # Both are larger than a GPU's cache.
+        few, many = Tree(FEW, ((2048, 4096),) * 8), Tree(MANY, ((125_000,),) * 64)
     others = {name: plan for name, plan in BLOCKS.items() if plan != DEFAULT_PLAN}
     by_elements = {name: plan for name, plan in others.items() if plan.vector == 4}
     int8 = functools.partial(ampx.fused.adamw, mu_dtype="int8", nu_dtype="int8")
