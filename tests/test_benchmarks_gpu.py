@@ -252,13 +252,18 @@ def setting(case, candidate, ratio):
 
 
 def test_a_setting_wins_by_its_mean_and_loses_by_one_bad_case():
-    few = [setting(kernels.FEW, "2048 elements, 4 a load", 0.9)]
-    assert adopting.choose_plan(few) == {"elements": 2048, "vector": 4, "leaves": 16}
-    bad = [*few, setting(kernels.INT8, "2048 elements, 4 a load", 1.03)]
-    assert adopting.choose_plan(bad) == {"elements": 1024, "vector": 4, "leaves": 16}
+    default = {"elements": 1024, "vector": 4, "leaves": 16}
+    good = in_all_cases("2048 elements, 4 a load", 0.9, 0.9, 0.9)
+    assert adopting.choose_plan(good) == {"elements": 2048, "vector": 4, "leaves": 16}
+    bad = in_all_cases("2048 elements, 4 a load", 0.9, 0.9, 1.03)
+    assert adopting.choose_plan(bad) == default
+    assert adopting.choose_plan(good[:2]) == default  # a case is missing
+    wide = setting(kernels.FEW, "2048 elements, 8 a load", 0.8)
+    assert adopting.choose_plan([*bad, wide]) == adopting.choose_plan([wide]) == default
+    assert adopting.choose_plan([*good, wide])["vector"] == 8
     better = [
-        *few,
-        setting(kernels.FEW, "512 elements, 8 a load", 0.95),
+        *good,
+        *in_all_cases("512 elements, 4 a load", 0.95, 0.95, 0.95),
         setting(kernels.MANY, "8 arrays a launch", 0.97),
         setting(kernels.MANY, "64 arrays a launch", 0.96),
     ]
@@ -267,18 +272,37 @@ def test_a_setting_wins_by_its_mean_and_loses_by_one_bad_case():
     assert adopting.choose_plan([]) == {"elements": 1024, "vector": 4, "leaves": 16}
 
 
+def in_all_cases(candidate, *ratios):
+    cases = kernels.FEW, kernels.MANY, kernels.INT8
+    return [setting(case, candidate, own) for case, own in zip(cases, ratios, strict=True)]
+
+
 def by_both(case, xla, kernel):
+    """Rows of a case, or of several."""
+    if not isinstance(case, str):
+        return [row for own in case for row in by_both(own, xla, kernel)]
     return [Row("tails", case, tails.XLA, xla), Row("tails", case, tails.KERNELS, kernel)]
 
 
+def on_two(name):
+    return [f"{name}, 1 x 50 M", f"{name}, GPT-2 small"]
+
+
 def test_kernels_win_a_kind_of_work_in_all_of_its_cases():
-    lamb = by_both("LAMB, 1 x 50 M", 1.0, 0.8)
+    lamb = by_both(on_two("LAMB"), 1.0, 0.8)
     assert adopting.choose_work(lamb) == ["norms"]
+    assert adopting.choose_work(lamb[:2]) == []  # one case says little
     assert adopting.choose_work([*lamb, *by_both("LAMB, 400 x 125 k", 1.0, 1.05)]) == []
-    assert adopting.choose_work(by_both("SGD, momentum, GPT-2 small", 1.0, 0.99)) == []
-    assert adopting.choose_work(by_both("AdamW, int8 moments, GPT-2 small", 1, 0.5)) == ["blocks"]
-    assert adopting.choose_work(by_both("AdamW, split masters, 1 x 50 M", 1, 0.5)) == ["narrow"]
-    norm = [Row("kernels", f"{kernels.NORM}, x", by, ms) for by, ms in (("XLA", 2), ("kernels", 1))]
+    failed = Row("tails", "LAMB, 400 x 125 k", tails.KERNELS, note="failed: ValueError: a layout")
+    assert adopting.choose_work([*lamb, failed]) == []
+    assert adopting.choose_work(by_both(on_two("SGD, momentum"), 1.0, 0.99)) == []
+    assert adopting.choose_work(by_both(on_two("AdamW, int8 moments"), 1, 0.5)) == ["blocks"]
+    assert adopting.choose_work(by_both(on_two("AdamW, split masters"), 1, 0.5)) == ["narrow"]
+    norm = [
+        Row("kernels", f"{kernels.NORM}, {tree}", by, ms)
+        for by, ms in ((kernels.XLA, 2), (kernels.KERNELS, 1))
+        for tree in ("x", "y")
+    ]
     assert adopting.choose_work(norm) == ["squares"]
     assert {*adopting._KINDS.values(), "squares"} == set(KindOfWork.__args__)
 
@@ -287,7 +311,8 @@ def test_what_won_is_kept_beside_what_is_known_and_the_library_reads_it(tmp_path
     path = tmp_path / measured.FILE
     path.write_text(json.dumps({"another": {"work": []}}))
     found = [
-        *by_both("LAMB, 1 x 50 M", 1, 0.8),
+        *by_both(on_two("LAMB"), 1, 0.8),
+        *in_all_cases("512 elements, 4 a load", 0.99, 1.0, 1.0),
         setting(kernels.FEW, "512 elements, 2 a load", 0.9),
     ]
     result = program.Result("H100", "jax 1", rows=found)

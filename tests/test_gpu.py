@@ -107,7 +107,12 @@ def test_narrow_forms_by_xla_are_those_of_the_cpu(form):
             if form != "int8":
                 params = ampx.cast_floating(params, jnp.bfloat16)
             state = tx.init(params)
-            step = jax.jit(lambda p, s: ampx.fused.apply(tx, {"w": jnp.cos(9 * p["w"])}, s, p)[:2])
+
+            @jax.jit
+            def step(params, state):
+                grads = {"w": jnp.cos(9 * params["w"])}
+                return ampx.fused.apply(tx, grads, state, params, backend="xla")[:2]
+
             for _ in range(3):
                 params, state = step(params, state)
         return np.asarray(params["w"], np.float32)

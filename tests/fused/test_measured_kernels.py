@@ -63,6 +63,16 @@ def test_nothing_is_taken_where_nothing_was_measured(monkeypatch):
     assert measured.resolve_backend("pallas") == ("mosaic_gpu", KernelPlan())
 
 
+def test_a_default_device_that_is_no_gpu_gets_no_kernels_for_one(measure):
+    measure(work=["norms"], versions="jax 1")
+    assert measured.resolve_backend("auto")[0] == "mosaic_gpu"
+    for device in (jax.devices("cpu")[0], "cpu"):
+        with jax.default_device(device):
+            assert measured.resolve_backend("auto")[0] == "xla"
+            with pytest.raises(ValueError, match="JAX on 'cpu'"):
+                measured.resolve_backend("pallas")
+
+
 def test_what_is_asked_for_runs_with_the_settings_that_won(measure):
     measure(elements=512, vector=2, leaves=4, work=[], versions="jax 1")
     settings = KernelPlan(elements=512, vector=2, leaves=4)

@@ -31,8 +31,8 @@ def resolve_backend(backend: Backend) -> tuple[Backend, KernelPlan]:
     Raises:
       ValueError: for kernels on a platform that has none.
     """
-    platform = jax.default_backend()
-    plan = plan_for(jax.devices()[0].device_kind) if platform == "gpu" else None
+    platform, kind = _find_device()
+    plan = plan_for(kind) if platform == "gpu" else None
     if backend == "auto":  # without a measurement, and where no kernel won, there is nothing to run
         return ("mosaic_gpu", plan) if plan and plan.work else ("xla", DEFAULT_PLAN)
     everything = (plan or DEFAULT_PLAN)._replace(work=None)
@@ -45,6 +45,16 @@ def resolve_backend(backend: Backend) -> tuple[Backend, KernelPlan]:
             "lower for another platform 'mosaic_gpu' or 'mosaic_tpu'"
         )
     return _OF_PLATFORM[platform], everything
+
+
+def _find_device() -> tuple[str, str]:
+    """Platform and kind of the device for programs without one: `jax.default_device`, or else 0."""
+    device: Any = jax.config.jax_default_device
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    if device is not None:
+        return device.platform, device.device_kind
+    return jax.default_backend(), jax.devices()[0].device_kind
 
 
 def plan_for(device_kind: str) -> KernelPlan | None:
