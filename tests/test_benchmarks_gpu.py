@@ -22,6 +22,7 @@ from benchmarks import torch_updates
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import adopting, goals, gpt2, kernels, rows, tails
 from benchmarks.gpu.rows import Bench, Case, Row, Way
+from benchmarks.measuring import Candidate
 
 
 @pytest.fixture
@@ -93,6 +94,21 @@ def test_what_fails_or_comes_too_late_is_a_row_with_a_reason(bench):
     late = Bench("late", bench.path, 0.0, tiny=True)
     late.run([Case("late", {"good": good}, (), "good")])
     assert written(bench)["late", "good"].note == "not measured: no time was left"
+
+
+def test_what_fails_after_its_first_call_costs_one_case(bench):
+    def fails_later():
+        calls = iter([None])
+        yield Candidate("other", lambda _: next(calls), None, ())
+
+    good = Way(lambda state: state + 1, lambda: jnp.zeros(3))
+    cases = [Case(f"case {k}", {"good": good}, (), "good") for k in range(2)]
+    cases[0].make_others = fails_later
+    bench.run(cases)
+    found = written(bench)
+    assert found["case 0", "good"].note == found["case 0", "other"].note
+    assert found["case 0", "good"].note.startswith("failed: StopIteration")
+    assert found["case 1", "good"].ratio == 1
 
 
 def test_a_part_that_dies_leaves_its_rows_and_the_others_run(tmp_path, monkeypatch):

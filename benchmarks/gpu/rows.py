@@ -105,7 +105,7 @@ class Case:
       elements: parameters, which temporaries are divided by; 0 leaves that column empty.
       make_others: makes candidates that are no programs of JAX. One call of each runs as many
         steps as a program does.
-      bytes_of_others: as `bytes_needed`, of all of these.
+      bytes_of_others: as `bytes_needed`, by name.
       describe: what to note of each candidate of JAX, after it was timed.
     """
 
@@ -115,7 +115,7 @@ class Case:
     beside: str
     elements: int = 0
     make_others: Callable[[], Iterable[Candidate]] = tuple
-    bytes_of_others: float = 0.0
+    bytes_of_others: dict[str, float] = dataclasses.field(default_factory=dict)
     describe: Callable[[Candidate], str] = lambda candidate: ""
 
 
@@ -199,7 +199,8 @@ class Bench:
             except Exception as error:
                 notes[name] = describe(error)
         try:
-            candidates += case.make_others()
+            for candidate in case.make_others():  # one that fails leaves those before it
+                candidates.append(candidate)
         except Exception as error:
             notes["others"] = describe(error)
         running: list[Candidate] = []
@@ -209,7 +210,11 @@ class Bench:
                 running.append(candidate)
             except Exception as error:
                 notes[candidate.name] = describe(error)
-        take_turns(running, self.rounds)
+        try:
+            take_turns(running, self.rounds)
+        except Exception as error:  # the memory of all of them, say
+            notes |= dict.fromkeys((candidate.name for candidate in running), describe(error))
+            running.clear()
         by_name = {candidate.name: candidate for candidate in running}
         for name in dict.fromkeys([*case.ways, *by_name, *notes]):
             if name in by_name:
@@ -228,7 +233,7 @@ class Bench:
         if case.beside in by_name:
             row.ratio, row.beside = _ratio(candidate, by_name[case.beside]), case.beside
         way = case.ways.get(name)
-        needed = way.bytes_needed if way else case.bytes_of_others
+        needed = way.bytes_needed if way else case.bytes_of_others.get(name, 0.0)
         if COPY in by_name and needed:
             copied = case.ways[COPY].bytes_needed
             row.of_copy = _ratio(by_name[COPY], candidate) * needed / copied

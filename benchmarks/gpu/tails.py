@@ -25,7 +25,7 @@ from ampx.updates.tails import Backend
 from benchmarks.fused_traffic import FLOORS, OPTIMIZERS, by_apply, by_update
 from benchmarks.gpu.gpt2 import SMALL, shapes_of
 from benchmarks.gpu.rows import Bench, Case, Row, Way
-from benchmarks.torch_updates import torch_candidates
+from benchmarks.torch_updates import NAMES, torch_candidates
 
 SCALE, RATE, DECAY, MAX_NORM = 1024.0, 1e-3, 0.1, 1.0
 XLA, KERNELS, OPTAX = "fused.apply, XLA", "fused.apply, kernels", "optax, clip + the same"
@@ -162,9 +162,11 @@ def _adamw(tree: Tree, grads: Any, bench: Bench) -> Case:
     elif len(tree.shapes) > MANY:
         del ways[KERNELS_ALONE]
     others = functools.partial(torch_candidates, tree.shapes, bench.repeats)
-    size = both * tree.elements
+    sizes = {
+        by: (both if has_clip else alone) * tree.elements for by, (has_clip, _) in NAMES.items()
+    }
     name = f"AdamW, {tree.name}"
-    return Case(name, ways, (grads,), OPTAX, tree.elements, others, size)
+    return Case(name, ways, (grads,), OPTAX, tree.elements, others, sizes)
 
 
 def _optimizer(tree: Tree, grads: Any, name: str) -> Case:
