@@ -43,15 +43,15 @@ TEST_FILES = ("tests/fused/test_fused_gpu.py", "tests/test_gpu.py")  # the first
 # What is measured, in this order, and for how many seconds at most. What a part leaves over, later
 # ones may use: they get the same share of what is left.
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
-    "tails, 1 x 50 M": (functools.partial(tails.run, key="1"), 40),
+    "tails, 1 x 50 M": (functools.partial(tails.run, key="1"), 30),
     "tails, GPT-2 small": (functools.partial(tails.run, key="gpt2"), 80),
     "a step of GPT-2 small": (gpt2.run, 110),
-    "kernels": (kernels.run, 55),
-    "tails, 400 x 125 k": (functools.partial(tails.run, key="400"), 50),
-    "tails, 2000 x 5 k": (functools.partial(tails.run, key="2000"), 35),
-    "float8": (float8.run, 20),
+    "kernels": (kernels.run, 60),
+    "tails, 400 x 125 k": (functools.partial(tails.run, key="400"), 70),
+    "tails, 1000 x 10 k": (functools.partial(tails.run, key="1000"), 45),
+    "float8": (float8.run, 15),
 }
-TESTS = 80  # seconds at most
+TESTS = 60  # seconds at most
 WORKERS = 8  # that run them; most of their time goes into tracing and compiling
 # A part's own time is kept by itself; this much later it is ended from outside.
 GRACE = 10

@@ -49,7 +49,7 @@ def resolve_backend(backend: Backend) -> tuple[Backend, KernelPlan]:
 
 def _find_device() -> tuple[str, str]:
     """Platform and kind of the device for programs without one: `jax.default_device`, or else 0."""
-    device: Any = jax.config.jax_default_device
+    device: Any = getattr(jax.config, "jax_default_device")  # noqa: B009, which no stub has
     if isinstance(device, str):
         device = jax.devices(device)[0]
     if device is not None:
