@@ -147,7 +147,8 @@ class Judgement(NamedTuple):
     @property
     def overflow(self) -> jax.Array:
         """Whether an element is not finite, or the loss undoes the step; bool scalar."""
-        overflow = (self.counts > 0).any()
+        # Each count for itself, see `measure_and_judge`.
+        overflow = ((self.counts[..., 0] > 0) | (self.counts[..., 1] > 0)).any()
         return overflow | self.is_bad_loss if self.skips_loss else overflow
 
     @property

@@ -152,10 +152,11 @@ def move_scale(
     The scale moves last. Had it moved before the gradients were divided, a step on which it grows
     would divide by twice the factor that the loss was multiplied by, and halve the update.
     """
-    found = judgement.counts > 0  # bool[*losses, 2]
+    # Compared once they are apart: XLA sees then what was put together to `counts`.
+    has_inf, has_nan = judgement.counts[..., 0] > 0, judgement.counts[..., 1] > 0  # bool[*losses]
     # By the elements of the gradients, not by `transition.skip`: if all were finite and the step
     # was bad all the same, a smaller scale would not help.
-    moved = advance(state, jnp.any(found, axis=-1))
+    moved = advance(state, has_inf | has_nan)
     # Nothing is known of the gradients of a loss that was left out, so its scale does not move.
     own = {
         name: trees.hold(~jnp.asarray(judgement.seen), getattr(moved, name), getattr(state, name))
@@ -166,8 +167,8 @@ def move_scale(
     }
     return moved._replace(
         **own,
-        inf_total=trees.count_up(state.inf_total, found[..., 0]),
-        nan_total=trees.count_up(state.nan_total, found[..., 1]),
+        inf_total=trees.count_up(state.inf_total, has_inf),
+        nan_total=trees.count_up(state.nan_total, has_nan),
         overflow=transition.skip,
         skipped_total=trees.count_up(state.skipped_total, transition.skip),
         bad_update_total=trees.count_up(state.bad_update_total, transition.is_bad_update),

@@ -29,7 +29,6 @@ from jax import lax
 from ampx.mesh_axes import add_divided, mark_varying, varying_axes
 from ampx.model_axes import NOT_DIVIDED, ModelAxes, add_over_shards, untracked_of_leaves
 from ampx.trees import is_floating, wider_dtype
-from ampx.turns import switch_in_turn
 from ampx.updates.tails import Tail
 
 # A float32 g is below 2**128, so (g / 2**90)**2 is below 2**76, and 2**51 of these add up to less
@@ -90,32 +89,37 @@ def measure_and_judge(
     multiplier = jnp.asarray(1 if factor is None else factor, jnp.float32)
     total = add_over_shards(squares(leaves), untracked) if squares else add_up(leaves, untracked)
 
-    def all_is_well() -> JudgedNorm:
+    def all_is_well() -> tuple[jax.Array, ...]:
         # Branches of a cond must return the same types, and what a value varies over is in its
         # type: the other branch's counts come from the leaves, so these zeros are marked alike.
-        return JudgedNorm(jnp.sqrt(total) * multiplier, mark_varying(jnp.zeros(2, jnp.int32), axes))
+        none = mark_varying(jnp.zeros((), jnp.int32), axes)
+        return jnp.sqrt(total) * multiplier, none, none
 
-    is_finite = jnp.isfinite(total)
-
-    def second_look() -> JudgedNorm:
+    def second_look() -> tuple[jax.Array, ...]:
         groups = _group_alike(leaves, untracked)
         # Each reduction gets a scalar of its own, which only a barrier keeps apart. If several
         # reductions share one scalar, XLA's CPU backend broadcasts it to an array in memory, and
         # reserves that memory whether the branch is taken or not.
         inverses = lax.optimization_barrier([jnp.float32(1 / _LARGE_UNIT)] * len(groups))
-        large, turn = [], jnp.int32(0)
+        large: list[jax.Array] = []
+        # What was summed last, of leaves that vary over the same axes: a number that varies would
+        # make all that waits for it vary as well, and a replicated leaf would be counted twice.
+        before: dict[frozenset[str], jax.Array] = {}
         for group, inverse in zip(groups, inverses, strict=True):
-            turn, own = _large_squares(turn, group.leaves, inverse, is_finite)
-            large.append(own)
+            varying = varying_axes(group.leaves)
+            large.append(_large_squares(before.get(varying), group.leaves, inverse))
+            before[varying] = large[-1][0]
         total = add_over_shards(list(map(jnp.sum, large)), [group.untracked for group in groups])
         widest = max((s.dtype for s in large), key=lambda dtype: dtype.itemsize)
         sums = jnp.concatenate([s.astype(widest) for s in large])
         # NaN + inf is NaN: an array with both shows its NaN alone.
-        found = jnp.stack([jnp.isinf(sums), jnp.isnan(sums)], axis=1)  # bool[num_leaves, 2]
-        norm = jnp.sqrt(total) * multiplier * _LARGE_UNIT
-        return JudgedNorm(norm, mark_varying(jnp.sum(found, axis=0, dtype=jnp.int32), axes))
+        counts = [jnp.sum(found, dtype=jnp.int32) for found in (jnp.isinf(sums), jnp.isnan(sums))]
+        return jnp.sqrt(total) * multiplier * _LARGE_UNIT, *mark_varying(counts, axes)
 
-    return lax.cond(is_finite, all_is_well, second_look)
+    # The counts leave the branch as scalars. Out of a vector, each loop that reads one would slice
+    # it at another place, and XLA compiles each such loop for itself.
+    norm, infinities, nans = lax.cond(jnp.isfinite(total), all_is_well, second_look)
+    return JudgedNorm(norm, jnp.stack([infinities, nans]))
 
 
 def sum_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -185,27 +189,31 @@ def _group_alike(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]
 
 
 def _large_squares(
-    turn: jax.Array, alike: list[jax.Array], inverse_unit: jax.Array, is_finite: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The next turn, and the sums of squares of a group in the large unit; shape (arrays,).
+    before: jax.Array | None, alike: list[jax.Array], inverse_unit: jax.Array
+) -> jax.Array:
+    """The sums of squares of a group in the large unit; shape (arrays,).
 
     XLA would make all stacks before it reduces the first, as nothing says otherwise, and reserve
-    memory for all of them. What is inside a branch is made there, and all branches use the same
-    memory. So each stack is in one, though `is_finite` is known to be false. Where devices divide
-    arrays, XLA adds its collectives there, and these take turns; see `ampx.turns`.
+    memory for all of them. So each stack waits for a sum of the one before, and all use the same
+    memory: its first array is multiplied by a 1 that is 0 if that sum is negative. No sum of
+    squares is, but no compiler knows. A barrier would not do: in jax 0.10 nothing is left of it
+    when XLA puts operations in order. A branch for each stack would do, at the price of handing
+    each array into two branches.
+
+    Args:
+      before: a sum of the stack before; None for the first one.
+      alike: arrays of one type.
+      inverse_unit: float32 scalar, 1 over the unit.
     """
-
-    def add_squares() -> jax.Array:
-        stack = jnp.stack(alike)
-        wide = stack.astype(wider_dtype(stack.dtype, jnp.float32))
-        squares = _squares(wide * inverse_unit.astype(wide.dtype))
-        return jnp.sum(squares, axis=range(1, squares.ndim))
-
-    if len(alike) == 1:
-        return turn, add_squares()
-    sums = jax.eval_shape(add_squares)
-    nothing = mark_varying(jnp.zeros(sums.shape, sums.dtype), sorted(varying_axes(alike)))
-    return switch_in_turn(turn, is_finite.astype(jnp.int32), [add_squares, lambda: nothing])
+    first, *others = alike
+    if others and before is not None:
+        one = lax.select(before < 0, jnp.zeros_like(before), jnp.ones_like(before))
+        first = first * one.astype(first.dtype)
+    stack = jnp.stack([first, *others])
+    wide = stack.astype(wider_dtype(stack.dtype, jnp.float32))
+    squares = _squares(wide * inverse_unit.astype(wide.dtype))
+    # The barrier keeps XLA from adding up the whole stack a second time, for the sum of these sums.
+    return lax.optimization_barrier(jnp.sum(squares, axis=range(1, squares.ndim)))
 
 
 def _find_floating(
