@@ -168,8 +168,16 @@ def compute_direction(
     if skip is not None:
         # A select, and no arithmetic such as `old + keep * (new - old)`: 0 times infinity is NaN,
         # and -0.0 would lose its sign. It costs nothing in a loop that has both numbers at hand.
-        operations = operations._replace(keep=lambda new, old: jnp.where(skip, old, new))
+        operations = operations._replace(keep=lambda new, old: _choose(skip, old, new))
     return rule.direction(g, leaf.param, leaf.slots, h, operations)
+
+
+def _choose(condition: jax.Array, a: Any, b: Any) -> jax.Array:
+    """`jnp.where`, without the call of a function, of which XLA makes a copy for each parameter."""
+    # A rule of the user's may return a number, or one for all elements.
+    types = [(x.shape, x.dtype) for x in (a, b) if isinstance(x, jax.Array)]
+    alike = len(types) == 2 and types[0] == types[1]
+    return lax.select(condition, a, b) if alike else jnp.where(condition, a, b)
 
 
 def keep_leaf(leaf: Leaf, tail: Tail) -> TailResult:
@@ -196,7 +204,7 @@ def _answer_tail(
     # Negative zeros: a parameter of -0.0 plus 0.0 would become 0.0.
     value, stays = (new, leaf.param) if new_params else (step, jnp.full_like(step, -0.0))
     is_sound = lax.is_finite(new if is_floating(new) else step)  # an integer is always finite
-    return jnp.where(skip, stays, jnp.where(is_sound, value, stays)), lost
+    return _choose(skip, stays, _choose(is_sound, value, stays)), lost
 
 
 def compute_trust_ratio(
