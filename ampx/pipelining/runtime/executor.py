@@ -163,8 +163,7 @@ class Executor:
 
             return self._run_tick(carry, look_up)
 
-        # The tick is a counter of the loop. An array of all ticks would have to be made, and each
-        # table would be looked up through it.
+        # A counter: an array of all ticks would have to be made, and tables looked up through it.
         carry = lax.fori_loop(0, self.tables.num_ticks, run_tick, self._make_carry())
         return Totals(carry.grads, carry.results)
 
@@ -278,9 +277,8 @@ class Executor:
 
             return branch
 
-        numbers, branches = self._make_branches(
-            (self.tables.backward, whole), (self.tables.halved, half)
-        )
+        kinds = (self.tables.backward, whole), (self.tables.halved, half)
+        numbers, branches = self._make_branches(*kinds)
         if not branches:
             return carry, idle()
         turn, returned, (deferred, grads) = switch_in_place(
