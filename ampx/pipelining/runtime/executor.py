@@ -156,10 +156,10 @@ class Executor:
 
         def run_tick(tick: jax.Array, carry: _Carry) -> _Carry:
             def look_up(table: np.ndarray) -> jax.Array:
-                # int32[ticks, devices] -> int32[]
-                return lax.dynamic_slice(
-                    table, (tick, device), (1, 1), allow_negative_indices=False
-                ).reshape(())
+                # int32[ticks, devices] -> int32[]; with x64 a counter is wider than an index
+                place = tick.astype(device.dtype), device
+                entry = lax.dynamic_slice(table, place, (1, 1), allow_negative_indices=False)
+                return entry.reshape(())
 
             return self._run_tick(carry, look_up)
 
