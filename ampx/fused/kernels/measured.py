@@ -31,6 +31,8 @@ def resolve_backend(backend: Backend) -> tuple[Backend, KernelPlan]:
     Raises:
       ValueError: for kernels on a platform that has none.
     """
+    if backend == "xla" or (backend == "auto" and not _read()):
+        return "xla", DEFAULT_PLAN  # devices are not asked: tracing alone needs none
     platform, kind = _find_device()
     plan = plan_for(kind) if platform == "gpu" else None
     if backend == "auto":  # without a measurement, and where no kernel won, there is nothing to run
