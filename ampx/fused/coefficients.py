@@ -12,6 +12,8 @@ is not read at all to compute an update.
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -27,6 +29,19 @@ from ampx.tree_checks import check_scalar
 # From the number of the step, int32 from 1 on, or None where the optimizer does not count, to a
 # NamedTuple of the optimizer's own numbers; the three shared fields are filled in later.
 CoefficientsAt = Callable[[Any], Any]
+
+# What every vector of coefficients ends with.
+SHARED = ("factor", "step_size", "weight_decay")
+
+
+@functools.cache
+def numbers_class(names: tuple[str, ...]) -> Any:
+    """A NamedTuple of coefficients by these names and the shared ones.
+
+    One class for the same names: to JAX an instance of another class is another tree, for which a
+    jitted function is compiled anew.
+    """
+    return collections.namedtuple("Numbers", [*names, *SHARED])  # noqa: PYI024
 
 
 def check_decays(*, corrects_bias: bool = False, **decays: Any) -> None:
@@ -135,8 +150,16 @@ class PackedCoefficients(NamedTuple):
     is_bad: jax.Array
 
 
-def pack_coefficients(coefficients: Any, dtype: Any) -> PackedCoefficients:
-    """Puts the coefficients that are not None into one vector."""
+def pack_coefficients(
+    coefficients: Any, dtype: Any, *, may_be_bad: bool = False
+) -> PackedCoefficients:
+    """Puts the coefficients that are not None into one vector.
+
+    Args:
+      coefficients: the optimizer's NamedTuple of them.
+      dtype: that of the arithmetic.
+      may_be_bad: whether one that is not finite is none of the wrappers' business.
+    """
     # Which fields are None is static: it decides what is traced.
     given = [number for number in coefficients if number is not None]
     # XLA simplifies a slice of a concatenation to the operand that it cuts out, and would see
@@ -148,7 +171,8 @@ def pack_coefficients(coefficients: Any, dtype: Any) -> PackedCoefficients:
         if isinstance(number, int | float) and name != "step_size"
     }
     numbers = unpack_coefficients(coefficients, vector)._replace(**known)
-    return PackedCoefficients(vector, numbers, jnp.any(~jnp.isfinite(vector)))
+    is_bad = jnp.zeros((), bool) if may_be_bad else jnp.any(~jnp.isfinite(vector))
+    return PackedCoefficients(vector, numbers, is_bad)
 
 
 def unpack_coefficients(coefficients: Any, vector: Iterable[Any]) -> Any:

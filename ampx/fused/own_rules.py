@@ -9,7 +9,6 @@ skip, masters, shards and Pallas kernels.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,13 +17,10 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_callable, check_hyperparameter
-from ampx.fused.coefficients import check_rate
+from ampx.fused.coefficients import SHARED, check_rate, numbers_class
 from ampx.fused.transformation import FusedRuleState, fused_transformation
 from ampx.fused.update_rules import Operations, Slots, UpdateRule
 from ampx.tree_checks import check_scalar
-
-# What every vector of coefficients ends with; see `ampx.fused.coefficients`.
-_SHARED = ("factor", "step_size", "weight_decay")
 
 
 def from_rule(
@@ -105,8 +101,7 @@ def from_rule(
         found = _check_names("numbers", numbers_at(count))
         for name, value in found.items():
             check_scalar(f"numbers[{name!r}]", value)
-        kind: Any = collections.namedtuple("Numbers", [*found, *_SHARED])  # noqa: PYI024
-        return kind(**found, **dict.fromkeys(_SHARED))
+        return numbers_class(tuple(found))(**found, **dict.fromkeys(SHARED))
 
     def init(params: Any) -> Any:
         kept = {
@@ -134,7 +129,7 @@ def _check_names(argument: str, given: Any) -> dict[str, Any]:
     for name in given:
         if not (isinstance(name, str) and name.isidentifier()) or name.startswith("_"):
             raise ValueError(f"{argument}: {name!r} is no name of an attribute, such as 'decay'")
-        if argument == "numbers" and name in _SHARED:
+        if argument == "numbers" and name in SHARED:
             raise ValueError(f"numbers: {name!r} has a meaning of its own: choose another name")
     return dict(given)
 

@@ -178,7 +178,7 @@ def fused_transformation(
         if params is None and (coefficients.weight_decay is not None or rule.direction_again):
             raise ValueError("this optimizer needs params: call tx.update(grads, state, params)")
         if tail.skip is not None:
-            next_state = _hold_counts(tail.skip, next_state, state)
+            next_state = hold_counts(tail.skip, next_state, state)
         slots = _read_slots(rule, state[at])
         # One row for each leaf of the gradients. Slots may be trees below a leaf (`Int8Blocks`), so
         # they are cut where the gradients end, not flattened by themselves.
@@ -186,10 +186,10 @@ def fused_transformation(
         columns = [
             _find_untracked(rule, updates, model_axes),
             find_segments(updates),
-            map(_array, structure.flatten_up_to(updates)),
+            map(as_array, structure.flatten_up_to(updates)),
             [None] * structure.num_leaves
             if params is None
-            else map(_array, structure.flatten_up_to(params)),
+            else map(as_array, structure.flatten_up_to(params)),
             *(structure.flatten_up_to(slot) for slot in slots.values()),
         ]
         # The count before this step, for the random bits of `nu` in 8 bits. SGD, Adagrad and
@@ -203,7 +203,7 @@ def fused_transformation(
         ]
         _check_shapes(rule, updates, leaves)
         decays = _find_decays(mask, updates if params is None else params, structure)
-        results = _update_leaves(rule, coefficients, leaves, decays, tail)
+        results = update_leaves(rule, coefficients, leaves, decays, tail)
         new_updates = structure.unflatten([r if answers else r.value for r, _ in results])
         kept = {
             name: structure.unflatten([own[i] for _, own in results])
@@ -286,12 +286,12 @@ def _at(path: Any) -> str:
     return f" at {path_name(path)!r}" if path else ""
 
 
-def _array(leaf: Any) -> Any:
+def as_array(leaf: Any) -> Any:
     """An array out of a numpy array or a plain number, as optax takes them too."""
     return leaf if is_float0(leaf) or isinstance(leaf, NarrowParam) else jnp.asarray(leaf)
 
 
-def _hold_counts(skip: jax.Array, new_state: Any, state: Any) -> Any:
+def hold_counts(skip: jax.Array, new_state: Any, state: Any) -> Any:
     """The state with its counts as they were on a skip; slots are held later, number by number.
 
     The same object in both trees needs no choice, and a select of it would read it.
@@ -311,7 +311,7 @@ def _find_decays(mask: Any, tree: Any, structure: Any) -> list[bool]:
     return [as_bool("mask, for a parameter,", leaf) for leaf in jax.tree.leaves(chosen)]
 
 
-def _update_leaves(
+def update_leaves(
     rule: UpdateRule, coefficients: Any, leaves: list[Leaf], decays: list[bool], tail: Tail
 ) -> list[tuple[TailResult, tuple[Any, ...]]]:
     """The update of every parameter; those with the same coefficients share one vector of them."""
@@ -332,8 +332,8 @@ def _update_leaves(
         # A kernel's scalars are float32 whatever it reads; float64 is not for kernels.
         if key not in shared:
             own = coefficients if decay else coefficients._replace(weight_decay=None)
-            vector = pack_coefficients(own, key[1])
-            shared[key] = vector, _skip_if_bad(tail, vector)
+            vector = pack_coefficients(own, key[1], may_be_bad=not rule.is_held_by_bad_numbers)
+            shared[key] = vector, _skip_if_bad(tail, vector) if rule.is_held_by_bad_numbers else tail
         if by_kernel:
             in_kernels.setdefault(key, []).append(len(results))
             results.append(None)

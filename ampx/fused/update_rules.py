@@ -64,6 +64,10 @@ class UpdateRule:
         parameter over that of the direction. Both norms are known only after everything else is
         written. To work the direction out a second time costs no more memory traffic than to
         write it and to read it back.
+      is_held_by_bad_numbers: whether a coefficient that is not finite holds all parameters that it is
+        for, as on a skip.
+      primitives: the names of the JAX primitives that `direction` runs, if it was not written for
+        kernels, which have not all of them.
       needs_squares: give `direction` the sum of the parameter's squared gradients, as the
         coefficient `squares`.
     """
@@ -71,4 +75,6 @@ class UpdateRule:
     direction: Direction
     slots: tuple[str, ...] = ()
     direction_again: Callable[..., jax.Array] | None = None
+    is_held_by_bad_numbers: bool = True
+    primitives: frozenset[str] = frozenset()
     needs_squares: bool = False

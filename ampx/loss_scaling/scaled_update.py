@@ -53,7 +53,7 @@ from ampx.model_axes import as_model_axes
 from ampx.trees import find_nodes
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
-from ampx.updates.tails import Tail, takes_tail
+from ampx.updates.tails import Tail, prefers_tail, takes_tail
 
 
 def wrap_with_scale(
@@ -108,7 +108,7 @@ def wrap_with_scale(
         extra_args |= divided.as_extra_args()
         scaled = replace_scale(state, gradient_scale)
         call = Call(updates, scaled, params, verdict, tail, divided, extra_args)
-        is_fused = settings.can_fuse and takes_tail(state.inner_state)
+        is_fused = settings.can_fuse and prefers_tail(state.inner_state, tail)
         judge, run = (judge_fused, run_fused) if is_fused else (judge_plain, run_plain)
         judgement = judge_loss(settings, call, judge(settings, call))
         transition = run(settings, call, judgement)

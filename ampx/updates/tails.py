@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.trees import hold, is_marked
+from ampx.trees import has_mark, hold, is_marked
 
 Backend = Literal["auto", "xla", "pallas", "mosaic_gpu", "mosaic_tpu", "interpret"]
 
@@ -178,6 +178,7 @@ def takes_tail(state: Any) -> bool:
     and can be looked into through wrappers:
 
     - a fused optimizer has a tuple of states as optax's own has, one of them marked `TakesTail`;
+    - one of `fused.fuse` has a state that is marked itself;
     - a wrapper of ampx sets `hands_on_tail` in the class of its state if it hands a tail on;
     - of optax's wrappers, `inject_hyperparams` and `partition` hand on extra arguments, and do
       nothing else with updates.
@@ -191,7 +192,17 @@ def takes_tail(state: Any) -> bool:
     if isinstance(state, optax.transforms.PartitionState):
         groups: Any = state.inner_states.values()  # each is an optax.MaskedState around its own
         return all(takes_tail(group.inner_state) for group in groups)
-    return type(state) is tuple and any(isinstance(part, TakesTail) for part in state)
+    is_chain = type(state) is tuple
+    return any(isinstance(part, TakesTail) for part in (state if is_chain else (state,)))
+
+
+def prefers_tail(state: Any, tail: Tail | None) -> bool:
+    """Whether the transformation with this state is better off with a tail than in a branch.
+
+    It takes one, and if it bears the mark `prefers_branch`, kernels are to run it.
+    """
+    in_kernels = tail is not None and tail.in_kernels
+    return takes_tail(state) and (in_kernels or not has_mark(state, "prefers_branch"))
 
 
 def hold_wrappers(skip: jax.Array, new: Any, old: Any) -> Any:

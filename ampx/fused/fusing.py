@@ -1,0 +1,225 @@
+"""Any transformation of optax in the fused tail of a step: `ampx.fused.fuse`.
+
+    tx.init     traces the update: can a rule for each parameter be derived from it?
+                  no       the state is optax's, and all goes on as without `fuse`
+                  yes      the state is marked, so wrappers hand a `Tail` down
+    tx.update   without a tail it is optax's, bit for bit
+                with one   the numbers of the step, by XLA             (derivation.numbers)
+                           the rule of each parameter, by XLA or by kernels, as those of
+                           `ampx.fused.adamw` run                      (derivation.leaves)
+
+XLA fuses most optimizers as well as it can where they are written in optax's way, in a branch that
+a skipped step does not take. So where the rules would make it read more, a loss scale takes that
+branch, and the rules are for kernels alone: the state is marked `prefers_branch`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ampx.checking import as_bool, check_transformation
+from ampx.fused.coefficients import numbers_class
+from ampx.fused.derivation import Derivation, NotDerivable, derive, find_slots
+from ampx.fused.leaf_updates import Leaf, compute_dtype
+from ampx.fused.transformation import as_array, hold_counts, update_leaves
+from ampx.jaxprs import reading
+from ampx.param_storage.narrow_params import as_arrays
+from ampx.tree_checks import check_gradients, check_memory
+from ampx.trees import is_floating
+from ampx.updates.extra_args import accept_extra_args
+from ampx.updates.tails import Tail, TakesTail
+
+
+class _InnerState(NamedTuple):
+    inner_state: Any
+
+
+class DerivedState(_InnerState, TakesTail):
+    """`inner_state`: that of the transformation which `fuse` was given."""
+
+
+class BranchingState(DerivedState):
+    """The same, of one that XLA runs with fewer bytes as it is written."""
+
+    prefers_branch = True
+
+
+def fuse(
+    tx: optax.GradientTransformation, *, strict: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Puts any transformation into the fused tail of a step, with rules derived from its program.
+
+    What the optimizers of `ampx.fused` can do, `tx` can then do, too: the tail of
+    `ampx.fused.apply`, Pallas kernels that update many parameters in one launch, groups and
+    masters. It may be one of optax's optimizers, a chain, or one that you wrote in optax's way. Its
+    update must work element by element of each parameter, apart from numbers, such as a count, a
+    schedule or a norm. If it does not, it runs as it would without `fuse`.
+
+    Rules are derived when `init` is traced, and anew whenever `update` is. Random numbers, products
+    of matrices, or moments of rows and columns (Adafactor, SM3) cannot be derived; nor can those
+    of Muon, whose state `optax.tree.map_params` cannot read. Clip with `max_norm` of
+    `ampx.fused.apply` or of `ampx.train_step`, where the norm serves as verdict, too, and not in the
+    chain.
+
+    Args:
+      tx: the transformation. Its `update` must be a pure function.
+      strict: whether to refuse a transformation of which no rules can be derived.
+
+    Returns:
+      A transformation with the state `DerivedState(inner_state)`, which holds the state of `tx`; or
+      with the state of `tx` itself where no rules can be derived.
+
+    Raises:
+      TypeError: if `tx` is no transformation.
+      ValueError: in `init`, with `strict`, for an operation that does not work element by element;
+        the error names it and its line.
+
+    Examples:
+      >>> import ampx, jax.numpy as jnp, optax
+      >>> tx = ampx.dynamic_loss_scale(ampx.fused.fuse(optax.rmsprop(0.1)), init_scale=8.0)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> grads = jnp.array([24.0, -32.0])
+      >>> params, state, report = ampx.fused.apply(tx, grads, tx.init(params), params, max_norm=1.0)
+      >>> print(f"{params[0]:.3f}, {params[1]:.3f}; norm {report.global_norm}")
+      0.684, 2.316; norm 5.0
+    """
+    check_transformation("tx", tx)
+    strict = as_bool("strict", strict)
+    inner = accept_extra_args(tx)
+
+    def init(params: Any) -> Any:
+        state = inner.init(params)
+        try:
+            derivation = _derive(inner, params, state, params, {})
+        except NotDerivable as reason:
+            if not strict:
+                return state
+            raise ValueError(
+                f"fuse: no rule for each parameter can be derived from tx: {reason}. With "
+                "strict=False it runs as it is written"
+            ) from None
+        return BranchingState(state) if derivation.reads_more else DerivedState(state)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        if not isinstance(state, DerivedState):
+            return inner.update(updates, state, params, **extra_args)
+        own = state.inner_state
+        if tail is None:
+            updates, own = inner.update(updates, own, params, **extra_args)
+        else:
+            updates, own = _update(inner, updates, own, params, tail, extra_args)
+        return updates, type(state)(own)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Derivation:
+    """Derives rules for arrays of these shapes, in the dtypes of the arithmetic.
+
+    Raises:
+      NotDerivable: if there are none.
+    """
+    structure, of_state = jax.tree.structure(grads), jax.tree.structure(state)
+
+    def run(grads: list[Any], state: list[Any], params: list[Any]) -> Any:
+        trees = map(structure.unflatten, (grads, params))
+        updates, given = next(trees), of_state.unflatten(state)
+        updates, new_state = tx.update(updates, given, next(trees), **extra_args)
+        if jax.tree.structure(new_state) != of_state:
+            raise NotDerivable("its state changes its structure")
+        return structure.flatten_up_to(updates), jax.tree.leaves(new_state)
+
+    def widen(leaf: Any, place: int | None) -> Any:
+        aval = jax.typeof(leaf)
+        if place is None or not is_floating(aval):
+            return aval
+        return reading.with_dtype(aval, dtypes[place])
+
+    slots = find_slots(tx, state, params)
+    leaves = [jax.tree.leaves(tree) for tree in (grads, state, params)]
+    try:
+        pairs = zip(leaves[0], leaves[2], strict=True)
+        dtypes = [compute_dtype(Leaf(grad, param, ())) for grad, param in pairs]
+        places = [range(len(dtypes)), slots, range(len(dtypes))]
+        return derive(run, slots, *(list(map(widen, *pair)) for pair in zip(leaves, places, strict=True)))
+    except (TypeError, ValueError) as error:
+        raise NotDerivable(f"its update cannot be traced: {error}") from error
+
+
+def _update(
+    tx: Any, updates: Any, state: Any, params: Any, tail: Tail, extra_args: dict[str, Any]
+) -> tuple[Any, Any]:
+    """One step, as its tail asks for it."""
+    if params is None:
+        raise ValueError("fuse needs params: call tx.update(grads, state, params)")
+    check_gradients("updates", updates, params)
+    check_memory("state", state)
+    structure = jax.tree.structure(updates)
+    grads, given = (
+        [as_array(leaf) for leaf in structure.flatten_up_to(tree)] for tree in (updates, params)
+    )
+    wide = as_arrays(given)
+    try:
+        unflatten = structure.unflatten
+        derivation = _derive(tx, unflatten(grads), state, unflatten(wide), extra_args)
+    except NotDerivable as reason:
+        raise ValueError(
+            f"fuse: rules could be derived in init, and cannot be in update: {reason}. Leave fuse "
+            "out, or give update what init was given"
+        ) from None
+    old, of_state = jax.tree.flatten(state)
+    numbers, new = _run_numbers(derivation, grads, old, wide, tail)
+
+    results: list[Any] = [None] * len(grads)
+    groups: dict[Any, list[int]] = {}
+    for place, leaf in enumerate(derivation.leaves):
+        groups.setdefault((leaf.rule, leaf.numbers), []).append(place)
+    # One call for all that share a rule and its numbers, since one launch may serve several.
+    for (rule, places), group in groups.items():
+        coefficients = numbers_class(tuple(f"number_{place}" for place in places))(
+            # The vector of coefficients holds one number at the least.
+            *(numbers[place] for place in places), None, None if places else 1.0, None
+        )
+        leaves = [
+            Leaf(grads[k], given[k], tuple(old[slot] for slot in derivation.leaves[k].slots), k)
+            for k in group
+        ]
+        made = update_leaves(rule, coefficients, leaves, [True] * len(leaves), tail)
+        for k, (result, slots) in zip(group, made, strict=True):
+            results[k] = result
+            for place, slot in zip(derivation.leaves[k].slots, slots, strict=True):
+                new[place] = slot
+    return structure.unflatten(results), of_state.unflatten(new)
+
+
+def _run_numbers(
+    derivation: Derivation, grads: list[Any], old: list[Any], params: list[Any], tail: Tail
+) -> tuple[list[Any], list[Any]]:
+    """The numbers of a step, and the leaves of the new state, of which slots are still the old."""
+    types = [atom.aval for atom in reading.open_jaxpr(derivation.numbers).invars]
+    arrays = [*grads, *old, *params]
+    # Nothing is computed of an array, unless a number needs it.
+    inputs = [
+        x if x.dtype == aval.dtype else x.astype(aval.dtype)
+        for x, aval in zip(arrays, types, strict=True)
+    ]
+    if tail.factor is not None:
+        inputs[: len(grads)] = [g * tail.factor.astype(g.dtype) for g in inputs[: len(grads)]]
+    values = reading.evaluate(derivation.numbers, *inputs)
+    count = len(values) - len(derivation.others)
+    new = list(old)
+    for place, value in zip(derivation.others, values[count:], strict=True):
+        new[place] = _as_type_of(value, old[place])
+    return values[:count], new if tail.skip is None else hold_counts(tail.skip, new, old)
+
+
+def _as_type_of(value: Any, old: Any) -> Any:
+    """A new number in the dtype of the old one; random keys have only one."""
+    is_key = jnp.issubdtype(old.dtype, jax.dtypes.extended)
+    return value if value is old or is_key else jnp.asarray(value, old.dtype)
