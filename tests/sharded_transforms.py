@@ -28,6 +28,7 @@ TRANSFORMS = {
     "no_loss_scale": ampx.no_loss_scale,
     "static_loss_scale": lambda tx: ampx.static_loss_scale(tx, 2.0**16),
     "zero1": lambda tx: ampx.zero1(tx, "data"),
+    "fused.fuse": fused.fuse,
     "fused.split_masters": fused.split_masters,
     "fused.split_masters, 8 bits": functools.partial(fused.split_masters, error_bits=8),
     "fused.stochastic_rounding": fused.stochastic_rounding,

@@ -123,6 +123,7 @@ CALLS = {
     "fused.from_rule": partial(
         fused.from_rule, direction=lambda g, p, s, n, o: (g, {}), learning_rate=0.1
     ),
+    "fused.fuse": partial(fused.fuse, SGD),
     "fused.lamb": partial(fused.lamb, learning_rate=0.1),
     "fused.lion": partial(fused.lion, learning_rate=0.1),
     "fused.novograd": partial(fused.novograd, learning_rate=0.1),

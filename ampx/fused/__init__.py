@@ -13,8 +13,8 @@ Examples:
 from ampx.flat_buffers.flat_params import FlatParams
 from ampx.flat_buffers.flattening import flatten, per_buffer
 from ampx.fused.application import ApplyReport, apply
-from ampx.fused.moments.int8_blocks import Int8Blocks
 from ampx.fused.fusing import fuse
+from ampx.fused.moments.int8_blocks import Int8Blocks
 from ampx.fused.optimizers.adadelta import adadelta
 from ampx.fused.optimizers.adagrad import adagrad
 from ampx.fused.optimizers.adam import adam, adamw

@@ -83,6 +83,11 @@ class LeafProgram:
     dtypes: tuple[str, ...]
     eqns: tuple[Equation, ...] = dataclasses.field(compare=False)
 
+    @property
+    def primitives(self) -> list[str]:
+        """The name of each equation's primitive."""
+        return [name for name, *_ in self.steps]
+
     def __call__(
         self, g: jax.Array, p: Any, slots: Slots, h: Any, operations: Operations
     ) -> tuple[jax.Array, Slots]:
@@ -183,20 +188,25 @@ def find_slots(tx: Any, state: Any, params: Any) -> list[int | None]:
     Raises:
       NotDerivable: where optax cannot tell.
     """
-    leaves, structure = jax.tree.flatten(params)
-    places = structure.unflatten(range(len(leaves)))
     try:
-        marked = optax.tree.map_params(
-            tx, lambda _, place: place, state, places, transform_non_params=lambda _: -1
+        is_slot = optax.tree.map_params(
+            tx, lambda _: True, state, transform_non_params=lambda _: False
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise NotDerivable("optax.tree.map_params cannot read its state") from error
-    pairs = zip(jax.tree.leaves(marked), jax.tree.leaves(state), strict=True)
-    # One number a parameter, or one a row, is no slot.
-    return [
-        place if place >= 0 and jnp.shape(leaf) == jnp.shape(leaves[place]) else None
-        for place, leaf in pairs
-    ]
+    # A slot's path in the state ends with that of its parameter: `[0].mu['layer']['w']`. Masked
+    # parameters have none, so the trees cannot be laid upon each other.
+    named = jax.tree_util.tree_leaves_with_path(params)
+    places = {tuple(path): place for place, (path, _) in enumerate(named)}
+
+    def find(path: Any, leaf: Any) -> int | None:
+        ends = (tuple(path[start:]) for start in range(len(path) + 1))
+        place = next((places[end] for end in ends if end in places), None)
+        # One number for a parameter, or one for a row of it, is no slot.
+        return place if place is None or leaf.shape == named[place][1].shape else None
+
+    pairs = zip(jax.tree.leaves(is_slot), jax.tree_util.tree_leaves_with_path(state), strict=True)
+    return [find(*leaf) if may_be else None for may_be, leaf in pairs]
 
 
 def derive(
@@ -261,9 +271,9 @@ class _Program:
             is_read = is_read and self._reads_old_slots(leaf, own, outputs)
             rule = UpdateRule(
                 program,
-                ("",) * len(own),
+                ("",) * len(own),  # they have names in the state, where only `fuse` looks for them
                 is_held_by_bad_numbers=False,
-                primitives=frozenset(name for name, *_ in program.steps).difference(_IN_OTHER_WORDS),
+                primitives=frozenset(program.primitives).difference(_IN_OTHER_WORDS),
             )
             found = tuple(numbers.setdefault(atom, len(numbers)) for atom in read)
             leaves.append(DerivedLeaf(rule, own, found))
@@ -288,7 +298,7 @@ class _Program:
             self.owners[outs[0]] = owner
         else:
             found = [self.causes[atom] for atom in _variables(atoms) if atom in self.causes]
-            arrays = [out for out in outs if out.aval.shape]
+            arrays = [out for out in outs if getattr(out.aval, "shape", ())]
             self.causes |= dict.fromkeys(arrays, found[0] if found else eqn)
             if not (owners or reading.has_effects(eqn) or reading.has_bodies(eqn)):
                 operands = (_constant(a) if reading.is_literal(a) else a for a in atoms)

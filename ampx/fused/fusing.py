@@ -27,10 +27,12 @@ from ampx.fused.derivation import Derivation, NotDerivable, derive, find_slots
 from ampx.fused.leaf_updates import Leaf, compute_dtype
 from ampx.fused.transformation import as_array, hold_counts, update_leaves
 from ampx.jaxprs import reading
+from ampx.overwritten import refuse_overwritten
 from ampx.param_storage.narrow_params import as_arrays
-from ampx.tree_checks import check_gradients, check_memory
+from ampx.tree_checks import check_arrays
 from ampx.trees import is_floating
 from ampx.updates.extra_args import accept_extra_args
+from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail, TakesTail
 
 
@@ -54,16 +56,14 @@ def fuse(
     """Puts any transformation into the fused tail of a step, with rules derived from its program.
 
     What the optimizers of `ampx.fused` can do, `tx` can then do, too: the tail of
-    `ampx.fused.apply`, Pallas kernels that update many parameters in one launch, groups and
-    masters. It may be one of optax's optimizers, a chain, or one that you wrote in optax's way. Its
-    update must work element by element of each parameter, apart from numbers, such as a count, a
-    schedule or a norm. If it does not, it runs as it would without `fuse`.
+    `ampx.fused.apply`, groups, masters, and Pallas kernels that update many parameters in one
+    launch. It may be one of optax's optimizers, a chain, or one that you wrote in optax's way.
 
-    Rules are derived when `init` is traced, and anew whenever `update` is. Random numbers, products
-    of matrices, or moments of rows and columns (Adafactor, SM3) cannot be derived; nor can those
-    of Muon, whose state `optax.tree.map_params` cannot read. Clip with `max_norm` of
-    `ampx.fused.apply` or of `ampx.train_step`, where the norm serves as verdict, too, and not in the
-    chain.
+    Its update must work element by element of each parameter, apart from numbers such as a count, a
+    schedule or a norm. If it does not, it runs as it would without `fuse`: those with random
+    numbers, with products of matrices (Muon), or with moments of rows and columns (Adafactor, SM3).
+    Clip with `max_norm` of `ampx.fused.apply`, where the norm is the verdict, too, and not in the
+    chain: there it is one more reading of all gradients.
 
     Args:
       tx: the transformation. Its `update` must be a pure function.
@@ -89,9 +89,11 @@ def fuse(
     """
     check_transformation("tx", tx)
     strict = as_bool("strict", strict)
-    inner = accept_extra_args(tx)
+    inner = guard("fuse", accept_extra_args(tx))
 
     def init(params: Any) -> Any:
+        check_arrays("params", params, may_be_shapes=True)
+        refuse_overwritten("params", params)
         state = inner.init(params)
         try:
             derivation = _derive(inner, params, state, params, {})
@@ -107,7 +109,9 @@ def fuse(
     def update(
         updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        if not isinstance(state, DerivedState):
+        is_derived = isinstance(state, DerivedState)
+        check_update("fuse", None, updates, state, params, may_be_many=not is_derived)
+        if not is_derived:
             return inner.update(updates, state, params, **extra_args)
         own = state.inner_state
         if tail is None:
@@ -136,19 +140,26 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
         return structure.flatten_up_to(updates), jax.tree.leaves(new_state)
 
     def widen(leaf: Any, place: int | None) -> Any:
-        aval = jax.typeof(leaf)
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         if place is None or not is_floating(aval):
             return aval
         return reading.with_dtype(aval, dtypes[place])
 
+    for leaf in jax.tree.leaves(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise NotDerivable(f"a parameter has the dtype {leaf.dtype}")
     slots = find_slots(tx, state, params)
     leaves = [jax.tree.leaves(tree) for tree in (grads, state, params)]
     try:
         pairs = zip(leaves[0], leaves[2], strict=True)
         dtypes = [compute_dtype(Leaf(grad, param, ())) for grad, param in pairs]
         places = [range(len(dtypes)), slots, range(len(dtypes))]
-        return derive(run, slots, *(list(map(widen, *pair)) for pair in zip(leaves, places, strict=True)))
-    except (TypeError, ValueError) as error:
+        return derive(
+            run, slots, *(list(map(widen, *pair)) for pair in zip(leaves, places, strict=True))
+        )
+    except NotDerivable:
+        raise
+    except Exception as error:  # of the update: it may lack an extra argument, such as `value`
         raise NotDerivable(f"its update cannot be traced: {error}") from error
 
 
@@ -158,8 +169,6 @@ def _update(
     """One step, as its tail asks for it."""
     if params is None:
         raise ValueError("fuse needs params: call tx.update(grads, state, params)")
-    check_gradients("updates", updates, params)
-    check_memory("state", state)
     structure = jax.tree.structure(updates)
     grads, given = (
         [as_array(leaf) for leaf in structure.flatten_up_to(tree)] for tree in (updates, params)
@@ -184,7 +193,10 @@ def _update(
     for (rule, places), group in groups.items():
         coefficients = numbers_class(tuple(f"number_{place}" for place in places))(
             # The vector of coefficients holds one number at the least.
-            *(numbers[place] for place in places), None, None if places else 1.0, None
+            *(numbers[place] for place in places),
+            None,
+            None if places else 1.0,
+            None,
         )
         leaves = [
             Leaf(grads[k], given[k], tuple(old[slot] for slot in derivation.leaves[k].slots), k)

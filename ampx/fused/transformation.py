@@ -333,7 +333,8 @@ def update_leaves(
         if key not in shared:
             own = coefficients if decay else coefficients._replace(weight_decay=None)
             vector = pack_coefficients(own, key[1], may_be_bad=not rule.is_held_by_bad_numbers)
-            shared[key] = vector, _skip_if_bad(tail, vector) if rule.is_held_by_bad_numbers else tail
+            is_held = rule.is_held_by_bad_numbers
+            shared[key] = vector, _skip_if_bad(tail, vector) if is_held else tail
         if by_kernel:
             in_kernels.setdefault(key, []).append(len(results))
             results.append(None)

@@ -64,8 +64,8 @@ class UpdateRule:
         parameter over that of the direction. Both norms are known only after everything else is
         written. To work the direction out a second time costs no more memory traffic than to
         write it and to read it back.
-      is_held_by_bad_numbers: whether a coefficient that is not finite holds all parameters that it is
-        for, as on a skip.
+      is_held_by_bad_numbers: whether a coefficient that is not finite holds all parameters that it
+        is for, as on a skip. An optimizer of optax may have one that it never chooses.
       primitives: the names of the JAX primitives that `direction` runs, if it was not written for
         kernels, which have not all of them.
       needs_squares: give `direction` the sum of the parameter's squared gradients, as the

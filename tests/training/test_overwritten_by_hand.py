@@ -148,6 +148,7 @@ INSIDE = {
     "novograd": ampx.fused.novograd(0.1),
     "sgd": ampx.fused.sgd(0.1),
     "from_rule": RULE,
+    "fuse": ampx.fused.fuse(SGD),
 }
 
 

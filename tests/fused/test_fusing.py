@@ -1,0 +1,385 @@
+"""`fused.fuse`: optax's optimizers in the fused tail, with rules derived from their programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bit_equal, make_mesh, types_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax_optimizers import NAMES, TAKES, make
+
+import ampx
+from ampx import fused
+from ampx.fused.fusing import BranchingState, DerivedState
+from ampx.updates.tails import TakesTail
+from benchmarks.autocast import counted_compilations
+
+# Two parameters of one shape, one of a shape that fills no block, and a single number.
+PARAMS = {
+    "w": jnp.linspace(-1, 1, 256).reshape(2, 128),
+    "v": jnp.full((2, 128), 0.3, jnp.float32),
+    "b": jnp.ones(3),
+    "s": jnp.ones(()),
+}
+# Of which no rules can be derived, and the operation that the error names.
+REFUSED = {
+    "contrib.galore": "cond",
+    "contrib.mechanize": "cond",
+    "contrib.muon": "reshape",
+    "contrib.scale_by_galore": "cond",
+    "contrib.scale_by_muon": "reshape",
+    "noisy_sgd": "random_bits",
+    "novograd": "cond",
+    "sm3": "reshape",
+}
+# They take a norm, or keep a slot without a look at the old one.
+BRANCHING = {
+    "adafactor",
+    "adan",
+    "contrib.dadapt_adamw",
+    "contrib.dog",
+    "contrib.dowg",
+    "contrib.normalize",
+    "contrib.prodigy",
+    "contrib.sam",
+    "fromage",
+    "lamb",
+    "lars",
+    "optimistic_adam",
+    "optimistic_adam_v2",
+    "optimistic_gradient_descent",
+}
+DERIVED = [name for name in NAMES if name not in REFUSED and not TAKES.get(name)]
+# optax adds integers to floats.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+QUICK = ("adabelief-xla", "radam-interpret", "lamb-interpret", "adan-xla")
+
+
+@pytest.fixture
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def normal(seed, params=PARAMS):
+    draw = np.random.default_rng(seed).normal
+    return jax.tree.map(lambda p: jnp.asarray(draw(size=p.shape), p.dtype), params)
+
+
+def apply_step(tx, backend="xla", **settings):
+    @jax.jit
+    def step(params, state, grads):
+        return fused.apply(tx, grads, state, params, backend=backend, **settings)
+
+    return step
+
+
+def near(actual, expected, rtol=3e-6):
+    def check(a, b):
+        if not jnp.issubdtype(b.dtype, jax.dtypes.extended):
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * (1e-9 + np.abs(b).max()))
+
+    jax.tree.map(check, actual, expected)
+
+
+def compare(tx, params=PARAMS, backend="xla", steps=3, rtol=3e-6):
+    """Runs `tx` in the tail and without it; after each good step in the tail comes a bad one."""
+    ours = ampx.static_loss_scale(fused.fuse(tx, strict=True), 8.0)
+    step, state = apply_step(ours, backend), ours.init(params)
+    reference = optax.with_extra_args_support(tx)
+    update = jax.jit(reference.update)
+    expected, ref_state = params, reference.init(params)
+    for seed in range(steps):
+        grads = normal(seed, params)
+        params, new, _ = step(params, state, optax.tree.scale(8.0, grads))
+        assert types_of(new) == types_of(state)
+        state = new
+        updates, ref_state = update(grads, ref_state, expected)
+        expected = ampx.apply_updates(expected, updates)
+        bad = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), grads)
+        after, skipped, report = step(params, state, bad)
+        assert report.overflow
+        assert_bit_equal((after, skipped.inner_state), (params, state.inner_state))
+    near(params, expected, rtol)
+    near(state.inner_state.inner_state, ref_state, rtol)
+    return state
+
+
+# --- optax's own ----------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.slow_but(*QUICK)
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("name", DERIVED)
+def test_optimizers_of_optax_are_themselves_in_the_tail(name, backend):
+    state = compare(make(name), backend=backend)
+    assert isinstance(state.inner_state, BranchingState) == (name in BRANCHING)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_derived_is_refused_by_name_or_left_as_it_is(name):
+    tx, params = make(name), {"w": PARAMS["w"]}
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        fused.fuse(tx, strict=True).init(params)
+    state = fused.fuse(tx).init(params)
+    assert_bit_equal(state, tx.init(params))
+    assert not isinstance(state, TakesTail)
+
+
+def test_a_refusal_names_the_line():
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: g - jnp.cumsum(g, 0), updates), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    with pytest.raises(ValueError, match=r"`cumsum` does not work.*test_fusing\.py:\d+"):
+        fused.fuse(tx, strict=True).init({"w": PARAMS["w"]})
+
+
+def test_without_a_tail_updates_are_optaxs_bit_for_bit():
+    tx = optax.adabelief(0.1)
+    ours, state, expected = fused.fuse(tx), fused.fuse(tx).init(PARAMS), tx.init(PARAMS)
+    for seed in range(2):
+        updates, state = jax.jit(ours.update)(normal(seed), state, PARAMS)
+        ref, expected = jax.jit(tx.update)(normal(seed), expected, PARAMS)
+        assert_bit_equal((updates, state.inner_state), (ref, expected))
+
+
+# --- transformations of one's own -----------------------------------------------------------------
+
+
+def of_rule(rule, count=1):
+    """A transformation written in optax's way: rule(g, p, *slots) -> (update, *slots)."""
+
+    def init(params):
+        return tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(count))
+
+    def update(updates, state, params=None):
+        leaves, structure = jax.tree.flatten(updates)
+        columns = [structure.flatten_up_to(tree) for tree in (params, *state)]
+        rows = [rule(*row) for row in zip(leaves, *columns, strict=True)]
+        updates, *slots = (structure.unflatten(column) for column in zip(*rows, strict=True))
+        return updates, tuple(slots)
+
+    return optax.GradientTransformation(init, update)
+
+
+RULES = {
+    # Programs that no optimizer of optax has, by what is special in them.
+    "slots that move on": (lambda g, p, a, b: (-0.1 * (g + a + b), g, a), 2),
+    "two slots with one value": (lambda g, p, a, b: (-0.1 * a, a + g, a + g), 2),
+    "a slot that stays": (lambda g, p, a: (-0.1 * (g + a), a), 1),
+    "a slot that is a constant": (lambda g, p, a: (-0.1 * (g + a), jnp.full_like(g, 0.5)), 1),
+    "a slot that is the update": (lambda g, p, a: ((u := 0.9 * a - 0.1 * g), u), 1),
+    "an update that is a constant": (lambda g, p: (jnp.zeros_like(g),), 0),
+    "an update that is the gradient": (lambda g, p: (g,), 0),
+    "powers": (lambda g, p: (-0.1 * (g + g**3 + 1 / (2 + g**2) ** 3),), 0),
+    "choices": (
+        lambda g, p, a: (jnp.where(jnp.isfinite(g) & (g > a), -0.1 * g, jnp.sign(p)), a + g),
+        1,
+    ),
+    "a bound": (lambda g, p: (-jnp.clip(g, -0.5, 0.5) * (jnp.abs(p) <= 1),), 0),
+    "whole numbers": (lambda g, p: (-0.1 * jnp.round(g).astype(jnp.int32).astype(g.dtype),), 0),
+}
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_ones_own(name, backend):
+    compare(of_rule(*RULES[name]), backend=backend, steps=2)
+
+
+def test_a_number_that_is_not_finite_and_not_chosen_skips_nothing():
+    def update(updates, state, params=None):
+        root = jnp.sqrt(state - 1.0)  # NaN in the first step
+        rate = jnp.where(state > 0, root, 1.0)
+        chosen = jax.tree.map(lambda g: jnp.where(state > 0, -root * g, -g), updates)
+        return jax.tree.map(lambda u: u * jnp.minimum(rate, 1.0), chosen), state + 1
+
+    tx = optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+    compare(tx, steps=3)
+
+
+WRAPPED = {
+    "a schedule": lambda: optax.rmsprop(optax.linear_schedule(0.1, 0.0, 4)),
+    "hyperparameters in the state": lambda: optax.inject_hyperparams(optax.adamax)(
+        learning_rate=optax.linear_schedule(0.1, 0.0, 4)
+    ),
+    "a mask": lambda: optax.adamw(0.1, mask={"w": True, "v": False, "b": True, "s": False}),
+    "groups": lambda: optax.partition(
+        {"rms": optax.rmsprop(0.1), "sgd": optax.sgd(0.1), "still": optax.set_to_zero()},
+        {"w": "rms", "v": "sgd", "b": "still", "s": "rms"},
+    ),
+    "a clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.yogi(0.1)),
+    "a clip by value": lambda: optax.chain(optax.clip(0.5), optax.adagrad(0.1)),
+    "moments in bfloat16": lambda: optax.adamw(0.1, mu_dtype=jnp.bfloat16),
+    "means of parameters": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.slow_but("groups-xla", "hyperparameters in the state-interpret", "a clip-xla")
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_chains_groups_and_schedules(name, backend):
+    compare(WRAPPED[name](), backend=backend, rtol=2.0**-7 if "bfloat16" in name else 3e-6)
+
+
+# --- inside the wrappers of the library -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize(
+    "wrap",
+    [ampx.master_weights, fused.split_masters, fused.stochastic_rounding],
+    ids=lambda wrap: wrap.__name__,
+)
+def test_masters_are_those_around_a_fused_optimizer(wrap, backend):
+    """Adagrad is there twice: by hand, and derived."""
+    params = ampx.cast_floating({"w": PARAMS["w"], "b": PARAMS["b"]}, jnp.bfloat16)
+    found = []
+    for optimizer in (fused.fuse(optax.adagrad(0.1)), fused.adagrad(0.1)):
+        tx = ampx.dynamic_loss_scale(wrap(optimizer), init_scale=8.0)
+        step, state, new = apply_step(tx, backend, max_norm=1.0), tx.init(params), params
+        for seed in range(2):
+            new, state, _ = step(new, state, optax.tree.scale(8.0, normal(seed, params)))
+        found.append(new)
+    near(*found, rtol=2.0**-7)
+
+
+def test_groups_of_derived_and_written_rules_and_hyperparameters_around():
+    labels = {"w": "rms", "v": "adam", "b": "rms", "s": "adam"}
+
+    def build(learning_rate, fuse, library):
+        groups = {
+            "rms": fuse(optax.rmsprop(learning_rate)),
+            "adam": library.adam(learning_rate),
+        }
+        return optax.partition(groups, labels)
+
+    ours = ampx.static_loss_scale(
+        optax.inject_hyperparams(build, static_args=("fuse", "library"))(0.1, fused.fuse, fused),
+        8.0,
+    )
+    plain = build(0.1, lambda tx: tx, optax)
+    state, ref_state, params, expected = ours.init(PARAMS), plain.init(PARAMS), PARAMS, PARAMS
+    step = apply_step(ours)
+    for seed in range(2):
+        params, state, _ = step(params, state, optax.tree.scale(8.0, normal(seed)))
+        updates, ref_state = plain.update(normal(seed), ref_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    near(params, expected)
+
+
+def test_flat_buffers():
+    tx = ampx.static_loss_scale(fused.fuse(optax.rmsprop(0.1), strict=True), 8.0)
+    found = []
+    for convert in (fused.flatten, lambda tree: tree):
+        params, grads = convert(PARAMS), convert(optax.tree.scale(8.0, normal(0)))
+        params, _, _ = apply_step(tx)(params, tx.init(params), grads)
+        found.append(params)
+    near(found[0].tree(), found[1])
+
+
+@pytest.mark.parametrize("name", ["lamb", "rmsprop"])
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_a_clip_in_the_tail_is_optaxs(name, backend):
+    """Also where XLA takes the branch."""
+    tx = ampx.static_loss_scale(fused.fuse(make(name)), 8.0)
+    plain = optax.chain(optax.clip_by_global_norm(0.5), make(name))
+    grads = optax.tree.scale(8.0, normal(0))
+    params, _, report = apply_step(tx, backend, max_norm=0.5)(PARAMS, tx.init(PARAMS), grads)
+    updates, _ = plain.update(normal(0), plain.init(PARAMS), PARAMS)
+    near(params, optax.apply_updates(PARAMS, updates))
+    np.testing.assert_allclose(report.global_norm, optax.tree.norm(normal(0)), rtol=1e-6)
+
+
+def test_a_step_without_a_loss_scale_and_one_with_a_training_step():
+    tx = fused.fuse(optax.adabelief(0.1))
+    params, state, _ = apply_step(tx, max_norm=0.5)(PARAMS, tx.init(PARAMS), normal(0))
+    plain = optax.chain(optax.clip_by_global_norm(0.5), optax.adabelief(0.1))
+    updates, _ = plain.update(normal(0), plain.init(PARAMS), PARAMS)
+    near(params, optax.apply_updates(PARAMS, updates))
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"].T) ** 2) + params["b"].sum()
+
+    for optimizer in (tx, optax.adabelief(0.1)):
+        step = ampx.train_step(loss_fn, optimizer, loss_scale="dynamic", max_grad_norm=1.0)
+        state = step.init({"w": PARAMS["w"], "b": PARAMS["b"]})
+        state, _ = step(state, jnp.ones((4, 128)))
+        if optimizer is tx:
+            ours = state.params
+    near(ours, state.params)
+
+
+# --- types, devices, compilation ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_other_dtypes_of_parameters(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        params = {"w": jnp.linspace(-1, 1, 256, dtype=dtype).reshape(2, 128)}
+        tolerance = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "float64": 1e-12}[dtype]
+        grads = {"w": jnp.linspace(1, 3, 256, dtype=dtype).reshape(2, 128)}
+        tx = optax.adabelief(0.1)
+        ours = ampx.static_loss_scale(fused.fuse(tx, strict=True), 2.0)
+        new, state, _ = apply_step(ours)(params, ours.init(params), optax.tree.scale(2.0, grads))
+        wide = jnp.promote_types(dtype, jnp.float32)
+        grads, expected, found = (optax.tree.cast(tree, wide) for tree in (grads, params, new))
+        updates, _ = tx.update(grads, tx.init(expected), expected)
+        assert new["w"].dtype == params["w"].dtype
+        near(found, optax.apply_updates(expected, updates), tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_parameters_that_no_rule_takes_are_left_to_optax(dtype):
+    tx = fused.fuse(optax.rmsprop(0.1))
+    params = {"w": jnp.ones(2), "x": jnp.ones(3, dtype)}
+    assert not isinstance(tx.init(params), DerivedState)
+    with pytest.raises(ValueError, match=dtype):
+        fused.fuse(optax.rmsprop(0.1), strict=True).init(params)
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_parameters(kind, backend):
+    mesh = make_mesh((2, 2), ("data", "model"), kind)
+    tx = ampx.static_loss_scale(fused.fuse(optax.lamb(0.1)), 8.0)
+    one, _, _ = apply_step(tx)(PARAMS, tx.init(PARAMS), normal(0))
+    specs = {"w": P("data", "model"), "v": P(None, "model"), "b": P(), "s": P()}
+    with jax.set_mesh(mesh):
+        places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+        params, grads = jax.device_put((PARAMS, normal(0)), (places, places))
+        many, _, _ = apply_step(tx, backend)(params, tx.init(params), grads)
+    near(many, one)
+    assert many["w"].sharding.spec == specs["w"]
+
+
+@pytest.mark.parametrize("name", ["fuse", "from_rule"])
+def test_a_loop_outside_of_jit_compiles_each_program_once(name):
+    rate = optax.linear_schedule(0.1, 0.0, 10)
+    tx = {
+        "fuse": lambda: fused.fuse(optax.rmsprop(rate)),
+        "from_rule": lambda: fused.from_rule(
+            lambda g, p, slots, numbers, operations: (numbers.half * g, {}),
+            rate,
+            numbers={"half": 0.5},
+        ),
+    }[name]()
+    params = {"w": PARAMS["w"], "v": PARAMS["v"]}
+    state = tx.init(params)
+    for seed in range(3):
+        with counted_compilations() as compilations:
+            params, state, _ = fused.apply(tx, normal(seed, params), state, params)
+    assert not compilations
+
+
+def test_a_step_is_in_place():
+    tx = ampx.dynamic_loss_scale(fused.fuse(optax.adabelief(0.1)))
+    params = {name: jnp.ones((256, 256)) for name in "abcd"}
+    step = jax.jit(lambda p, s, g: fused.apply(tx, g, s, p)[:2], donate_argnums=(0, 1))
+    memory = step.lower(params, tx.init(params), params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.1 * 4 * 4 * 256 * 256
