@@ -32,7 +32,7 @@ from jax.experimental import topologies
 
 import ampx
 from ampx.diagnostics.hlo import parse_computations
-from benchmarks.fused_traffic import OPTIMIZERS, sizes_of_arrays
+from benchmarks.fused_traffic import DERIVED, OPTIMIZERS, sizes_of_arrays
 
 TARGETS = {"h100": "NVIDIA H100", "v5e": "TPU v5e"}
 NOT_INSTALLED = 3
@@ -153,18 +153,24 @@ def _cases() -> dict[str, tuple[Any, Any]]:
     int8 = dict(mu_dtype="int8", nu_dtype="int8")
     # No kernel of ours takes NovoGrad.
     plain = {name: make for name, make in OPTIMIZERS.items() if name != "NovoGrad"}
-    return {name: (make(ampx.fused), jnp.float32) for name, make in plain.items()} | {
-        "AdamW, int8 moments": (adamw(**int8), jnp.float32),
-        "AdamW, split masters": (ampx.fused.split_masters(adamw()), jnp.bfloat16),
-        "AdamW, split masters of 8 bits, int8 moments": (
-            ampx.fused.split_masters(adamw(**int8), 8),
-            jnp.bfloat16,
-        ),
-        "AdamW, stochastic rounding, int8 moments": (
-            ampx.fused.stochastic_rounding(adamw(**int8)),
-            jnp.bfloat16,
-        ),
-    }
+    derived = {name: (ampx.fused.fuse(tx), jnp.float32) for name, tx in DERIVED.items()}
+    written = {name: (make(ampx.fused), jnp.float32) for name, make in plain.items()}
+    return (
+        written
+        | derived
+        | {
+            "AdamW, int8 moments": (adamw(**int8), jnp.float32),
+            "AdamW, split masters": (ampx.fused.split_masters(adamw()), jnp.bfloat16),
+            "AdamW, split masters of 8 bits, int8 moments": (
+                ampx.fused.split_masters(adamw(**int8), 8),
+                jnp.bfloat16,
+            ),
+            "AdamW, stochastic rounding, int8 moments": (
+                ampx.fused.stochastic_rounding(adamw(**int8)),
+                jnp.bfloat16,
+            ),
+        }
+    )
 
 
 def compile_for(target: str) -> None:
@@ -173,7 +179,7 @@ def compile_for(target: str) -> None:
         sys.exit(NOT_INSTALLED)
     faults: list[str] = []
     for name, (tx, dtype) in _cases().items():
-        theirs = OPTIMIZERS[name](optax) if name in OPTIMIZERS else None
+        theirs = OPTIMIZERS[name](optax) if name in OPTIMIZERS else DERIVED.get(name)
         faults += _compare(target, name, tx, dtype, theirs)
         if theirs is None or name in SCALED_TOO:
             title, scaled = f"{name}, scale, clip", ampx.dynamic_loss_scale(tx)

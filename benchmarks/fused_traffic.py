@@ -177,6 +177,12 @@ OPTIMIZERS = {
     "NovoGrad": lambda kind: kind.novograd(1e-3),
     "LAMB": lambda kind: kind.lamb(1e-3),
 }
+# Optimizers that only optax has, for `fused.fuse`. Adan keeps the last gradient.
+DERIVED = {
+    "RMSprop, derived": optax.rmsprop(1e-3, momentum=0.9),
+    "AdaBelief, derived": optax.adabelief(1e-3),
+    "Adan, derived": optax.adan(1e-3),
+}
 
 
 def _variants() -> dict[str, dict[str, tuple[Any, ...]]]:

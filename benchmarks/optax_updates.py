@@ -6,13 +6,16 @@ and what they need beside their inputs and outputs, for
 
     optax     the transformation alone, and the new parameters
     skipping  the same in a branch of `ampx.dynamic_loss_scale`, as `ampx.train_step` runs it
+    derived   the same in `ampx.fused.fuse`: by rules derived from it, unless the branch moves less
 
-Bytes do not depend on the load of the machine. With `--rounds`, steps are timed as well.
+Bytes do not depend on the load of the machine. With `--rounds`, steps are timed as well: the step
+in the branch over that of optax alone, and the step by derived rules over that in the branch.
 
 Run `python -m benchmarks.optax_updates` for all transformations, or give names: `adamw lamb`.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 import warnings
@@ -23,7 +26,7 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.updates.tails import Tail
+from ampx.updates.tails import Tail, prefers_tail, takes_tail
 from benchmarks.fused_traffic import Branch, Step, Traffic, traffic
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 
@@ -34,6 +37,7 @@ from optax_optimizers import NAMES, TAKES, make
 # Matrices, since some transformations factor them. Few leaves hide what many would share.
 LEAVES, SHAPE = 4, (512, 256)
 ELEMENTS = LEAVES * SHAPE[0] * SHAPE[1]
+TIMED = (2048, 2048)  # 64 MiB in all, which no cache holds
 # Chains with a clip are what most people train with.
 CHAINS = {
     "clip, adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
@@ -57,9 +61,8 @@ def take_ordinary(branches: list[Traffic]) -> Traffic:
 
 
 def build_steps(name: str) -> dict[str, tuple[Step, Any]]:
-    """The two steps of a row, each with the transformation that makes its state."""
+    """The steps of a row, each with the transformation that makes its state."""
     tx = optax.with_extra_args_support(CHAINS[name]() if name in CHAINS else make(name))
-    scaled = ampx.dynamic_loss_scale(tx, init_scale=1024.0)
     extra_args = {"value": jnp.float32(1.0)} if TAKES.get(name) else {}
 
     def alone(state: Any, grads: Any) -> Any:
@@ -67,13 +70,24 @@ def build_steps(name: str) -> dict[str, tuple[Step, Any]]:
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         return optax.apply_updates(params, updates), opt_state
 
-    def skipping(state: Any, grads: Any) -> Any:
+    def skipping(scaled: Any, state: Any, grads: Any) -> Any:
         params, opt_state = state
         tail = Tail(new_params=True)
         applied, opt_state = scaled.update(grads, opt_state, params, tail=tail, **extra_args)
         return applied.params, opt_state
 
-    return {"optax": (alone, tx), "skipping": (skipping, scaled)}
+    forms = {"skipping": tx, "derived": ampx.fused.fuse(tx)}
+    scales = {form: ampx.dynamic_loss_scale(own, init_scale=1024.0) for form, own in forms.items()}
+    steps = {form: (functools.partial(skipping, own), own) for form, own in scales.items()}
+    return {"optax": (alone, tx), **steps}
+
+
+def find_way(tx: Any) -> str:
+    """How a transformation that `fuse` was given runs by XLA: by its own rules, or how else."""
+    state = jax.eval_shape(tx.init, [jax.ShapeDtypeStruct(SHAPE, jnp.float32)]).inner_state
+    if not takes_tail(state):
+        return "no rules"
+    return "rules" if prefers_tail(state, None) else "the branch; rules in kernels"
 
 
 def count(step: Step, tx: Any, branch: Branch = take_ordinary) -> tuple[float | None, float]:
@@ -88,32 +102,35 @@ def count(step: Step, tx: Any, branch: Branch = take_ordinary) -> tuple[float | 
         return None, temporary
 
 
-def _compare_times(name: str, rounds: int) -> str:
-    """The time of the skipping step over that of optax alone."""
-    params = [jnp.full(SHAPE, 0.1) for _ in range(LEAVES)]
-    grads = [jnp.full(SHAPE, 1e-3 * 1024.0) for _ in range(LEAVES)]
+def _compare_times(name: str, rounds: int) -> list[str]:
+    """Times of the skipping step over optax alone, and of the derived over the skipping one."""
+    params = [jnp.full(TIMED, 0.1) for _ in range(LEAVES)]
+    grads = [jnp.full(TIMED, 1e-3 * 1024.0) for _ in range(LEAVES)]
     candidates = [
         Candidate.compiled(form, step, (params, tx.init(params)), grads)
         for form, (step, tx) in build_steps(name).items()
     ]
     take_turns(candidates, rounds)
-    return ratio(candidates[1], candidates[0])
+    alone, skipping, derived = candidates
+    return [ratio(skipping, alone), ratio(derived, skipping)]
 
 
 def print_costs(names: list[str], rounds: int) -> None:
     """Prints the table, one row for each transformation."""
-    rows = []
+    rows, times = [], ["time: with a skip / optax", "`fuse` / with a skip"]
     for name in names:
-        counts = [count(*step) for step in build_steps(name).values()]
+        steps = build_steps(name)
+        counts = [count(*step) for step in steps.values()]
         cells = [
             f"{'a loop' if moved is None else f'{moved:.0f}'} ({temporary:.1f})"
             for moved, temporary in counts
         ]
-        rows.append([f"`{name}`", *cells, *([_compare_times(name, rounds)] if rounds else [])])
+        cells.append(find_way(steps["derived"][1]))
+        rows.append([f"`{name}`", *cells, *(_compare_times(name, rounds) if rounds else [])])
     print_table(
         "Bytes moved a parameter (temporary bytes in brackets), "
         f"{LEAVES} leaves, {jax.default_backend()}",
-        ["transformation", "optax", "with a skip", *(["ratio of time"] if rounds else [])],
+        ["transformation", "optax", "with a skip", "`fuse`", "way", *(times if rounds else [])],
         rows,
     )
 

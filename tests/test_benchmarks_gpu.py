@@ -175,7 +175,7 @@ def test_every_fused_optimizer_is_timed_by_xla_and_by_kernels(bench):
     found = rehearse(bench, functools.partial(tails.run, key="gpt2"))
     public = {name for name in set(fused.__all__) & set(dir(optax)) if takes_a_rate(name)}
     assert public == {name.lower() for name in tails.OPTIMIZERS if "," not in name}
-    for name in [*tails.OPTIMIZERS, *tails.NARROW]:
+    for name in [*tails.OPTIMIZERS, *tails.DERIVED, *tails.NARROW]:
         ways = {by for case, by in found if case == f"{name}, GPT-2 small"}
         assert {tails.XLA, tails.KERNELS} - ways == (
             {tails.KERNELS} if name == "NovoGrad" else set()

@@ -18,7 +18,7 @@ from benchmarks.fused_traffic import (
     compiled_traffic,
     traffic,
 )
-from benchmarks.optax_updates import build_steps, count
+from benchmarks.optax_updates import build_steps, count, find_names
 
 # A fusion with two outputs (one gradient given twice, one number), a copy, a call, a conditional.
 BY_HAND = """\
@@ -123,3 +123,20 @@ def test_a_skip_around_a_clip_moves_no_more_than_the_fused_update():
     # 44: see `FLOORS`. One byte is what the search for infinities may need, and rarely does.
     assert moved == pytest.approx(44, rel=1e-3)
     assert temporary < 1.01
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.slow_but("adabelief", "adan")
+@pytest.mark.parametrize("name", find_names())
+def test_fuse_moves_no_more_than_a_branch_around_the_optimizer(name):
+    """By its own rules, or because it takes the branch."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the count is that of XLA's CPU backend")
+    steps = build_steps(name)
+    with jax.numpy_dtype_promotion("standard"):
+        (moved, temporary), (by_rules, temporary_of_rules) = (
+            count(*steps[form]) for form in ("skipping", "derived")
+        )
+    assert temporary_of_rules < temporary + 0.1
+    if moved is not None:  # a loop hides it
+        assert by_rules < 1.001 * moved

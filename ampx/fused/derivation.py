@@ -202,8 +202,9 @@ def find_slots(tx: Any, state: Any, params: Any) -> list[int | None]:
     def find(path: Any, leaf: Any) -> int | None:
         ends = (tuple(path[start:]) for start in range(len(path) + 1))
         place = next((places[end] for end in ends if end in places), None)
-        # One number for a parameter, or one for a row of it, is no slot.
-        return place if place is None or leaf.shape == named[place][1].shape else None
+        # One number for a parameter or for a row of it is no slot, and integers are not widened.
+        is_like = place is not None and leaf.shape == named[place][1].shape
+        return place if is_like and is_floating(leaf) else None
 
     pairs = zip(jax.tree.leaves(is_slot), jax.tree_util.tree_leaves_with_path(state), strict=True)
     return [find(*leaf) if may_be else None for may_be, leaf in pairs]
@@ -300,7 +301,7 @@ class _Program:
             found = [self.causes[atom] for atom in _variables(atoms) if atom in self.causes]
             arrays = [out for out in outs if getattr(out.aval, "shape", ())]
             self.causes |= dict.fromkeys(arrays, found[0] if found else eqn)
-            if not (owners or reading.has_effects(eqn) or reading.has_bodies(eqn)):
+            if not owners and name in primitives.ELEMENTWISE:
                 operands = (_constant(a) if reading.is_literal(a) else a for a in atoms)
                 first = self._known.setdefault((name, str(eqn.params), *operands), outs)
                 self.same |= {new: old for new, old in zip(outs, first, strict=True) if new != old}
@@ -333,12 +334,17 @@ class _Program:
             operands = tuple(map(as_operand, eqn.invars))
             steps.append((eqn.primitive.name, str(eqn.params), operands))
             places[eqn.outvars[0]] = len(places)
-        wide = {e.outvars[0]: e.invars[0] for e in eqns if e.primitive.name == _NARROWING}
+        narrowed = {e.outvars[0]: e.invars[0] for e in eqns if e.primitive.name == _NARROWING}
         held: list[int | None] = []
         for atom in outputs[1:]:
-            place = None if reading.is_literal(atom) else as_operand(wide.get(atom, atom))
+            place = None
+            if not reading.is_literal(atom):
+                wide = self._find_same(narrowed.get(atom, atom))
+                # In a narrower dtype the old slot would lose bits.
+                if not reading.is_literal(wide) and wide.aval.dtype == inputs[0].aval.dtype:
+                    place = places[wide]
             # Of two slots with one value the second is held when all is done.
-            held.append(None if place in held or isinstance(place, Constant) else place)
+            held.append(None if place in held else place)
         update, *slots = map(as_operand, outputs)
         dtypes = tuple(atom.aval.dtype.name for atom in numbers)
         steps, slots, eqns = tuple(steps), tuple(slots), tuple(eqns)

@@ -30,10 +30,11 @@ from ampx.jaxprs import reading
 from ampx.overwritten import refuse_overwritten
 from ampx.param_storage.narrow_params import as_arrays
 from ampx.tree_checks import check_arrays
-from ampx.trees import is_floating
+from ampx.trees import cast_like, is_floating
+from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
-from ampx.updates.tails import Tail, TakesTail
+from ampx.updates.tails import Tail, TailResult, TakesTail
 
 
 class _InnerState(NamedTuple):
@@ -42,6 +43,8 @@ class _InnerState(NamedTuple):
 
 class DerivedState(_InnerState, TakesTail):
     """`inner_state`: that of the transformation which `fuse` was given."""
+
+    prefers_branch = False
 
 
 class BranchingState(DerivedState):
@@ -116,6 +119,8 @@ def fuse(
         own = state.inner_state
         if tail is None:
             updates, own = inner.update(updates, own, params, **extra_args)
+        elif state.prefers_branch and tail.skip is None and not tail.in_kernels:
+            updates, own = _update_as_written(inner, updates, own, params, tail, extra_args)
         else:
             updates, own = _update(inner, updates, own, params, tail, extra_args)
         return updates, type(state)(own)
@@ -153,10 +158,12 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
     try:
         pairs = zip(leaves[0], leaves[2], strict=True)
         dtypes = [compute_dtype(Leaf(grad, param, ())) for grad, param in pairs]
-        places = [range(len(dtypes)), slots, range(len(dtypes))]
-        return derive(
-            run, slots, *(list(map(widen, *pair)) for pair in zip(leaves, places, strict=True))
-        )
+        for leaf, place in zip(leaves[1], slots, strict=True):
+            if place is not None and leaf.dtype.itemsize > dtypes[place].itemsize:
+                raise NotDerivable(f"it keeps {leaf.dtype} for a parameter in {dtypes[place]}")
+        places = (range(len(dtypes)), slots, range(len(dtypes)))
+        types = [list(map(widen, *pair)) for pair in zip(leaves, places, strict=True)]
+        return derive(run, slots, *types)
     except NotDerivable:
         raise
     except Exception as error:  # of the update: it may lack an extra argument, such as `value`
@@ -208,6 +215,20 @@ def _update(
             for place, slot in zip(derivation.leaves[k].slots, slots, strict=True):
                 new[place] = slot
     return structure.unflatten(results), of_state.unflatten(new)
+
+
+def _update_as_written(
+    tx: Any, updates: Any, state: Any, params: Any, tail: Tail, extra_args: dict[str, Any]
+) -> tuple[Any, Any]:
+    """One step that nobody skips, by the transformation itself."""
+
+    def clip(grad: Any) -> Any:
+        return grad if tail.factor is None else grad * tail.factor.astype(grad.dtype)
+
+    updates, new = tx.update(jax.tree.map(clip, updates), state, params, **extra_args)
+    values = apply_updates(params, updates) if tail.new_params else updates
+    results = jax.tree.map(lambda value: TailResult(value, jnp.zeros((), bool)), values)
+    return results, cast_like(new, state)
 
 
 def _run_numbers(

@@ -31,7 +31,7 @@ WINS, LOSES = 0.98, 1.02
 _KINDS = {
     **dict.fromkeys(tails.NARROW, "blocks"),
     "AdamW, split masters": "narrow",
-    **dict.fromkeys(tails.OPTIMIZERS, "elementwise"),
+    **dict.fromkeys([*tails.OPTIMIZERS, *tails.DERIVED], "elementwise"),
     "LAMB": "norms",
 }
 

@@ -22,7 +22,7 @@ import ampx
 from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite
 from ampx.updates.clipping import clipped
 from ampx.updates.tails import Backend
-from benchmarks.fused_traffic import FLOORS, OPTIMIZERS, by_apply, by_update
+from benchmarks.fused_traffic import DERIVED, FLOORS, OPTIMIZERS, by_apply, by_update
 from benchmarks.gpu.gpt2 import SMALL, shapes_of
 from benchmarks.gpu.rows import Bench, Case, Row, Way
 from benchmarks.torch_updates import NAMES, torch_candidates
@@ -30,6 +30,7 @@ from benchmarks.torch_updates import NAMES, torch_candidates
 SCALE, RATE, DECAY, MAX_NORM = 1024.0, 1e-3, 0.1, 1.0
 XLA, KERNELS, OPTAX = "fused.apply, XLA", "fused.apply, kernels", "optax, clip + the same"
 KERNELS_ALONE = "fused.apply without scale and clip, kernels"
+DERIVED_KERNELS = "fused.fuse of optax's, kernels"
 TOO_MANY = "not measured: kernels for thousands of arrays compile for minutes"
 BRANCH = "dynamic_loss_scale of optax's, one branch"
 SELECT = "dynamic_loss_scale of optax's, a select for each array"
@@ -86,6 +87,7 @@ def run(bench: Bench, key: str) -> None:
     grads = tree.make(1, 1e-3 * SCALE)
     cases = [_adamw(tree, grads, bench)]
     cases += [_optimizer(tree, grads, name) for name in OPTIMIZERS if name != "AdamW"]
+    cases += [_derived(tree, grads, name) for name in DERIVED]
     cases += [_stored_narrowly(tree, name) for name in NARROW]
     cases.sort(key=lambda case: case.name.removesuffix(f", {tree.name}") not in FIRST)
     if len(tree.shapes) >= THOUSAND:
@@ -138,7 +140,7 @@ def _adamw(tree: Tree, grads: Any, bench: Bench) -> Case:
     """AdamW by everything that there is."""
     adamw = optax.adamw(RATE, weight_decay=DECAY)
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
-    ours = ampx.fused.adamw(RATE, weight_decay=DECAY)
+    ours, derived = ampx.fused.adamw(RATE, weight_decay=DECAY), _scaled(ampx.fused.fuse(adamw))
     scaled, wrapped, guarded = _scaled(ours), _scaled(chain), optax.apply_if_finite(chain, 5)
     behind = _scaled(clipped(ours, MAX_NORM))
     (alone, _), (both, _) = FLOORS["AdamW"], FLOORS["AdamW, clipped"]
@@ -146,6 +148,8 @@ def _adamw(tree: Tree, grads: Any, bench: Bench) -> Case:
     ways = {
         XLA: way(by_apply(scaled, MAX_NORM, "xla"), scaled, both),
         KERNELS: way(by_apply(scaled, MAX_NORM, _kernels()), scaled, both),
+        "fused.fuse of optax's, XLA": way(by_apply(derived, MAX_NORM, "xla"), derived, both),
+        DERIVED_KERNELS: way(by_apply(derived, MAX_NORM, _kernels()), derived, both),
         OPTAX: way(by_update(chain), chain, both),
         BRANCH: way(by_update(wrapped), wrapped, both),
         SELECT: way(_by_select(wrapped), wrapped, both),
@@ -158,7 +162,7 @@ def _adamw(tree: Tree, grads: Any, bench: Bench) -> Case:
     if len(tree.shapes) >= THOUSAND:  # these compile for minutes
         ways = {name: ways[name] for name in (XLA, OPTAX)}
     elif len(tree.shapes) > MANY:
-        del ways[KERNELS_ALONE]
+        del ways[KERNELS_ALONE], ways[DERIVED_KERNELS]
     others = functools.partial(torch_candidates, tree.shapes, bench.repeats)
     sizes = {
         by: (both if has_clip else alone) * tree.elements for by, (has_clip, _) in NAMES.items()
@@ -179,6 +183,22 @@ def _optimizer(tree: Tree, grads: Any, name: str) -> Case:
     }
     if name == "NovoGrad":  # no kernel takes it
         del ways[KERNELS]
+    return Case(f"{name}, {tree.name}", ways, (grads,), OPTAX, tree.elements)
+
+
+def _derived(tree: Tree, grads: Any, name: str) -> Case:
+    """An optimizer that only optax has, with rules derived from its program."""
+    theirs = DERIVED[name]
+    ours, wrapped = _scaled(ampx.fused.fuse(theirs)), _scaled(theirs)
+    chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), theirs)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(theirs.init(jnp.ones(1000)))) // 1000
+    size = 4 + 4 + 2 * (4 + kept)  # the gradient twice; the parameter and its state in and out
+    ways = {
+        XLA: _way(tree, by_apply(ours, MAX_NORM, "xla"), ours, size),
+        KERNELS: _way(tree, by_apply(ours, MAX_NORM, _kernels()), ours, size),
+        OPTAX: _way(tree, by_update(chain), chain, size),
+        BRANCH: _way(tree, by_update(wrapped), wrapped, size),
+    }
     return Case(f"{name}, {tree.name}", ways, (grads,), OPTAX, tree.elements)
 
 

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from helpers import assert_bit_equal, make_mesh
 from test_fused_low_bit_kernels import CASES as LOW_BIT
@@ -38,6 +39,15 @@ def test_kernels_equal_xla_and_optax_on_a_gpu(case):
     actual = by("pallas", CASES[case](fused), *args)
     near(actual, by("xla", CASES[case](fused), *args))
     near(actual, by_optax(CASES[case], *args))
+
+
+@pytest.mark.parametrize("name", ["adabelief", "adan", "cocob", "lamb", "rmsprop"])
+def test_derived_rules_equal_optax_on_a_gpu(name):
+    make = getattr(optax, name, None) or functools.partial(optax.contrib.cocob, alpha=100)
+    tx = make() if name == "cocob" else make(0.1)
+    args = normal(0, shapes=SHAPES), steps_of()
+    with jax.numpy_dtype_promotion("standard"):
+        near(by("pallas", fused.fuse(tx, strict=True), *args), by_optax(lambda _: tx, *args))
 
 
 @pytest.mark.parametrize("param", ["float32", "bfloat16", "float16"])

@@ -9,6 +9,7 @@ from helpers import assert_bit_equal, make_mesh, types_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax_optimizers import NAMES, TAKES, make
+from test_fused_pallas import in_a_process
 
 import ampx
 from ampx import fused
@@ -175,6 +176,14 @@ RULES = {
     "a slot that is the update": (lambda g, p, a: ((u := 0.9 * a - 0.1 * g), u), 1),
     "an update that is a constant": (lambda g, p: (jnp.zeros_like(g),), 0),
     "an update that is the gradient": (lambda g, p: (g,), 0),
+    "a slot that was a condition": (
+        lambda g, p, a: (-0.1 * (g + a), ((g + a) > 0).astype(jnp.float32)),
+        1,
+    ),
+    "a slot that was narrow": (
+        lambda g, p, a: (-0.1 * (g + a), (g + a).astype(jnp.bfloat16).astype(jnp.float32)),
+        1,
+    ),
     "powers": (lambda g, p: (-0.1 * (g + g**3 + 1 / (2 + g**2) ** 3),), 0),
     "choices": (
         lambda g, p, a: (jnp.where(jnp.isfinite(g) & (g > a), -0.1 * g, jnp.sign(p)), a + g),
@@ -296,23 +305,28 @@ def test_a_clip_in_the_tail_is_optaxs(name, backend):
     np.testing.assert_allclose(report.global_norm, optax.tree.norm(normal(0)), rtol=1e-6)
 
 
-def test_a_step_without_a_loss_scale_and_one_with_a_training_step():
-    tx = fused.fuse(optax.adabelief(0.1))
-    params, state, _ = apply_step(tx, max_norm=0.5)(PARAMS, tx.init(PARAMS), normal(0))
-    plain = optax.chain(optax.clip_by_global_norm(0.5), optax.adabelief(0.1))
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("name", ["adabelief", "adan"])
+def test_a_clip_without_a_loss_scale(name, backend):
+    tx = fused.fuse(make(name))
+    params, _, _ = apply_step(tx, backend, max_norm=0.5)(PARAMS, tx.init(PARAMS), normal(0))
+    plain = optax.chain(optax.clip_by_global_norm(0.5), make(name))
     updates, _ = plain.update(normal(0), plain.init(PARAMS), PARAMS)
     near(params, optax.apply_updates(PARAMS, updates))
 
+
+@pytest.mark.parametrize("name", ["adabelief", "adan", "sm3"])
+def test_a_train_step_takes_what_is_there(name):
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"].T) ** 2) + params["b"].sum()
 
-    for optimizer in (tx, optax.adabelief(0.1)):
+    found = []
+    for optimizer in (fused.fuse(make(name)), make(name)):
         step = ampx.train_step(loss_fn, optimizer, loss_scale="dynamic", max_grad_norm=1.0)
         state = step.init({"w": PARAMS["w"], "b": PARAMS["b"]})
         state, _ = step(state, jnp.ones((4, 128)))
-        if optimizer is tx:
-            ours = state.params
-    near(ours, state.params)
+        found.append(state.params)
+    near(*found)
 
 
 # --- types, devices, compilation ------------------------------------------------------------------
@@ -383,3 +397,34 @@ def test_a_step_is_in_place():
     step = jax.jit(lambda p, s, g: fused.apply(tx, g, s, p)[:2], donate_argnums=(0, 1))
     memory = step.lower(params, tx.init(params), params).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.1 * 4 * 4 * 256 * 256
+
+
+# --- kernels for accelerators that are not there --------------------------------------------------
+
+_LOWERING = """
+import optax, test_fusing as f
+from jax._src.mesh import AbstractDevice
+
+tpu = jax.sharding.AbstractMesh((), (), abstract_device=AbstractDevice("TPU v5e", 1, "tpu"))
+params = {"w": jnp.ones((64, 128)), "v": jnp.ones((8, 128))}
+left_to_xla = ("adafactor", "contrib.madgrad", "contrib.scale_by_madgrad")
+rules = {name: f.of_rule(*rule) for name, rule in f.RULES.items()}
+with jax.sharding.use_abstract_mesh(tpu), jax.numpy_dtype_promotion("standard"):
+    for name in [*f.DERIVED, *rules]:
+        tx = rules[name] if name in rules else f.make(name)
+        tx = f.ampx.dynamic_loss_scale(f.fused.fuse(tx, strict=True))
+        state = tx.init(params)
+        for backend, platform, call in (
+            ("mosaic_gpu", "cuda", "@mosaic_gpu"), ("mosaic_tpu", "tpu", "@tpu_custom_call")
+        ):
+            step = lambda p, s, g: f.fused.apply(tx, g, s, p, backend=backend)[:2]
+            traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, params)
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+            found = text.count(call) - (backend == "mosaic_gpu")  # one for the norm
+            assert bool(found) == (name not in left_to_xla), (name, backend, found)
+"""
+
+
+@pytest.mark.whole
+def test_derived_rules_lower_to_kernels_for_gpus_and_tpus():
+    in_a_process(_LOWERING, devices=1)

@@ -8,11 +8,11 @@ from collective_order import find_needed
 from jax import lax
 from pipeline_models import find_inner_copies, make_batch, make_params, pipeline
 
-from ampx import turns
 from ampx.diagnostics.hlo import parse_computations
 from ampx.jaxprs import reading
 from ampx.pipelining import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
-from ampx.turns import first_turn, switch_in_place, switch_in_turn
+from ampx.pipelining.runtime import turns
+from ampx.pipelining.runtime.turns import first_turn, switch_in_place, switch_in_turn
 
 BRANCHES = [jnp.sin, jnp.cos, jnp.tanh]
 

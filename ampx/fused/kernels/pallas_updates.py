@@ -49,7 +49,7 @@ _PRIMITIVES = (
     primitives.COMPARING
     | primitives.ADDING
     | primitives.CHOOSING
-    | frozenset("abs neg sign mul div square rsqrt exp log tanh".split())
+    | frozenset("abs neg sign round mul div square rsqrt exp log tanh".split())
     | frozenset("and or not convert_element_type".split())
 )
 KindOfWork = Literal["elementwise", "norms", "blocks", "narrow", "squares"]

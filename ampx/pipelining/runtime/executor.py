@@ -19,7 +19,7 @@ sent anything.
 - Branches are real (`lax.switch` on a number that each device looks up for itself), so nothing is
   computed in a bubble: a device sends zeros then, and no mask multiplies what is not due.
 - Branches write what they keep, and sums of gradients, where it lies: all else in those buffers
-  stays untouched. See `ampx.turns`.
+  stays untouched. See `turns`.
 - Collectives stand outside of the branches. Devices take different branches at a time, and all
   must take part in a `ppermute`: inside, some would wait for the others for ever.
 - For the same reason nothing that is unvarying may be differentiated in a branch, see
@@ -56,7 +56,7 @@ from ampx.pipelining.runtime.stage_programs import (
     StageProgram,
     select_floating_leaves,
 )
-from ampx.turns import first_turn, switch_in_place, switch_in_turn
+from ampx.pipelining.runtime.turns import first_turn, switch_in_place, switch_in_turn
 
 Wires = tuple[list[jax.Array], ...]
 # Finds what a table, int32[ticks, devices], says to this device in this tick.
@@ -104,7 +104,7 @@ class _Carry(NamedTuple):
       grads: sums of gradients so far, like the device's view of the parameters; None without a
         backward.
       results: loss, weight and auxiliary output, each with a leading axis of micro-batches.
-      turn: int32[], the turn of the next switch: see `ampx.turns`.
+      turn: int32[], the turn of the next switch: see `turns`.
     """
 
     activations: Wires
