@@ -37,6 +37,7 @@ from ampx.trees import is_floating
 
 # In a rule they are nothing: what varies over mapped axes, its numbers do.
 _SAME = primitives.IDENTITIES | primitives.AXIS_TYPE_CASTS
+_NARROWING = "convert_element_type"
 
 
 class NotDerivable(Exception):
@@ -84,9 +85,9 @@ class LeafProgram:
     eqns: tuple[Equation, ...] = dataclasses.field(compare=False)
 
     @property
-    def primitives(self) -> list[str]:
-        """The name of each equation's primitive."""
-        return [name for name, *_ in self.steps]
+    def primitives(self) -> frozenset[str]:
+        """The names of the primitives that a call runs."""
+        return frozenset(name for name, *_ in self.steps).difference(_IN_OTHER_WORDS)
 
     def __call__(
         self, g: jax.Array, p: Any, slots: Slots, h: Any, operations: Operations
@@ -231,7 +232,8 @@ def derive(
       NotDerivable: for an operation that does not work element by element, with its line.
     """
     traced, _ = reading.trace(update, list(grads), list(state), list(params))
-    return _Program(building.inline_calls(traced), slots, len(grads)).derive()
+    whole = building.inline_calls(traced, also=primitives.CUSTOM_RULES)
+    return _Program(whole, slots, len(grads)).derive()
 
 
 class _Program:
@@ -274,7 +276,7 @@ class _Program:
                 program,
                 ("",) * len(own),  # they have names in the state, where only `fuse` looks for them
                 is_held_by_bad_numbers=False,
-                primitives=frozenset(program.primitives).difference(_IN_OTHER_WORDS),
+                primitives=program.primitives,
             )
             found = tuple(numbers.setdefault(atom, len(numbers)) for atom in read)
             leaves.append(DerivedLeaf(rule, own, found))
@@ -377,9 +379,6 @@ class _Program:
             f"`{eqn.primitive.name}` does not work element by element of one parameter, in "
             f"{source_info.line_of(eqn)}"
         )
-
-
-_NARROWING = "convert_element_type"
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Atom]:

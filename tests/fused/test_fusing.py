@@ -184,6 +184,10 @@ RULES = {
         lambda g, p, a: (-0.1 * (g + a), (g + a).astype(jnp.bfloat16).astype(jnp.float32)),
         1,
     ),
+    "a function with a derivative of its own": (
+        lambda g, p, a: (-0.1 * jax.nn.softplus(g) * jax.nn.relu(p), a + jax.nn.sigmoid(g)),
+        1,
+    ),
     "powers": (lambda g, p: (-0.1 * (g + g**3 + 1 / (2 + g**2) ** 3),), 0),
     "choices": (
         lambda g, p, a: (jnp.where(jnp.isfinite(g) & (g > a), -0.1 * g, jnp.sign(p)), a + g),
