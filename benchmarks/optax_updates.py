@@ -83,11 +83,11 @@ def build_steps(name: str) -> dict[str, tuple[Step, Any]]:
 
 
 def find_way(tx: Any) -> str:
-    """How a transformation that `fuse` was given runs by XLA: by its own rules, or how else."""
+    """How XLA runs a transformation that `fuse` was given."""
     state = jax.eval_shape(tx.init, [jax.ShapeDtypeStruct(SHAPE, jnp.float32)]).inner_state
     if not takes_tail(state):
         return "no rules"
-    return "rules" if prefers_tail(state, None) else "the branch; rules in kernels"
+    return "rules" if prefers_tail(state, None) else "the branch"
 
 
 def count(step: Step, tx: Any, branch: Branch = take_ordinary) -> tuple[float | None, float]:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ampx.fused.update_rules import Operations, Slots, UpdateRule
+from ampx.fused.update_rules import KERNEL_PRIMITIVES, Operations, Slots, UpdateRule
 from ampx.jaxprs import building, primitives, reading, source_info
 from ampx.jaxprs.reading import Atom, Equation, Jaxpr
 from ampx.mesh_axes import match_type
@@ -172,15 +172,16 @@ class Derivation(NamedTuple):
       numbers: a program from the leaves of gradients, state and parameters to the numbers that the
         rules read, and then to all new leaves of the state that are no slots.
       others: the places of these among the leaves of the state.
-      reads_more: whether XLA reads more arrays for the rules than for the transformation as it is
-        written: for norms, which it may compute beside the verdict on the gradients, or to hold a
-        slot whose new value does not depend on the old one.
+      suits_branch: whether XLA does better with the transformation as it is written. For the rules
+        it would read more: arrays of which norms are taken, which is done beside the verdict on the
+        gradients otherwise, or a slot whose new value does not depend on the old one, to hold it.
+        Or there is an operation that no kernel has, and nothing to be won.
     """
 
     leaves: list[DerivedLeaf]
     numbers: Jaxpr
     others: tuple[int, ...]
-    reads_more: bool
+    suits_branch: bool
 
 
 def find_slots(tx: Any, state: Any, params: Any) -> list[int | None]:
@@ -266,12 +267,13 @@ class _Program:
     def derive(self) -> Derivation:
         updates, state = self.opened.outvars[: self.count], self.opened.outvars[self.count :]
         numbers: dict[Atom, int] = {}
-        leaves, is_read = [], True
+        leaves, suits = [], False
         for leaf, update in enumerate(updates):
             own = tuple(place for place, owner in enumerate(self.slots) if owner == leaf)
             outputs = [self._find_same(atom) for atom in (update, *(state[place] for place in own))]
             program, read = self._read_leaf(leaf, own, outputs)
-            is_read = is_read and self._reads_old_slots(leaf, own, outputs)
+            suits |= not self._reads_old_slots(leaf, own, outputs)
+            suits |= not program.primitives <= KERNEL_PRIMITIVES
             rule = UpdateRule(
                 program,
                 ("",) * len(own),  # they have names in the state, where only `fuse` looks for them
@@ -285,7 +287,7 @@ class _Program:
         eqns = [self.opened.eqns[n] for n in reading.find_equations_for(self.jaxpr, outputs)]
         reduces = not self.owners.keys().isdisjoint(_variables(a for e in eqns for a in e.invars))
         program = building.rebuild(self.jaxpr, self.opened.invars, outputs, eqns)
-        return Derivation(leaves, program, others, reduces or not is_read)
+        return Derivation(leaves, program, others, reduces or suits)
 
     def _sort(self, eqn: Equation) -> None:
         name, outs = eqn.primitive.name, eqn.outvars

@@ -10,7 +10,8 @@
 
 XLA fuses most optimizers as well as it can where they are written in optax's way, in a branch that
 a skipped step does not take. So where the rules would make it read more, a loss scale takes that
-branch, and the rules are for kernels alone: the state is marked `prefers_branch`.
+branch, and the rules are for kernels alone: the state is marked `prefers_branch`, see
+`Derivation.suits_branch`.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def fuse(
                 f"fuse: no rule for each parameter can be derived from tx: {reason}. With "
                 "strict=False it runs as it is written"
             ) from None
-        return BranchingState(state) if derivation.reads_more else DerivedState(state)
+        return BranchingState(state) if derivation.suits_branch else DerivedState(state)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any

@@ -23,7 +23,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ampx.jaxprs import primitives
+
 Slots = tuple[jax.Array, ...]
+# What kernels for GPUs and for TPUs can both be compiled of, element by element.
+KERNEL_PRIMITIVES = (
+    primitives.COMPARING
+    | primitives.ADDING
+    | primitives.CHOOSING
+    | frozenset("abs neg sign round mul div square rsqrt exp log tanh".split())
+    | frozenset("and or not convert_element_type".split())
+)
 
 
 class Operations(NamedTuple):
@@ -67,7 +77,7 @@ class UpdateRule:
       is_held_by_bad_numbers: whether a coefficient that is not finite holds all parameters that it
         is for, as on a skip. An optimizer of optax may have one that it never chooses.
       primitives: the names of the JAX primitives that `direction` runs, if it was not written for
-        kernels, which have not all of them.
+        kernels: these have the `KERNEL_PRIMITIVES` alone.
       needs_squares: give `direction` the sum of the parameter's squared gradients, as the
         coefficient `squares`.
     """

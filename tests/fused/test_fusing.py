@@ -35,16 +35,18 @@ REFUSED = {
     "novograd": "cond",
     "sm3": "reshape",
 }
-# They take a norm, or keep a slot without a look at the old one.
+# They take a norm, keep a slot without a look at the old one, or do what no kernel does.
 BRANCHING = {
     "adafactor",
     "adan",
     "contrib.dadapt_adamw",
     "contrib.dog",
     "contrib.dowg",
+    "contrib.madgrad",
     "contrib.normalize",
     "contrib.prodigy",
     "contrib.sam",
+    "contrib.scale_by_madgrad",
     "fromage",
     "lamb",
     "lars",

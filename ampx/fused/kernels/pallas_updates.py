@@ -34,8 +34,7 @@ from ampx.fused.kernels.placement import (
 from ampx.fused.leaf_updates import Leaf, divide_norms
 from ampx.fused.moments.formats import moment_words
 from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
-from ampx.fused.update_rules import UpdateRule
-from ampx.jaxprs import primitives
+from ampx.fused.update_rules import KERNEL_PRIMITIVES, UpdateRule
 from ampx.mesh_axes import sum_over_shards
 from ampx.param_storage.narrow_params import NarrowParam
 from ampx.updates.gradient_norms import sum_squares
@@ -44,14 +43,6 @@ from ampx.updates.tails import Backend, KernelPlan, Tail, TailResult
 _DTYPES = ("float32", "bfloat16", "float16")
 # Mosaic compiles no kernel for TPUs that loads float16; XLA converts such arrays by its own means.
 _TPU_DTYPES = ("float32", "bfloat16")
-# What kernels for GPUs and for TPUs can both be compiled of, element by element.
-_PRIMITIVES = (
-    primitives.COMPARING
-    | primitives.ADDING
-    | primitives.CHOOSING
-    | frozenset("abs neg sign round mul div square rsqrt exp log tanh".split())
-    | frozenset("and or not convert_element_type".split())
-)
 KindOfWork = Literal["elementwise", "norms", "blocks", "narrow", "squares"]
 
 
@@ -69,7 +60,7 @@ def runs_in_kernel(rule: UpdateRule, leaf: Leaf, tail: Tail) -> bool:
       them rounded, where XLA goes on with the numbers before rounding;
     - those with 8-bit moments or stochastic rounding of some shapes, see `_shape_suits`.
     """
-    if not tail.in_kernels or rule.needs_squares or not rule.primitives <= _PRIMITIVES:
+    if not tail.in_kernels or rule.needs_squares or not rule.primitives <= KERNEL_PRIMITIVES:
         return False
     # Nobody asked for kernels here: they were faster on one device, and nothing else is known.
     if tail.plan.work is not None:
