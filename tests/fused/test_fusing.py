@@ -9,7 +9,7 @@ from helpers import assert_bit_equal, make_mesh, types_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax_optimizers import NAMES, TAKES, make
-from test_fused_pallas import in_a_process
+from test_fused_pallas import count_kernels, in_a_process
 
 import ampx
 from ampx import fused
@@ -88,7 +88,7 @@ def near(actual, expected, rtol=3e-6):
 
 
 def compare(tx, params=PARAMS, backend="xla", steps=3, rtol=3e-6):
-    """Runs `tx` in the tail and without it; after each good step in the tail comes a bad one."""
+    """Runs `tx` in the tail and without it; before each good step in the tail comes a bad one."""
     ours = ampx.static_loss_scale(fused.fuse(tx, strict=True), 8.0)
     step, state = apply_step(ours, backend), ours.init(params)
     reference = optax.with_extra_args_support(tx)
@@ -96,15 +96,15 @@ def compare(tx, params=PARAMS, backend="xla", steps=3, rtol=3e-6):
     expected, ref_state = params, reference.init(params)
     for seed in range(steps):
         grads = normal(seed, params)
+        bad = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), grads)
+        after, skipped, report = step(params, state, bad)
+        assert report.overflow
+        assert_bit_equal((after, skipped.inner_state), (params, state.inner_state))
         params, new, _ = step(params, state, optax.tree.scale(8.0, grads))
         assert types_of(new) == types_of(state)
         state = new
         updates, ref_state = update(grads, ref_state, expected)
         expected = ampx.apply_updates(expected, updates)
-        bad = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), grads)
-        after, skipped, report = step(params, state, bad)
-        assert report.overflow
-        assert_bit_equal((after, skipped.inner_state), (params, state.inner_state))
     near(params, expected, rtol)
     near(state.inner_state.inner_state, ref_state, rtol)
     return state
@@ -153,11 +153,12 @@ def test_without_a_tail_updates_are_optaxs_bit_for_bit():
 # --- transformations of one's own -----------------------------------------------------------------
 
 
-def of_rule(rule, count=1):
+def of_rule(rule, count=1, first=0.0):
     """A transformation written in optax's way: rule(g, p, *slots) -> (update, *slots)."""
 
     def init(params):
-        return tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(count))
+        numbers = [first * (1 + number) for number in range(count)]
+        return tuple(jax.tree.map(lambda p, n=n: jnp.full_like(p, n), params) for n in numbers)
 
     def update(updates, state, params=None):
         leaves, structure = jax.tree.flatten(updates)
@@ -172,7 +173,7 @@ def of_rule(rule, count=1):
 RULES = {
     # Programs that no optimizer of optax has, by what is special in them.
     "slots that move on": (lambda g, p, a, b: (-0.1 * (g + a + b), g, a), 2),
-    "two slots with one value": (lambda g, p, a, b: (-0.1 * a, a + g, a + g), 2),
+    "two slots with one value": (lambda g, p, a, b: (-0.1 * b, *(a + g,) * 2), 2, 0.3),
     "a slot that stays": (lambda g, p, a: (-0.1 * (g + a), a), 1),
     "a slot that is a constant": (lambda g, p, a: (-0.1 * (g + a), jnp.full_like(g, 0.5)), 1),
     "a slot that is the update": (lambda g, p, a: ((u := 0.9 * a - 0.1 * g), u), 1),
@@ -181,6 +182,7 @@ RULES = {
     "a slot that was a condition": (
         lambda g, p, a: (-0.1 * (g + a), ((g + a) > 0).astype(jnp.float32)),
         1,
+        0.3,
     ),
     "a slot that was narrow": (
         lambda g, p, a: (-0.1 * (g + a), (g + a).astype(jnp.bfloat16).astype(jnp.float32)),
@@ -190,7 +192,7 @@ RULES = {
         lambda g, p, a: (-0.1 * jax.nn.softplus(g) * jax.nn.relu(p), a + jax.nn.sigmoid(g)),
         1,
     ),
-    "powers": (lambda g, p: (-0.1 * (g + g**3 + 1 / (2 + g**2) ** 3),), 0),
+    "powers": (lambda g, p: (-0.1 * (g + g**3 + (2 + g**2) ** -3),), 0),
     "choices": (
         lambda g, p, a: (jnp.where(jnp.isfinite(g) & (g > a), -0.1 * g, jnp.sign(p)), a + g),
         1,
@@ -204,6 +206,31 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_rules_of_ones_own(name, backend):
     compare(of_rule(*RULES[name]), backend=backend, steps=2)
+
+
+def test_a_slot_belongs_to_the_parameter_with_the_longest_path():
+    params = {"w": PARAMS["w"], "layer": {"w": PARAMS["v"], "layer": {"w": PARAMS["v"]}}}
+    compare(optax.rmsprop(0.1), params)
+
+
+def test_a_norm_is_that_of_unscaled_gradients():
+    compare(make("fromage"), backend="interpret")
+
+
+def test_what_no_kernel_has_is_left_to_xla(monkeypatch):
+    calls = count_kernels(monkeypatch)
+    compare(make("contrib.madgrad"), backend="interpret", steps=1)
+    assert not calls
+    compare(optax.rmsprop(0.1), backend="interpret", steps=1)
+    assert calls
+
+
+def test_state_that_is_wider_than_its_parameter_is_left_to_optax():
+    with jax.enable_x64():
+        tx = optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float64)
+        assert not isinstance(fused.fuse(tx).init(PARAMS), TakesTail)
+        with pytest.raises(ValueError, match="keeps float64 for a parameter in float32"):
+            fused.fuse(tx, strict=True).init(PARAMS)
 
 
 def test_a_number_that_is_not_finite_and_not_chosen_skips_nothing():
@@ -234,7 +261,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, "a schedule-xla")
 @pytest.mark.slow_but("groups-xla", "hyperparameters in the state-interpret", "a clip-xla")
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 @pytest.mark.parametrize("name", WRAPPED)
