@@ -208,17 +208,18 @@ def compiling(rounds: int) -> None:
     """Prints how long tails of few and of many leaves take to trace and to compile.
 
     `fused.apply` is measured with a loss scale, and without: then it does what optax's chain does
-    and no more, since there is no verdict and no skip.
+    and no more, since there is no verdict and no skip. Rules derived by `fuse` have a scale, too.
     """
     adamw = optax.adamw(RATE, weight_decay=DECAY)
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
     ours = ampx.fused.adamw(RATE, weight_decay=DECAY)
-    guarded = optax.apply_if_finite(chain, 5)
+    guarded, derived = optax.apply_if_finite(chain, 5), _scaled(ampx.fused.fuse(adamw))
     steps = {
         BASELINE: (by_update(chain), chain),
         "`optax.apply_if_finite`": (by_update(guarded), guarded),
         "`fused.apply`, clip + AdamW": (by_apply(ours, MAX_NORM), ours),
         "`fused.apply`, scale + clip + AdamW": (by_apply(_scaled(ours), MAX_NORM), _scaled(ours)),
+        "the same, `fuse` of optax's AdamW": (by_apply(derived, MAX_NORM), derived),
     }
     rows = []
     for leaves in (100, 400, 2000):
