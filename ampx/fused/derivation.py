@@ -194,7 +194,7 @@ def find_slots(tx: Any, state: Any, params: Any) -> list[int | None]:
         is_slot = optax.tree.map_params(
             tx, lambda _: True, state, transform_non_params=lambda _: False
         )
-    except (AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # of its `init`, to which optax gives marks in the place of arrays
         raise NotDerivable("optax.tree.map_params cannot read its state") from error
     # A slot's path in the state ends with that of its parameter: `[0].mu['layer']['w']`. Masked
     # parameters have none, so the trees cannot be laid upon each other.

@@ -35,7 +35,7 @@ from ampx.trees import cast_like, is_floating
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
-from ampx.updates.tails import Tail, TailResult, TakesTail
+from ampx.updates.tails import Tail, TailResult, TakesTail, takes_tail
 
 
 class _InnerState(NamedTuple):
@@ -54,6 +54,10 @@ class BranchingState(DerivedState):
     prefers_branch = True
 
 
+class _FusedTransformation(optax.GradientTransformationExtraArgs):
+    """What `fuse` returns, so that it knows it again."""
+
+
 def fuse(
     tx: optax.GradientTransformation, *, strict: bool = False
 ) -> optax.GradientTransformationExtraArgs:
@@ -61,7 +65,8 @@ def fuse(
 
     What the optimizers of `ampx.fused` can do, `tx` can then do, too: the tail of
     `ampx.fused.apply`, groups, masters, and Pallas kernels that update many parameters in one
-    launch. It may be one of optax's optimizers, a chain, or one that you wrote in optax's way.
+    launch. It may be one of optax's optimizers, a chain, or one that you wrote in optax's way. What is
+    fused already stays what it is.
 
     Its update must work element by element of each parameter, apart from numbers such as a count, a
     schedule or a norm. If it does not, it runs as it would without `fuse`: those with random
@@ -93,12 +98,16 @@ def fuse(
     """
     check_transformation("tx", tx)
     strict = as_bool("strict", strict)
+    if isinstance(tx, _FusedTransformation):
+        return tx
     inner = guard("fuse", accept_extra_args(tx))
 
     def init(params: Any) -> Any:
         check_arrays("params", params, may_be_shapes=True)
         refuse_overwritten("params", params)
         state = inner.init(params)
+        if takes_tail(state):  # an optimizer of `ampx.fused`, or what hands a tail on to one
+            return state
         try:
             derivation = _derive(inner, params, state, params, {})
         except NotDerivable as reason:
@@ -116,7 +125,8 @@ def fuse(
         is_derived = isinstance(state, DerivedState)
         check_update("fuse", None, updates, state, params, may_be_many=not is_derived)
         if not is_derived:
-            return inner.update(updates, state, params, **extra_args)
+            given = {} if tail is None else {"tail": tail}
+            return inner.update(updates, state, params, **given, **extra_args)
         own = state.inner_state
         if tail is None:
             updates, own = inner.update(updates, own, params, **extra_args)
@@ -126,7 +136,7 @@ def fuse(
             updates, own = _update(inner, updates, own, params, tail, extra_args)
         return updates, type(state)(own)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return _FusedTransformation(init, update)
 
 
 def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Derivation:

@@ -132,6 +132,30 @@ def test_what_cannot_be_derived_is_refused_by_name_or_left_as_it_is(name):
     assert not isinstance(state, TakesTail)
 
 
+@pytest.mark.parametrize("make", [fused.adamw, lambda rate: fused.fuse(optax.rmsprop(rate))])
+def test_what_is_fused_stays_what_it_is(make):
+    tx, again = make(0.1), fused.fuse(make(0.1), strict=True)
+    assert_bit_equal(again.init(PARAMS), tx.init(PARAMS))
+    found = []
+    for one in (tx, again):
+        scaled = ampx.static_loss_scale(one, 8.0)
+        found.append(apply_step(scaled)(PARAMS, scaled.init(PARAMS), normal(0))[0])
+    assert_bit_equal(*found)
+
+
+def test_an_init_that_looks_into_the_parameters_is_left_to_optax():
+    """`optax.tree.map_params` calls it with a mark in their place."""
+
+    def init(params):
+        assert set(params) == set(PARAMS)
+        return jax.tree.map(jnp.zeros_like, params)
+
+    tx = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
+    assert not isinstance(fused.fuse(tx).init(PARAMS), TakesTail)
+    with pytest.raises(ValueError, match="map_params"):
+        fused.fuse(tx, strict=True).init(PARAMS)
+
+
 def test_a_refusal_names_the_line():
     def update(updates, state, params=None):
         return jax.tree.map(lambda g: g - jnp.cumsum(g, 0), updates), state
