@@ -65,8 +65,8 @@ def fuse(
 
     What the optimizers of `ampx.fused` can do, `tx` can then do, too: the tail of
     `ampx.fused.apply`, groups, masters, and Pallas kernels that update many parameters in one
-    launch. It may be one of optax's optimizers, a chain, or one that you wrote in optax's way. What is
-    fused already stays what it is.
+    launch. It may be one of optax's optimizers, a chain, or one that you wrote in optax's way.
+    What is fused already stays what it is.
 
     Its update must work element by element of each parameter, apart from numbers such as a count, a
     schedule or a norm. If it does not, it runs as it would without `fuse`: those with random
