@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ampx.checking import as_bool, check_transformation
@@ -109,7 +110,7 @@ def fuse(
         if takes_tail(state):  # an optimizer of `ampx.fused`, or what hands a tail on to one
             return state
         try:
-            derivation = _derive(inner, params, state, params, {})
+            derivation = _derive_without_gradients(inner, state, params)
         except NotDerivable as reason:
             if not strict:
                 return state
@@ -137,6 +138,17 @@ def fuse(
         return updates, type(state)(own)
 
     return _FusedTransformation(init, update)
+
+
+def _derive_without_gradients(tx: Any, state: Any, params: Any) -> Derivation:
+    """Derives rules from what is known in `init`; some updates ask for the value of the loss."""
+    try:
+        return _derive(tx, params, state, params, {})
+    except NotDerivable as reason:
+        try:
+            return _derive(tx, params, state, params, {"value": np.float32(0)})
+        except NotDerivable:
+            raise reason from None
 
 
 def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Derivation:

@@ -43,6 +43,8 @@ BRANCHING = {
     "contrib.dog",
     "contrib.dowg",
     "contrib.madgrad",
+    "contrib.momo",
+    "contrib.momo_adam",
     "contrib.normalize",
     "contrib.prodigy",
     "contrib.sam",
@@ -53,8 +55,9 @@ BRANCHING = {
     "optimistic_adam",
     "optimistic_adam_v2",
     "optimistic_gradient_descent",
+    "polyak_sgd",
 }
-DERIVED = [name for name in NAMES if name not in REFUSED and not TAKES.get(name)]
+DERIVED = [name for name in NAMES if name not in REFUSED and set(TAKES.get(name, ())) <= {"value"}]
 # optax adds integers to floats.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 QUICK = ("adabelief-xla", "radam-interpret", "lamb-interpret", "adan-xla")
@@ -73,8 +76,8 @@ def normal(seed, params=PARAMS):
 
 def apply_step(tx, backend="xla", **settings):
     @jax.jit
-    def step(params, state, grads):
-        return fused.apply(tx, grads, state, params, backend=backend, **settings)
+    def step(params, state, grads, **extra_args):
+        return fused.apply(tx, grads, state, params, backend=backend, **settings, **extra_args)
 
     return step
 
@@ -87,7 +90,7 @@ def near(actual, expected, rtol=3e-6):
     jax.tree.map(check, actual, expected)
 
 
-def compare(tx, params=PARAMS, backend="xla", steps=3, rtol=3e-6):
+def compare(tx, params=PARAMS, backend="xla", steps=3, rtol=3e-6, **extra_args):
     """Runs `tx` in the tail and without it; before each good step in the tail comes a bad one."""
     ours = ampx.static_loss_scale(fused.fuse(tx, strict=True), 8.0)
     step, state = apply_step(ours, backend), ours.init(params)
@@ -97,13 +100,13 @@ def compare(tx, params=PARAMS, backend="xla", steps=3, rtol=3e-6):
     for seed in range(steps):
         grads = normal(seed, params)
         bad = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), grads)
-        after, skipped, report = step(params, state, bad)
+        after, skipped, report = step(params, state, bad, **extra_args)
         assert report.overflow
         assert_bit_equal((after, skipped.inner_state), (params, state.inner_state))
-        params, new, _ = step(params, state, optax.tree.scale(8.0, grads))
+        params, new, _ = step(params, state, optax.tree.scale(8.0, grads), **extra_args)
         assert types_of(new) == types_of(state)
         state = new
-        updates, ref_state = update(grads, ref_state, expected)
+        updates, ref_state = update(grads, ref_state, expected, **extra_args)
         expected = ampx.apply_updates(expected, updates)
     near(params, expected, rtol)
     near(state.inner_state.inner_state, ref_state, rtol)
@@ -118,7 +121,8 @@ def compare(tx, params=PARAMS, backend="xla", steps=3, rtol=3e-6):
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 @pytest.mark.parametrize("name", DERIVED)
 def test_optimizers_of_optax_are_themselves_in_the_tail(name, backend):
-    state = compare(make(name), backend=backend)
+    extra_args = {"value": jnp.float32(1.5)} if TAKES.get(name) else {}
+    state = compare(make(name), backend=backend, rtol=2e-5 if extra_args else 3e-6, **extra_args)
     assert isinstance(state.inner_state, BranchingState) == (name in BRANCHING)
 
 
@@ -141,6 +145,12 @@ def test_what_is_fused_stays_what_it_is(make):
         scaled = ampx.static_loss_scale(one, 8.0)
         found.append(apply_step(scaled)(PARAMS, scaled.init(PARAMS), normal(0))[0])
     assert_bit_equal(*found)
+
+
+def test_what_was_there_in_init_and_is_not_in_update_is_named():
+    tx = fused.fuse(make("contrib.momo"))
+    with pytest.raises(TypeError, match="'value'"):
+        fused.apply(tx, PARAMS, tx.init(PARAMS), PARAMS)
 
 
 def test_an_init_that_looks_into_the_parameters_is_left_to_optax():
@@ -465,16 +475,18 @@ from jax._src.mesh import AbstractDevice
 tpu = jax.sharding.AbstractMesh((), (), abstract_device=AbstractDevice("TPU v5e", 1, "tpu"))
 params = {"w": jnp.ones((64, 128)), "v": jnp.ones((8, 128))}
 left_to_xla = ("adafactor", "contrib.madgrad", "contrib.scale_by_madgrad")
+left_to_xla += ("a function with a derivative of its own",)
 rules = {name: f.of_rule(*rule) for name, rule in f.RULES.items()}
 with jax.sharding.use_abstract_mesh(tpu), jax.numpy_dtype_promotion("standard"):
     for name in [*f.DERIVED, *rules]:
         tx = rules[name] if name in rules else f.make(name)
+        extra = {"value": jnp.float32(1.0)} if f.TAKES.get(name) else {}
         tx = f.ampx.dynamic_loss_scale(f.fused.fuse(tx, strict=True))
         state = tx.init(params)
         for backend, platform, call in (
             ("mosaic_gpu", "cuda", "@mosaic_gpu"), ("mosaic_tpu", "tpu", "@tpu_custom_call")
         ):
-            step = lambda p, s, g: f.fused.apply(tx, g, s, p, backend=backend)[:2]
+            step = lambda p, s, g: f.fused.apply(tx, g, s, p, backend=backend, **extra)[:2]
             traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, params)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
             found = text.count(call) - (backend == "mosaic_gpu")  # one for the norm
