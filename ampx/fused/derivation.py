@@ -15,7 +15,7 @@ Parameters whose equations are the same share one rule, whatever their shapes:
 An array that is neither, such as random bits or a product of matrices, cannot be made block by
 block in a kernel. Where a rule would have to read one, the transformation is refused, with the
 operation and its line. To which parameter an array of the state belongs is known by its place and
-not by its shape: `optax.tree.map_params` tells.
+not by its shape: `optax.tree.map_params` tells which are of parameters, and the path of which one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ampx.mesh_axes import match_type
 from ampx.trees import is_floating
 
 # In a rule they are nothing: what varies over mapped axes, its numbers do.
-_SAME = primitives.IDENTITIES | primitives.AXIS_TYPE_CASTS
+_SAME = (primitives.IDENTITIES | primitives.AXIS_TYPE_CASTS) - {"stop_gradient"}
 _NARROWING = "convert_element_type"
 
 
@@ -53,7 +53,7 @@ class Constant(NamedTuple):
     @property
     def value(self) -> np.generic:
         """The number."""
-        return np.frombuffer(self.bits, self.dtype)[0]
+        return np.frombuffer(self.bits, jnp.dtype(self.dtype))[0]
 
 
 # The place of a value among [gradient, parameter, *slots, *numbers, *results of the steps].
@@ -86,8 +86,8 @@ class LeafProgram:
 
     @property
     def primitives(self) -> frozenset[str]:
-        """The names of the primitives that a call runs."""
-        return frozenset(name for name, *_ in self.steps).difference(_IN_OTHER_WORDS)
+        """The names of the primitives that a call runs, with dtypes if no kernel has these."""
+        return frozenset(map(_name_for_kernels, self.eqns)).difference(_IN_OTHER_WORDS)
 
     def __call__(
         self, g: jax.Array, p: Any, slots: Slots, h: Any, operations: Operations
@@ -118,6 +118,18 @@ class LeafProgram:
         triples = zip(new, slots, self.held, strict=True)
         kept = (operations.keep(n, o) if at is None else n for n, o, at in triples)
         return update, tuple(kept)
+
+
+def _name_for_kernels(eqn: Equation) -> str:
+    """The name of a primitive, and its dtypes where kernels have it for others alone."""
+    name = eqn.primitive.name
+    avals: list[Any] = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+    dtypes = {aval.dtype.name for aval in avals}
+    known = {"float32", "bfloat16", "float16", "int32"}
+    if name in primitives.COMPARING or name in ("select_n", "and", "or", "not", _NARROWING):
+        known.add("bool")
+    known |= {"bool"} if name == "is_finite" else set()
+    return name if dtypes <= known else f"{name} of {', '.join(sorted(dtypes))}"
 
 
 def _multiply_out(x: jax.Array, power: int) -> jax.Array:
@@ -215,6 +227,7 @@ def find_slots(tx: Any, state: Any, params: Any) -> list[int | None]:
 def derive(
     update: Callable[..., Any],
     slots: Sequence[int | None],
+    stored: Sequence[Any],
     grads: Sequence[Any],
     state: Sequence[Any],
     params: Sequence[Any],
@@ -225,6 +238,7 @@ def derive(
       update: from the leaves of gradients, state and parameters, three lists, to those of updates
         and of the new state, two lists.
       slots: what `find_slots` found.
+      stored: the dtypes in which the leaves of the state are stored.
       grads: abstract values of the gradients' leaves.
       state: those of the state's.
       params: those of the parameters'.
@@ -233,8 +247,9 @@ def derive(
       NotDerivable: for an operation that does not work element by element, with its line.
     """
     traced, _ = reading.trace(update, list(grads), list(state), list(params))
-    whole = building.inline_calls(traced, also=primitives.CUSTOM_RULES)
-    return _Program(whole, slots, len(grads)).derive()
+    # Functions with derivatives of their own stay calls, which are refused: a step may be
+    # differentiated.
+    return _Program(building.inline_calls(traced), slots, stored, len(grads)).derive()
 
 
 class _Program:
@@ -249,8 +264,10 @@ class _Program:
       causes: of each value that no rule makes, the first equation that made it so.
     """
 
-    def __init__(self, jaxpr: Jaxpr, slots: Sequence[int | None], count: int) -> None:
-        self.jaxpr, self.slots, self.count = jaxpr, slots, count
+    def __init__(
+        self, jaxpr: Jaxpr, slots: Sequence[int | None], stored: Sequence[Any], count: int
+    ) -> None:
+        self.jaxpr, self.slots, self.stored, self.count = jaxpr, slots, stored, count
         self.opened = reading.open_jaxpr(jaxpr)
         self.grads, rest = self.opened.invars[:count], self.opened.invars[count:]
         self.state, self.params = rest[: len(slots)], rest[len(slots) :]
@@ -277,7 +294,7 @@ class _Program:
             rule = UpdateRule(
                 program,
                 ("",) * len(own),  # they have names in the state, where only `fuse` looks for them
-                is_held_by_bad_numbers=False,
+                is_guarded=False,
                 primitives=program.primitives,
             )
             found = tuple(numbers.setdefault(atom, len(numbers)) for atom in read)
@@ -307,7 +324,8 @@ class _Program:
             self.causes |= dict.fromkeys(arrays, found[0] if found else eqn)
             if not owners and name in primitives.ELEMENTWISE:
                 operands = (_constant(a) if reading.is_literal(a) else a for a in atoms)
-                first = self._known.setdefault((name, str(eqn.params), *operands), outs)
+                shape = getattr(outs[0].aval, "shape", None)
+                first = self._known.setdefault((name, str(eqn.params), shape, *operands), outs)
                 self.same |= {new: old for new, old in zip(outs, first, strict=True) if new != old}
 
     def _find_same(self, atom: Atom) -> Atom:
@@ -327,6 +345,8 @@ class _Program:
         for atom in numbers:
             if atom.aval.shape or not (is_floating(atom.aval) or atom.aval.dtype == bool):
                 raise NotDerivable(self._blame(atom))
+            if atom.aval.dtype.itemsize > inputs[0].aval.dtype.itemsize:
+                raise NotDerivable(f"it computes with a number in {atom.aval.dtype}")
         places = {atom: place for place, atom in enumerate([*inputs, *numbers])}
 
         def as_operand(atom: Atom) -> Operand:
@@ -340,11 +360,13 @@ class _Program:
             places[eqn.outvars[0]] = len(places)
         narrowed = {e.outvars[0]: e.invars[0] for e in eqns if e.primitive.name == _NARROWING}
         held: list[int | None] = []
-        for atom in outputs[1:]:
+        for atom, at in zip(outputs[1:], own, strict=True):
             place = None
             if not reading.is_literal(atom):
-                wide = self._find_same(narrowed.get(atom, atom))
-                # In a narrower dtype the old slot would lose bits.
+                # The old slot must survive what is done to the new one behind the choice.
+                dtype = getattr(atom.aval, "dtype", None)
+                is_narrowed = atom in narrowed and dtype == self.stored[at]
+                wide = self._find_same(narrowed[atom] if is_narrowed else atom)
                 if not reading.is_literal(wide) and wide.aval.dtype == inputs[0].aval.dtype:
                     place = places[wide]
             # Of two slots with one value the second is held when all is done.
@@ -374,6 +396,8 @@ class _Program:
 
     def _blame(self, atom: Atom) -> str:
         """Says what made a value that no rule can read."""
+        if not atom.aval.shape:
+            return f"it computes with a number in {atom.aval.dtype}"
         if atom not in self.causes:
             return f"it reads an array of {atom.aval.str_short()} that belongs to no parameter"
         eqn = self.causes[atom]
@@ -390,4 +414,5 @@ def _variables(atoms: Iterable[Atom]) -> list[Atom]:
 
 def _constant(atom: Atom) -> Constant:
     number = np.asarray(atom.val, atom.aval.dtype)
-    return Constant(number.tobytes(), number.dtype.str)
+    # The name: in numpy's short form all types of 8 bits that it does not know are one.
+    return Constant(number.tobytes(), number.dtype.name)

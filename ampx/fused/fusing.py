@@ -32,20 +32,21 @@ from ampx.jaxprs import reading
 from ampx.overwritten import refuse_overwritten
 from ampx.param_storage.narrow_params import as_arrays
 from ampx.tree_checks import check_arrays
-from ampx.trees import cast_like, is_floating
+from ampx.trees import cast_like, hold, is_floating, null_updates, wider_dtype
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
-from ampx.updates.tails import Tail, TailResult, TakesTail, takes_tail
+from ampx.updates.tails import Tail, TailResult, takes_tail
 
 
 class _InnerState(NamedTuple):
     inner_state: Any
 
 
-class DerivedState(_InnerState, TakesTail):
+class DerivedState(_InnerState):
     """`inner_state`: that of the transformation which `fuse` was given."""
 
+    takes_tail_whole = True  # see `ampx.updates.tails.takes_tail`
     prefers_branch = False
 
 
@@ -76,7 +77,9 @@ def fuse(
     chain: there it is one more reading of all gradients.
 
     Args:
-      tx: the transformation. Its `update` must be a pure function.
+      tx: the transformation. Its `update` must be a pure function, and do the same for all dtypes:
+        rules see gradients, parameters and their slots in float32, or in float64 where a parameter
+        has it. A parameter that would become infinite or NaN under a loss scale keeps its number.
       strict: whether to refuse a transformation of which no rules can be derived.
 
     Returns:
@@ -131,10 +134,17 @@ def fuse(
         own = state.inner_state
         if tail is None:
             updates, own = inner.update(updates, own, params, **extra_args)
-        elif state.prefers_branch and tail.skip is None and not tail.in_kernels:
+        elif params is None or (state.prefers_branch and tail.skip is None and not tail.in_kernels):
             updates, own = _update_as_written(inner, updates, own, params, tail, extra_args)
         else:
-            updates, own = _update(inner, updates, own, params, tail, extra_args)
+            try:
+                updates, own = _update(inner, updates, own, params, tail, extra_args)
+            except NotDerivable as reason:  # of another argument than `init` was given
+                if strict:
+                    raise ValueError(
+                        f"fuse: no rule can be derived in this update: {reason}"
+                    ) from None
+                updates, own = _update_as_written(inner, updates, own, params, tail, extra_args)
         return updates, type(state)(own)
 
     return _FusedTransformation(init, update)
@@ -165,7 +175,10 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
         updates, new_state = tx.update(updates, given, next(trees), **extra_args)
         if jax.tree.structure(new_state) != of_state:
             raise NotDerivable("its state changes its structure")
-        return structure.flatten_up_to(updates), jax.tree.leaves(new_state)
+        new = structure.flatten_up_to(updates)
+        if any(update is None for update in new):
+            raise NotDerivable("it has no update for a parameter")
+        return new, jax.tree.leaves(new_state)
 
     def widen(leaf: Any, place: int | None) -> Any:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
@@ -173,12 +186,15 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
             return aval
         return reading.with_dtype(aval, dtypes[place])
 
-    for leaf in jax.tree.leaves(params):
+    leaves = [jax.tree.leaves(tree) for tree in (grads, state, params)]
+    for leaf in (*leaves[0], *leaves[1], *leaves[2]):
+        if not hasattr(leaf, "dtype"):
+            raise NotDerivable(f"{leaf!r} is a number of Python, and no array")
+    for leaf in leaves[2]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise NotDerivable(f"a parameter has the dtype {leaf.dtype}")
-    slots = find_slots(tx, state, params)
-    leaves = [jax.tree.leaves(tree) for tree in (grads, state, params)]
     try:
+        slots = find_slots(tx, state, params)
         pairs = zip(leaves[0], leaves[2], strict=True)
         dtypes = [compute_dtype(Leaf(grad, param, ())) for grad, param in pairs]
         for leaf, place in zip(leaves[1], slots, strict=True):
@@ -186,7 +202,7 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
                 raise NotDerivable(f"it keeps {leaf.dtype} for a parameter in {dtypes[place]}")
         places = (range(len(dtypes)), slots, range(len(dtypes)))
         types = [list(map(widen, *pair)) for pair in zip(leaves, places, strict=True)]
-        return derive(run, slots, *types)
+        return derive(run, slots, [leaf.dtype for leaf in leaves[1]], *types)
     except NotDerivable:
         raise
     except Exception as error:  # of the update: it may lack an extra argument, such as `value`
@@ -196,22 +212,18 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
 def _update(
     tx: Any, updates: Any, state: Any, params: Any, tail: Tail, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """One step, as its tail asks for it."""
-    if params is None:
-        raise ValueError("fuse needs params: call tx.update(grads, state, params)")
+    """One step by rules, as its tail asks for it.
+
+    Raises:
+      NotDerivable: if there are none.
+    """
     structure = jax.tree.structure(updates)
     grads, given = (
         [as_array(leaf) for leaf in structure.flatten_up_to(tree)] for tree in (updates, params)
     )
     wide = as_arrays(given)
-    try:
-        unflatten = structure.unflatten
-        derivation = _derive(tx, unflatten(grads), state, unflatten(wide), extra_args)
-    except NotDerivable as reason:
-        raise ValueError(
-            f"fuse: rules could be derived in init, and cannot be in update: {reason}. Leave fuse "
-            "out, or give update what init was given"
-        ) from None
+    unflatten = structure.unflatten
+    derivation = _derive(tx, unflatten(grads), state, unflatten(wide), extra_args)
     old, of_state = jax.tree.flatten(state)
     numbers, new = _run_numbers(derivation, grads, old, wide, tail)
 
@@ -243,15 +255,23 @@ def _update(
 def _update_as_written(
     tx: Any, updates: Any, state: Any, params: Any, tail: Tail, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """One step that nobody skips, by the transformation itself."""
+    """One step by the transformation itself; what its tail holds is chosen array by array."""
 
-    def clip(grad: Any) -> Any:
-        return grad if tail.factor is None else grad * tail.factor.astype(grad.dtype)
+    def unscale(grad: Any) -> Any:
+        if tail.factor is None or not is_floating(grad):
+            return grad
+        wide = grad.astype(wider_dtype(grad.dtype, jnp.float32))
+        return wide * tail.factor.astype(wide.dtype)
 
-    updates, new = tx.update(jax.tree.map(clip, updates), state, params, **extra_args)
-    values = apply_updates(params, updates) if tail.new_params else updates
-    results = jax.tree.map(lambda value: TailResult(value, jnp.zeros((), bool)), values)
-    return results, cast_like(new, state)
+    given: Any = None if params is None else as_arrays(params)
+    updates, new = tx.update(jax.tree.map(unscale, updates), state, given, **extra_args)
+    values, old = updates, null_updates(updates)
+    if tail.new_params:
+        values, old = apply_updates(given, updates), given
+    new = cast_like(new, state)
+    if tail.skip is not None:
+        values, new = hold(tail.skip, (values, new), (old, state))
+    return jax.tree.map(lambda value: TailResult(value, jnp.zeros((), bool)), values), new
 
 
 def _run_numbers(

@@ -129,8 +129,9 @@ def _update(
         step = step * compute_trust_ratio(p, step, leaf.segments, untracked)
     step = step if h.step_size is None else h.step_size * step
     # Without a skip a float16 moment overflows, as optax's does.
+    saturates = skip is not None and rule.is_guarded
     kept = tuple(
-        narrow_slot(new, old, leaf.step, leaf.place, saturates=skip is not None)
+        narrow_slot(new, old, leaf.step, leaf.place, saturates=saturates)
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
     return *_answer_tail(p, step, leaf, skip, new_params), kept

@@ -74,8 +74,9 @@ class UpdateRule:
         parameter over that of the direction. Both norms are known only after everything else is
         written. To work the direction out a second time costs no more memory traffic than to
         write it and to read it back.
-      is_held_by_bad_numbers: whether a coefficient that is not finite holds all parameters that it
-        is for, as on a skip. An optimizer of optax may have one that it never chooses.
+      is_guarded: whether numbers that are not finite are kept out: such a coefficient holds all
+        parameters that it is for, as on a skip, and float16 slots end at the largest number. A
+        derived rule does what optax does, which may have such a number and never choose it.
       primitives: the names of the JAX primitives that `direction` runs, if it was not written for
         kernels: these have the `KERNEL_PRIMITIVES` alone.
       needs_squares: give `direction` the sum of the parameter's squared gradients, as the
@@ -85,6 +86,6 @@ class UpdateRule:
     direction: Direction
     slots: tuple[str, ...] = ()
     direction_again: Callable[..., jax.Array] | None = None
-    is_held_by_bad_numbers: bool = True
+    is_guarded: bool = True
     primitives: frozenset[str] = frozenset()
     needs_squares: bool = False

@@ -14,7 +14,7 @@ an old one nearby, so that profiles and error messages still point to the user's
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -165,15 +165,10 @@ def splice_jaxpr(
     return eqns, [renamed(atom) for atom in body.outvars]
 
 
-def inline_calls(jaxpr: Jaxpr, also: Collection[str] = ()) -> Jaxpr:
+def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
     """Replaces calls by the equations that they run, except where a body has constants attached.
 
     Calls of remat are replaced too. What they say about recomputation is lost.
-
-    Args:
-      jaxpr: the program.
-      also: names of other primitives that run one body, such as those of functions with custom
-        derivatives, where nobody differentiates the program.
     """
     opened = open_jaxpr(jaxpr)
     names: dict[Any, Atom] = {}
@@ -184,12 +179,11 @@ def inline_calls(jaxpr: Jaxpr, also: Collection[str] = ()) -> Jaxpr:
     eqns: list[Equation] = []
     for eqn in opened.eqns:
         eqn = eqn.replace(invars=[renamed(atom) for atom in eqn.invars])
-        name = eqn.primitive.name
-        body = called_body(eqn) if name in CALLS or name in also else None
+        body = called_body(eqn) if eqn.primitive.name in CALLS else None
         if body is None or has_constants(body):
             eqns.append(eqn)
             continue
-        called, outs = splice_jaxpr(inline_calls(body, also), eqn.invars, eqn)
+        called, outs = splice_jaxpr(inline_calls(body), eqn.invars, eqn)
         eqns.extend(called)
         names.update(zip(eqn.outvars, outs, strict=True))
     return rebuild(jaxpr, opened.invars, [renamed(atom) for atom in opened.outvars], eqns)

@@ -178,7 +178,8 @@ def takes_tail(state: Any) -> bool:
     and can be looked into through wrappers:
 
     - a fused optimizer has a tuple of states as optax's own has, one of them marked `TakesTail`;
-    - one of `fused.fuse` has a state that is marked itself;
+    - one of `fused.fuse` has a state whose class sets `takes_tail_whole`: another mark, since in a
+      chain this state is one part of a tuple, too;
     - a wrapper of ampx sets `hands_on_tail` in the class of its state if it hands a tail on;
     - of optax's wrappers, `inject_hyperparams` and `partition` hand on extra arguments, and do
       nothing else with updates.
@@ -192,8 +193,9 @@ def takes_tail(state: Any) -> bool:
     if isinstance(state, optax.transforms.PartitionState):
         groups: Any = state.inner_states.values()  # each is an optax.MaskedState around its own
         return all(takes_tail(group.inner_state) for group in groups)
-    is_chain = type(state) is tuple
-    return any(isinstance(part, TakesTail) for part in (state if is_chain else (state,)))
+    if is_marked(state, "takes_tail_whole"):
+        return True
+    return type(state) is tuple and any(isinstance(part, TakesTail) for part in state)
 
 
 def prefers_tail(state: Any, tail: Tail | None) -> bool:

@@ -14,7 +14,7 @@ from test_fused_pallas import count_kernels, in_a_process
 import ampx
 from ampx import fused
 from ampx.fused.fusing import BranchingState, DerivedState
-from ampx.updates.tails import TakesTail
+from ampx.updates.tails import takes_tail
 from benchmarks.autocast import counted_compilations
 
 # Two parameters of one shape, one of a shape that fills no block, and a single number.
@@ -133,7 +133,7 @@ def test_what_cannot_be_derived_is_refused_by_name_or_left_as_it_is(name):
         fused.fuse(tx, strict=True).init(params)
     state = fused.fuse(tx).init(params)
     assert_bit_equal(state, tx.init(params))
-    assert not isinstance(state, TakesTail)
+    assert not takes_tail(state)
 
 
 @pytest.mark.parametrize("make", [fused.adamw, lambda rate: fused.fuse(optax.rmsprop(rate))])
@@ -145,6 +145,97 @@ def test_what_is_fused_stays_what_it_is(make):
         scaled = ampx.static_loss_scale(one, 8.0)
         found.append(apply_step(scaled)(PARAMS, scaled.init(PARAMS), normal(0))[0])
     assert_bit_equal(*found)
+
+
+def test_links_of_a_chain_see_what_they_see_in_optax():
+    """The state of one is a part of a chain's, and marks nothing there."""
+    sgd, decay = optax.sgd(0.1), optax.add_decayed_weights(0.1)
+    chains = {
+        "behind a clip": lambda fuse: optax.chain(optax.clip_by_global_norm(0.5), fuse(sgd)),
+        "behind a decay": lambda fuse: optax.chain(decay, fuse(sgd)),
+        "in front": lambda fuse: optax.chain(fuse(optax.scale_by_adam()), optax.scale(-0.1)),
+        "by names": lambda fuse: optax.named_chain(("decay", decay), ("sgd", fuse(sgd))),
+        "inside": lambda fuse: fuse(optax.chain(decay, fuse(sgd))),
+    }
+    for name, make_chain in chains.items():
+        found = []
+        for fuse in (fused.fuse, lambda tx: tx):
+            tx = ampx.static_loss_scale(make_chain(fuse), 8.0)
+            grads = optax.tree.scale(8.0, normal(0))
+            updates, _ = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
+            found.append(updates)
+        near(*found)
+        if name != "inside":
+            assert not takes_tail(make_chain(fused.fuse).init(PARAMS))
+
+
+@pytest.mark.parametrize("given", ["no parameters", "another argument"])
+def test_an_update_without_rules_runs_as_optax_has_it(given):
+    def update(updates, state, params=None, *, slope=None):
+        if slope is not None:
+            updates = jax.tree.map(
+                lambda g: jnp.cumsum(g.ravel()).reshape(g.shape) * slope, updates
+            )
+        return adam.update(updates, state, params)
+
+    adam = optax.adam(0.1)
+    plain = optax.GradientTransformationExtraArgs(adam.init, update)
+    params, extra_args = (None, {}) if given == "no parameters" else (PARAMS, {"slope": 0.5})
+    bad = jax.tree.map(lambda g: jnp.full_like(g, jnp.inf), PARAMS)
+    found = []
+    for tx in (fused.fuse(plain), plain):
+        scaled = ampx.static_loss_scale(tx, 8.0)
+        state = scaled.init(PARAMS)
+        step = jax.jit(lambda g, s, tx=scaled: tx.update(g, s, params, **extra_args))
+        updates, state = step(optax.tree.scale(8.0, normal(0)), state)
+        null, after = step(bad, state)
+        assert_bit_equal(after.inner_state, state.inner_state)
+        found.append((updates, null))
+    near(*found)
+    if extra_args:
+        strict = ampx.static_loss_scale(fused.fuse(plain, strict=True), 8.0)
+        with pytest.raises(ValueError, match="`cumsum`"):
+            strict.update(PARAMS, strict.init(PARAMS), PARAMS, **extra_args)
+
+
+def test_a_slot_restored_in_a_wider_dtype_keeps_its_bits_on_a_skip():
+    tx = ampx.static_loss_scale(fused.fuse(optax.adamw(0.1, mu_dtype=jnp.bfloat16)), 8.0)
+    state = tx.init(PARAMS)
+    state = jax.tree.map(
+        lambda x: x.astype(jnp.float32) + 0.1 if x.dtype == jnp.bfloat16 else x, state
+    )
+    bad = jax.tree.map(lambda g: jnp.full_like(g, jnp.inf), PARAMS)
+    after = apply_step(tx)(PARAMS, state, bad)
+    assert_bit_equal((after[0], after[1].inner_state), (PARAMS, state.inner_state))
+
+
+def test_a_derivative_through_a_step_is_that_of_the_transformation():
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: -0.1 * g * jax.lax.stop_gradient(g), updates), state
+
+    plain = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    relu = of_rule(lambda g, p: (-0.1 * jax.nn.relu(g),), 0)
+    for tx in (plain, relu):
+        found = []
+        for one in (fused.fuse(tx), tx):
+            scaled = ampx.static_loss_scale(one, 1.0)
+            state = scaled.init(PARAMS)
+
+            def total(grads, tx=scaled, state=state):
+                return optax.tree.sum(tx.update(grads, state, PARAMS)[0])
+
+            found.append(jax.grad(total)(optax.tree.zeros_like(PARAMS) | {"w": PARAMS["w"]}))
+        near(*found)
+
+
+def test_numbers_of_python_and_wide_numbers_are_left_to_optax():
+    assert not takes_tail(fused.fuse(optax.rmsprop(0.1)).init({"a": 1.5}))
+    with jax.enable_x64():
+        tiny = optax.GradientTransformation(
+            lambda params: jnp.float64(1e-60),
+            lambda g, s, p=None: (jax.tree.map(lambda g: g * (s / 1e-60), g), s),
+        )
+        assert not takes_tail(fused.fuse(tiny).init(PARAMS))
 
 
 def test_what_was_there_in_init_and_is_not_in_update_is_named():
@@ -161,7 +252,7 @@ def test_an_init_that_looks_into_the_parameters_is_left_to_optax():
         return jax.tree.map(jnp.zeros_like, params)
 
     tx = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
-    assert not isinstance(fused.fuse(tx).init(PARAMS), TakesTail)
+    assert not takes_tail(fused.fuse(tx).init(PARAMS))
     with pytest.raises(ValueError, match="map_params"):
         fused.fuse(tx, strict=True).init(PARAMS)
 
@@ -222,9 +313,16 @@ RULES = {
         lambda g, p, a: (-0.1 * (g + a), (g + a).astype(jnp.bfloat16).astype(jnp.float32)),
         1,
     ),
-    "a function with a derivative of its own": (
-        lambda g, p, a: (-0.1 * jax.nn.softplus(g) * jax.nn.relu(p), a + jax.nn.sigmoid(g)),
+    "narrow constants": (
+        lambda g, p, a: (
+            -0.1 * (g.astype(jnp.bfloat16) * jnp.bfloat16(2)).astype(jnp.float32),
+            jnp.where(g > 0, a, 0.5 * g),
+        ),
         1,
+    ),
+    "conditions of conditions": (
+        lambda g, p: (jnp.where(jnp.maximum(g > 0, p > 0), -0.1 * g, 0.1 * g),),
+        0,
     ),
     "powers": (lambda g, p: (-0.1 * (g + g**3 + (2 + g**2) ** -3),), 0),
     "choices": (
@@ -262,7 +360,7 @@ def test_what_no_kernel_has_is_left_to_xla(monkeypatch):
 def test_state_that_is_wider_than_its_parameter_is_left_to_optax():
     with jax.enable_x64():
         tx = optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float64)
-        assert not isinstance(fused.fuse(tx).init(PARAMS), TakesTail)
+        assert not takes_tail(fused.fuse(tx).init(PARAMS))
         with pytest.raises(ValueError, match="keeps float64 for a parameter in float32"):
             fused.fuse(tx, strict=True).init(PARAMS)
 
@@ -475,7 +573,7 @@ from jax._src.mesh import AbstractDevice
 tpu = jax.sharding.AbstractMesh((), (), abstract_device=AbstractDevice("TPU v5e", 1, "tpu"))
 params = {"w": jnp.ones((64, 128)), "v": jnp.ones((8, 128))}
 left_to_xla = ("adafactor", "contrib.madgrad", "contrib.scale_by_madgrad")
-left_to_xla += ("a function with a derivative of its own",)
+left_to_xla += ("conditions of conditions",)
 rules = {name: f.of_rule(*rule) for name, rule in f.RULES.items()}
 with jax.sharding.use_abstract_mesh(tpu), jax.numpy_dtype_promotion("standard"):
     for name in [*f.DERIVED, *rules]:
