@@ -155,22 +155,19 @@ def _cases() -> dict[str, tuple[Any, Any]]:
     plain = {name: make for name, make in OPTIMIZERS.items() if name != "NovoGrad"}
     derived = {name: (ampx.fused.fuse(tx), jnp.float32) for name, tx in DERIVED.items()}
     written = {name: (make(ampx.fused), jnp.float32) for name, make in plain.items()}
-    return (
-        written
-        | derived
-        | {
-            "AdamW, int8 moments": (adamw(**int8), jnp.float32),
-            "AdamW, split masters": (ampx.fused.split_masters(adamw()), jnp.bfloat16),
-            "AdamW, split masters of 8 bits, int8 moments": (
-                ampx.fused.split_masters(adamw(**int8), 8),
-                jnp.bfloat16,
-            ),
-            "AdamW, stochastic rounding, int8 moments": (
-                ampx.fused.stochastic_rounding(adamw(**int8)),
-                jnp.bfloat16,
-            ),
-        }
-    )
+    narrow = {
+        "AdamW, int8 moments": (adamw(**int8), jnp.float32),
+        "AdamW, split masters": (ampx.fused.split_masters(adamw()), jnp.bfloat16),
+        "AdamW, split masters of 8 bits, int8 moments": (
+            ampx.fused.split_masters(adamw(**int8), 8),
+            jnp.bfloat16,
+        ),
+        "AdamW, stochastic rounding, int8 moments": (
+            ampx.fused.stochastic_rounding(adamw(**int8)),
+            jnp.bfloat16,
+        ),
+    }
+    return written | derived | narrow
 
 
 def compile_for(target: str) -> None:

@@ -104,7 +104,7 @@ def apply(
     parameters and of the optimizer's state.
 
     Args:
-      tx: an optimizer of `ampx.fused`, or several in `optax.partition`, inside
+      tx: an optimizer of `ampx.fused`, or one in `fuse`, or several in `optax.partition`, inside
         `optax.inject_hyperparams`, `ampx.master_weights` and, outermost,
         `ampx.dynamic_loss_scale` or `static_loss_scale`, with `ampx.follow_schedule` around it.
       grads: gradients, still multiplied by the loss scale; any floating dtype.

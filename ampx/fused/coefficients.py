@@ -142,7 +142,7 @@ class PackedCoefficients(NamedTuple):
         known while tracing is a constant there, which costs the compiler less to read than an
         element of a vector. All else is read out of the vector, and so is `step_size`: each
         parameter's loop reads it, so all these loops share the vector.
-      is_bad: bool scalar, whether one of them is not finite.
+      is_bad: bool scalar, whether one of them is not finite; False where nobody is to know.
     """
 
     vector: jax.Array
@@ -151,14 +151,14 @@ class PackedCoefficients(NamedTuple):
 
 
 def pack_coefficients(
-    coefficients: Any, dtype: Any, *, may_be_bad: bool = False
+    coefficients: Any, dtype: Any, *, is_guarded: bool = True
 ) -> PackedCoefficients:
     """Puts the coefficients that are not None into one vector.
 
     Args:
       coefficients: the optimizer's NamedTuple of them.
       dtype: that of the arithmetic.
-      may_be_bad: whether one that is not finite is none of the wrappers' business.
+      is_guarded: whether one that is not finite is told, see `UpdateRule`.
     """
     # Which fields are None is static: it decides what is traced.
     given = [number for number in coefficients if number is not None]
@@ -171,7 +171,7 @@ def pack_coefficients(
         if isinstance(number, int | float) and name != "step_size"
     }
     numbers = unpack_coefficients(coefficients, vector)._replace(**known)
-    is_bad = jnp.zeros((), bool) if may_be_bad else jnp.any(~jnp.isfinite(vector))
+    is_bad = jnp.any(~jnp.isfinite(vector)) if is_guarded else jnp.zeros((), bool)
     return PackedCoefficients(vector, numbers, is_bad)
 
 

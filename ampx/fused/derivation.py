@@ -35,7 +35,7 @@ from ampx.jaxprs.reading import Atom, Equation, Jaxpr
 from ampx.mesh_axes import match_type
 from ampx.trees import is_floating
 
-# In a rule they are nothing: what varies over mapped axes, its numbers do.
+# A rule leaves them out. What they say of mapped axes, the arrays that it is called with say.
 _SAME = (primitives.IDENTITIES | primitives.AXIS_TYPE_CASTS) - {"stop_gradient"}
 _NARROWING = "convert_element_type"
 
@@ -70,9 +70,9 @@ class LeafProgram:
       steps: of each equation the name of the primitive, its settings, and its operands.
       update: the place of the update.
       slots: the places of the new slots.
-      held: the place where each is chosen against the old one on a skip; None is last of all. It is
-        the value before it is narrowed to a smaller dtype: what is computed from it goes on with
-        the choice.
+      held: for each slot the place of the value at which the old slot takes its place on a skip. It
+        is the new slot before it is narrowed, and later equations read what was chosen, as a rule
+        written by hand does (see `Operations.keep`). None: it is chosen when all is computed.
       dtypes: of the numbers.
       eqns: the equations.
     """
@@ -125,10 +125,8 @@ def _name_for_kernels(eqn: Equation) -> str:
     name = eqn.primitive.name
     avals: list[Any] = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
     dtypes = {aval.dtype.name for aval in avals}
-    known = {"float32", "bfloat16", "float16", "int32"}
-    if name in primitives.COMPARING or name in ("select_n", "and", "or", "not", _NARROWING):
-        known.add("bool")
-    known |= {"bool"} if name == "is_finite" else set()
+    of_bools = primitives.COMPARING | {"select_n", "and", "or", "not", "is_finite", _NARROWING}
+    known = {"float32", "bfloat16", "float16", "int32", *(["bool"] if name in of_bools else [])}
     return name if dtypes <= known else f"{name} of {', '.join(sorted(dtypes))}"
 
 
@@ -144,7 +142,7 @@ def _multiply_out(x: jax.Array, power: int) -> jax.Array:
     return result if power >= 0 else 1 / result
 
 
-# What not every kernel language has, from the operations, the operand and the settings.
+# Primitives that not every kernel language has, as functions of (operations, operand, **settings).
 _IN_OTHER_WORDS: dict[str, Callable[..., jax.Array]] = {
     "sqrt": lambda operations, x, **_: operations.sqrt(x),
     "integer_pow": lambda operations, x, *, y: _multiply_out(x, y),
@@ -208,8 +206,8 @@ def find_slots(tx: Any, state: Any, params: Any) -> list[int | None]:
         )
     except Exception as error:  # of its `init`, to which optax gives marks in the place of arrays
         raise NotDerivable("optax.tree.map_params cannot read its state") from error
-    # A slot's path in the state ends with that of its parameter: `[0].mu['layer']['w']`. Masked
-    # parameters have none, so the trees cannot be laid upon each other.
+    # A slot's path in the state ends with that of its parameter: `[0].mu['layer']['w']`. It is not
+    # found by its number among the slots: those of parameters that a mask leaves out are missing.
     named = jax.tree_util.tree_leaves_with_path(params)
     places = {tuple(path): place for place, (path, _) in enumerate(named)}
 

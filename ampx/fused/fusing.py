@@ -8,10 +8,10 @@
                            the rule of each parameter, by XLA or by kernels, as those of
                            `ampx.fused.adamw` run                      (derivation.leaves)
 
-XLA fuses most optimizers as well as it can where they are written in optax's way, in a branch that
-a skipped step does not take. So where the rules would make it read more, a loss scale takes that
-branch, and the rules are for kernels alone: the state is marked `prefers_branch`, see
-`Derivation.suits_branch`.
+Around a plain transformation a loss scale puts a branch that a skipped step does not take, and XLA
+fuses most optimizers inside of it as well as it can. Where rules would make XLA read more than
+that, the state is marked `prefers_branch`: the loss scale keeps its branch, and only kernels run
+the rules. See `Derivation.suits_branch`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,10 @@ from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail, TailResult, takes_tail
 
 
-class _InnerState(NamedTuple):
-    inner_state: Any
-
-
-class DerivedState(_InnerState):
+class DerivedState(NamedTuple):
     """`inner_state`: that of the transformation which `fuse` was given."""
 
+    inner_state: Any
     takes_tail_whole = True  # see `ampx.updates.tails.takes_tail`
     prefers_branch = False
 
@@ -170,9 +167,10 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
     structure, of_state = jax.tree.structure(grads), jax.tree.structure(state)
 
     def run(grads: list[Any], state: list[Any], params: list[Any]) -> Any:
-        trees = map(structure.unflatten, (grads, params))
-        updates, given = next(trees), of_state.unflatten(state)
-        updates, new_state = tx.update(updates, given, next(trees), **extra_args)
+        unflatten = structure.unflatten
+        updates, new_state = tx.update(
+            unflatten(grads), of_state.unflatten(state), unflatten(params), **extra_args
+        )
         if jax.tree.structure(new_state) != of_state:
             raise NotDerivable("its state changes its structure")
         new = structure.flatten_up_to(updates)
@@ -291,11 +289,5 @@ def _run_numbers(
     count = len(values) - len(derivation.others)
     new = list(old)
     for place, value in zip(derivation.others, values[count:], strict=True):
-        new[place] = _as_type_of(value, old[place])
+        new[place] = cast_like(value, old[place])  # the same object, where nothing has changed
     return values[:count], new if tail.skip is None else hold_counts(tail.skip, new, old)
-
-
-def _as_type_of(value: Any, old: Any) -> Any:
-    """A new number in the dtype of the old one; random keys have only one."""
-    is_key = jnp.issubdtype(old.dtype, jax.dtypes.extended)
-    return value if value is old or is_key else jnp.asarray(value, old.dtype)

@@ -332,9 +332,8 @@ def update_leaves(
         # A kernel's scalars are float32 whatever it reads; float64 is not for kernels.
         if key not in shared:
             own = coefficients if decay else coefficients._replace(weight_decay=None)
-            vector = pack_coefficients(own, key[1], may_be_bad=not rule.is_guarded)
-            is_held = rule.is_guarded
-            shared[key] = vector, _skip_if_bad(tail, vector) if is_held else tail
+            vector = pack_coefficients(own, key[1], is_guarded=rule.is_guarded)
+            shared[key] = vector, _skip_if_bad(tail, vector) if rule.is_guarded else tail
         if by_kernel:
             in_kernels.setdefault(key, []).append(len(results))
             results.append(None)

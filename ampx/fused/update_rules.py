@@ -68,7 +68,8 @@ class UpdateRule:
         element, except on slots that are one number a parameter. The parameter may be None if
         nothing decays. Finite slots, coefficients and a finite square of the gradient must give
         finite slots: a loss scale asks whether squares are finite, and nothing else is asked.
-      slots: names of the fields of optax's state that a parameter has, such as `("mu", "nu")`.
+      slots: names of the fields of optax's state that a parameter has, such as `("mu", "nu")`; of a
+        derived rule, which finds its slots by their places, empty ones.
       direction_again: a function of (parameter, new slots, coefficients, operations) to the same
         direction. A rule that has one multiplies its direction by the trust ratio, the norm of the
         parameter over that of the direction. Both norms are known only after everything else is

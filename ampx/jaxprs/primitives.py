@@ -27,8 +27,8 @@ CHOOSING = _names("select_n max min clamp")
 # The result is the operand. They differ in what they tell JAX: `name` marks a residual for remat.
 IDENTITIES = _names("copy name stop_gradient")
 # result[i] depends on the operands' numbers at i alone, so a primitive of this family commutes with
-# slicing: f(x, y)[part] == f(x[part], y[part]). Operands have the shape of the result; only the
-# first operand of `select_n` and the bounds of `clamp` may be scalars, which serve every i.
+# slicing: f(x, y)[part] == f(x[part], y[part]). Operands have the shape of the result, or are
+# scalars, which serve every i.
 ELEMENTWISE = (
     COMPARING
     | ADDING

@@ -171,16 +171,21 @@ def _adamw(tree: Tree, grads: Any, bench: Bench) -> Case:
     return Case(name, ways, (grads,), OPTAX, tree.elements, others, sizes)
 
 
+def _beside_optax(tree: Tree, ours: Any, chain: Any, size: float) -> dict[str, Way]:
+    """An optimizer in the fused tail by XLA and by kernels, and optax's chain."""
+    return {
+        XLA: _way(tree, by_apply(ours, MAX_NORM, "xla"), ours, size),
+        KERNELS: _way(tree, by_apply(ours, MAX_NORM, _kernels()), ours, size),
+        OPTAX: _way(tree, by_update(chain), chain, size),
+    }
+
+
 def _optimizer(tree: Tree, grads: Any, name: str) -> Case:
     """Another of the optimizers that optax has, too."""
     ours, theirs = _scaled(OPTIMIZERS[name](ampx.fused)), OPTIMIZERS[name](optax)
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), theirs)
     size = FLOORS[name][0] + 4  # the norm reads the gradient once more
-    ways = {
-        XLA: _way(tree, by_apply(ours, MAX_NORM, "xla"), ours, size),
-        KERNELS: _way(tree, by_apply(ours, MAX_NORM, _kernels()), ours, size),
-        OPTAX: _way(tree, by_update(chain), chain, size),
-    }
+    ways = _beside_optax(tree, ours, chain, size)
     if name == "NovoGrad":  # no kernel takes it
         del ways[KERNELS]
     return Case(f"{name}, {tree.name}", ways, (grads,), OPTAX, tree.elements)
@@ -193,12 +198,8 @@ def _derived(tree: Tree, grads: Any, name: str) -> Case:
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), theirs)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(theirs.init(jnp.ones(1000)))) // 1000
     size = 4 + 4 + 2 * (4 + kept)  # the gradient twice; the parameter and its state in and out
-    ways = {
-        XLA: _way(tree, by_apply(ours, MAX_NORM, "xla"), ours, size),
-        KERNELS: _way(tree, by_apply(ours, MAX_NORM, _kernels()), ours, size),
-        OPTAX: _way(tree, by_update(chain), chain, size),
-        BRANCH: _way(tree, by_update(wrapped), wrapped, size),
-    }
+    ways = _beside_optax(tree, ours, chain, size)
+    ways[BRANCH] = _way(tree, by_update(wrapped), wrapped, size)
     return Case(f"{name}, {tree.name}", ways, (grads,), OPTAX, tree.elements)
 
 

@@ -389,7 +389,7 @@ WRAPPED = {
     "a clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.yogi(0.1)),
     "a clip by value": lambda: optax.chain(optax.clip(0.5), optax.adagrad(0.1)),
     "moments in bfloat16": lambda: optax.adamw(0.1, mu_dtype=jnp.bfloat16),
-    "means of parameters": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "means of updates": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
 }
 
 
