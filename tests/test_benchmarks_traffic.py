@@ -125,6 +125,20 @@ def test_a_skip_around_a_clip_moves_no_more_than_the_fused_update():
     assert temporary < 1.01
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("lars", 32), ("fromage", 20), ("lamb", 60), ("adafactor", 48)]
+)
+def test_norms_inside_of_a_branch_are_taken_once(name, expected):
+    """By itself optax writes out what it chooses between, for a derivative at a norm of zero."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the count is that of XLA's CPU backend")
+    steps = build_steps(name)
+    with jax.numpy_dtype_promotion("standard"):
+        alone, skipping = (count(*steps[form])[0] for form in ("optax", "skipping"))
+    assert skipping == pytest.approx(expected, abs=0.5)
+    assert alone > skipping + 7
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.slow_but("adabelief", "adan")
 @pytest.mark.parametrize("name", find_names())

@@ -31,6 +31,7 @@ import optax
 
 from ampx.fused.update_rules import KERNEL_PRIMITIVES, Operations, Slots, UpdateRule
 from ampx.jaxprs import building, primitives, reading, source_info
+from ampx.jaxprs.late_choices import choose_late
 from ampx.jaxprs.reading import Atom, Equation, Jaxpr
 from ampx.mesh_axes import match_type
 from ampx.trees import is_floating
@@ -247,7 +248,8 @@ def derive(
     traced, _ = reading.trace(update, list(grads), list(state), list(params))
     # Functions with derivatives of their own stay calls, which are refused: a step may be
     # differentiated.
-    return _Program(building.inline_calls(traced), slots, stored, len(grads)).derive()
+    jaxpr = building.inline_calls(choose_late(traced))
+    return _Program(jaxpr, slots, stored, len(grads)).derive()
 
 
 class _Program:

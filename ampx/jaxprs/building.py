@@ -176,14 +176,16 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
     def renamed(atom: Atom) -> Atom:
         return atom if is_literal(atom) else names.get(atom, atom)
 
+    # JAX shares one traced body among all calls of a jitted function.
+    inlined = functools.cache(inline_calls)
     eqns: list[Equation] = []
     for eqn in opened.eqns:
-        eqn = eqn.replace(invars=[renamed(atom) for atom in eqn.invars])
+        operands = [renamed(atom) for atom in eqn.invars]
         body = called_body(eqn) if eqn.primitive.name in CALLS else None
         if body is None or has_constants(body):
-            eqns.append(eqn)
+            eqns.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
             continue
-        called, outs = splice_jaxpr(inline_calls(body), eqn.invars, eqn)
+        called, outs = splice_jaxpr(inlined(body), operands, eqn)
         eqns.extend(called)
         names.update(zip(eqn.outvars, outs, strict=True))
     return rebuild(jaxpr, opened.invars, [renamed(atom) for atom in opened.outvars], eqns)

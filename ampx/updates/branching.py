@@ -7,8 +7,9 @@ A `lax.cond` costs nothing where it is taken: on both ways XLA writes into the b
 arguments. A choice between old and new, leaf by leaf, needs both in memory at once, and on CPUs
 that means a copy of every moment. But a `cond` is one operation: all of its results wait for all of
 its operands, nothing inside begins before `skip` is known, and nothing inside is fused with what is
-outside. So updates that the caller adds to parameters are made behind the branch where they can be:
-see `ampx.jaxprs.sinking`.
+outside. So updates that the caller adds to parameters are made behind the branch where they can be
+(`ampx.jaxprs.sinking`), sums of gradients in front of it (`ampx.jaxprs.hoisting`), and inside each
+norm is one sum (`ampx.jaxprs.late_choices`).
 
 Both ways must return the same types. An update may change what its arrays vary over inside
 `shard_map`, or how they lie on an Explicit mesh; then what is handed on gets the same marks.
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.jaxprs.hoisting import hoist_sums
+from ampx.jaxprs.late_choices import choose_late
 from ampx.jaxprs.reading import Jaxpr, evaluate, trace
 from ampx.jaxprs.sinking import sink
 from ampx.mesh_axes import mark_varying, match_type, varying_axes
@@ -106,7 +108,7 @@ def _branch(
     operands = [jnp.asarray(given[place]) for place in places]
     compute, parts = take, None
     if operands:
-        jaxpr, _ = trace(take, *operands)
+        jaxpr = choose_late(trace(take, *operands)[0])
         if params:
             structure, types = found
             updates = _arrays(jax.tree.leaves(structure.unflatten(types)[0]))
