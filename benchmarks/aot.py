@@ -23,6 +23,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,8 @@ import optax
 from jax.experimental import topologies
 
 import ampx
-from ampx.diagnostics.hlo import parse_computations
+from ampx.diagnostics.hlo import Instruction, parse_computations
+from ampx.updates.tails import Tail
 from benchmarks.fused_traffic import DERIVED, OPTIMIZERS, sizes_of_arrays
 
 TARGETS = {"h100": "NVIDIA H100", "v5e": "TPU v5e"}
@@ -41,6 +43,15 @@ ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())
 KERNELS = {"h100": "mosaic_gpu", "v5e": "mosaic_tpu"}
 # Of the optimizers that optax has too, those that are also compiled with a loss scale and a clip.
 SCALED_TOO = ("AdamW", "LAMB")
+# Of optax, as `ampx.train_step` runs them with a loss scale.
+BRANCHES = {
+    "SGD": optax.sgd(1e-3),
+    "AdamW": optax.adamw(1e-3),
+    "clip, AdamW": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "LAMB": optax.lamb(1e-3),
+    "LARS": optax.lars(1e-3),
+}
+BRANCH = "optax, a branch"
 
 _FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"}
 _COPIES = re.compile(r"(copy|slice|async)-(start|done)")
@@ -83,21 +94,38 @@ class Counts(NamedTuple):
     size: float
 
 
-def counted(text: str) -> Counts:
-    """Counts what the entry computation of an optimized HLO text runs."""
+def counted(text: str, *, elements: float = math.inf) -> Counts:
+    """Counts what the entry computation of an optimized HLO text runs.
+
+    Args:
+      text: the program.
+      elements: how many parameters a branch updates, if any does. That is the branch that an
+        ordinary step takes. Else it takes the one for a norm that did not overflow, which reads no
+        array again. An update moves at least 10 bytes a parameter, and a norm less.
+    """
     computations, entry = parse_computations(text)
-    kernels = custom_calls = size = 0
-    for instruction in computations[entry]:
-        opcode = instruction.opcode
-        if opcode in _FREE or _COPIES.fullmatch(opcode):
-            continue
-        kernels += 1
-        custom_calls += opcode == "custom-call"
-        # The branch of a conditional that an ordinary step takes is the one for a norm that did
-        # not overflow. It reads no array again, so that only the result is counted.
-        operands = () if opcode == "conditional" else instruction.operand_types
-        size += sum(_bytes(kind) for kind in (instruction.result, *operands))
-    return Counts(kernels, custom_calls, size)
+
+    def count(name: str) -> Counts:
+        return sum_up(
+            count_one(instruction)
+            for instruction in computations[name]
+            if instruction.opcode not in _FREE and not _COPIES.fullmatch(instruction.opcode)
+        )
+
+    def count_one(instruction: Instruction) -> Counts:
+        operands: Sequence[str] = instruction.operand_types
+        if instruction.opcode == "conditional":
+            dear = max(map(count, instruction.called), key=lambda counts: counts.size)
+            if dear.size > 8 * elements:
+                return dear
+            operands = ()
+        size = sum(_bytes(kind) for kind in (instruction.result, *operands))
+        return Counts(1, instruction.opcode == "custom-call", size)
+
+    def sum_up(counts: Iterable[Counts]) -> Counts:
+        return Counts(*map(sum, zip(Counts(0, 0, 0), *counts, strict=True)))
+
+    return count(entry)
 
 
 def _bytes(kind: str) -> float:
@@ -175,6 +203,8 @@ def compile_for(target: str) -> None:
     if not is_installed(target):
         sys.exit(NOT_INSTALLED)
     faults: list[str] = []
+    for name, tx in BRANCHES.items():
+        faults += _run_in_branch(target, name, tx)
     for name, (tx, dtype) in _cases().items():
         theirs = OPTIMIZERS[name](optax) if name in OPTIMIZERS else DERIVED.get(name)
         faults += _compare(target, name, tx, dtype, theirs)
@@ -196,24 +226,64 @@ def _compare(
         steps[backend] = functools.partial(_step, tx, max_norm, backend)
     rows = {backend: _measured(target, step, params, state) for backend, step in steps.items()}
     for backend, row in rows.items():
-        cells = (
-            TARGETS[target],
-            title,
-            backend,
-            f"{row.temporaries:.2f}",
-            f"{row.in_place:.2f}",
-            f"{row.kernels} ({row.custom_calls})",
-            f"{row.moved:.1f}",
-        )
-        print("|", " | ".join(cells), "|", flush=True)
-    # Scalars (counts, the loss scale) are left out: they are nothing beside the parameters.
-    arrays = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.ndim]
-    held = sum(a.size * a.dtype.itemsize for a in arrays) / ELEMENTS
-    found = rows[KERNELS[target]].faults(rows["xla"], held)
+        _print_row(target, title, backend, row)
+    found = rows[KERNELS[target]].faults(rows["xla"], _held(params, state))
     return [f"{TARGETS[target]}, {title}: {fault}" for fault in found]
 
 
-def _measured(target: str, step: Any, params: Any, state: Any) -> Row:
+def _run_in_branch(target: str, title: str, theirs: Any) -> list[str]:
+    """Prints rows for an optimizer of optax alone and in the branch of a loss scale; its faults."""
+    tx = ampx.dynamic_loss_scale(theirs)
+
+    def skipping(params: Any, state: Any, grads: Any) -> Any:
+        applied, state = tx.update(grads, state, params, tail=Tail(new_params=True))
+        return applied.params, state
+
+    params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
+    steps = {"optax": (functools.partial(_optax_step, theirs), theirs), BRANCH: (skipping, tx)}
+    rows = {}
+    for way, (step, own) in steps.items():
+        state = jax.eval_shape(own.init, params)
+        rows[way] = _measured(target, step, params, state, elements=ELEMENTS)
+        _print_row(target, title, way, rows[way])
+    row, held = rows[BRANCH], _held(params, state)
+    wrong = {
+        f"{row.in_place:.2f} B/param in place of {held:.2f}": row.in_place < 0.999 * held,
+        f"{row.temporaries:.2f} B/param of temporaries": row.temporaries
+        > rows["optax"].temporaries + 0.25,
+    }
+    return [
+        f"{TARGETS[target]}, {title}, {BRANCH}: {what}" for what, is_so in wrong.items() if is_so
+    ]
+
+
+def _print_row(target: str, title: str, way: str, row: Row) -> None:
+    cells = (
+        TARGETS[target],
+        title,
+        way,
+        f"{row.temporaries:.2f}",
+        f"{row.in_place:.2f}",
+        f"{row.kernels} ({row.custom_calls})",
+        f"{row.moved:.1f}",
+    )
+    print("|", " | ".join(cells), "|", flush=True)
+
+
+def _held(params: Any, state: Any) -> float:
+    """Bytes a parameter of parameters and state."""
+    # Scalars (counts, the loss scale) are left out: they are nothing beside the parameters.
+    arrays = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.ndim]
+    return sum(a.size * a.dtype.itemsize for a in arrays) / ELEMENTS
+
+
+def _measured(
+    target: str,
+    step: Any,
+    params: Any,
+    state: Any,
+    elements: float = math.inf,
+) -> Row:
     """Compiles a step with donated parameters and state; reads memory and counts its program."""
     sharding = jax.sharding.SingleDeviceSharding(make_topology(target).devices[0])
 
@@ -225,7 +295,7 @@ def _measured(target: str, step: Any, params: Any, state: Any) -> Row:
     arguments = shaped(params), shaped(state), shaped(params, jnp.bfloat16)
     with _kernels_know_the_tpu(target):
         compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
-    memory, counts = compiled.memory_analysis(), counted(compiled.as_text())
+    memory, counts = compiled.memory_analysis(), counted(compiled.as_text(), elements=elements)
     return Row(
         memory.temp_size_in_bytes / ELEMENTS,
         memory.alias_size_in_bytes / ELEMENTS,

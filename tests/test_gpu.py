@@ -92,6 +92,20 @@ def blocked_params():
     return {"w": jax.random.normal(KEYS[3], (64, 512))}
 
 
+@pytest.mark.parametrize("tx", [optax.adamw(1e-3), optax.lamb(1e-3)], ids=["adamw", "lamb"])
+def test_a_branch_around_optax_works_in_place(tx):
+    """XLA copied all that a branch returned, if the other branch came first."""
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    step = ampx.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, loss_scale="dynamic")
+    batch = jax.ShapeDtypeStruct((8, 1024), jnp.float32)
+    state = jax.eval_shape(step.init, params)
+    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    size = 4 * 1024**2
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 3 * size
+    assert memory.temp_size_in_bytes < 2 * size  # the gradient, and LAMB's direction
+
+
 @pytest.mark.parametrize("form", ["int8", "split", "stochastic"])
 def test_narrow_forms_by_xla_are_those_of_the_cpu(form):
     adamw = functools.partial(ampx.fused.adamw, 1e-2)

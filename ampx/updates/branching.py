@@ -27,7 +27,7 @@ from jax import lax
 
 from ampx.jaxprs.hoisting import hoist_sums
 from ampx.jaxprs.late_choices import choose_late
-from ampx.jaxprs.reading import Jaxpr, evaluate, trace
+from ampx.jaxprs.reading import Jaxpr, evaluate, open_jaxpr, trace
 from ampx.jaxprs.sinking import sink
 from ampx.mesh_axes import mark_varying, match_type, varying_axes
 from ampx.trees import is_float0, is_floating, null_updates
@@ -106,39 +106,35 @@ def _branch(
         return arrays
 
     operands = [jnp.asarray(given[place]) for place in places]
-    compute, parts = take, None
-    if operands:
-        jaxpr = choose_late(trace(take, *operands)[0])
-        if params:
-            structure, types = found
-            updates = _arrays(jax.tree.leaves(structure.unflatten(types)[0]))
-            parts = sink(jaxpr, [n for n, leaf in enumerate(updates) if is_floating(leaf)])
-            jaxpr = parts.inside
-        count = len(jax.tree.leaves(gradients))
-        number = sum(place < count for place in places)
-        compute = hoist_sums(jaxpr, operands, number, functools.partial(_compute_in_front, skip))
-    moved = frozenset(parts.moved if parts else ())
-    numbers: list[Any] = []  # types of what the branch returns for the sake of what is behind it
+    jaxpr = choose_late(trace(take, *operands)[0])
+    structure, types = found
+    moved: tuple[int, ...] = ()
+    if params:
+        updates = _arrays(jax.tree.leaves(structure.unflatten(types)[0]))
+        parts = sink(jaxpr, [n for n, leaf in enumerate(updates) if is_floating(leaf)])
+        jaxpr, moved = parts.inside, parts.moved
+    # Behind its own results the branch returns numbers, for the sake of what is behind it.
+    numbers = [atom.aval for atom in open_jaxpr(jaxpr).outvars][len(_arrays(types)) - len(moved) :]
+    count = len(jax.tree.leaves(gradients))
+    number = sum(place < count for place in places)
+    take_rest = hoist_sums(jaxpr, operands, number, functools.partial(_compute_in_front, skip))
 
-    def take_rest() -> list[Any]:
-        arrays = compute()
-        _, types = found
-        more = arrays[len(_arrays(types)) - len(moved) :]
-        numbers[:] = jax.eval_shape(lambda: more)
-        return arrays
-
-    # A `cond` traces its first branch first, so `keep` finds the types.
     def keep() -> list[Any]:
-        structure, types = found
         held = structure.flatten_up_to(stay(structure.unflatten(types)))
         pairs = zip(_arrays(held), _arrays(types), strict=True)
-        pairs = [pair for place, pair in enumerate(pairs) if place not in moved]
-        pairs += [(jnp.zeros(like.shape, like.dtype), like) for like in numbers]
-        return [match_type(jnp.asarray(old), new) for old, new in pairs]
+        arrays = [
+            match_type(jnp.asarray(old), new)
+            for place, (old, new) in enumerate(pairs)
+            if place not in moved
+        ]
+        zeros = (jnp.zeros(aval.shape, aval.dtype) for aval in numbers)
+        varying = (sorted(aval.manual_axis_type.varying) for aval in numbers)
+        return [*arrays, *map(mark_varying, zeros, varying)]
 
-    arrays = lax.cond(~skip, take_rest, keep)
-    structure, types = found
-    if parts is not None and moved:
+    # What hands old arrays on comes first. With jax before 0.11.2 XLA copies them, and all results
+    # once more, if it is the second branch; and a `cond` has another first branch on GPUs.
+    arrays = lax.switch((~skip).astype(jnp.int32), [keep, take_rest])
+    if moved:
         values = [*operands, *arrays]
         made = _choose(skip, parts.behind, [values[source] for source in parts.sources])
         arrays = _weave(arrays, dict(zip(parts.moved, made, strict=True)), len(_arrays(types)))
