@@ -31,7 +31,7 @@ from ampx.jaxprs.reading import Atom, Equation, Jaxpr
 
 _SPREADING = primitives.IDENTITIES | primitives.AXIS_TYPE_CASTS | {"broadcast_in_dim"}
 # Element by element, and of finite numbers the derivatives are finite.
-_TAME = (
+_FINITE_DERIVATIVES = (
     primitives.ADDING
     | primitives.IDENTITIES
     | primitives.AXIS_TYPE_CASTS
@@ -116,7 +116,9 @@ class _Mover:
                 place = cases.index(None)
                 cases[place] = array
                 self.choices[out] = _Choice(which, tuple(cases), place)
-        elif choice is not None and name in _TAME and eqn.params.get("y", 2) in (1, 2):
+        elif (
+            choice is not None and name in _FINITE_DERIVATIVES and eqn.params.get("y", 2) in (1, 2)
+        ):
             cases = (self._apply(eqn, array, choice, place) for place in range(len(choice.cases)))
             self.choices[out] = choice._replace(cases=tuple(cases))
         elif choice is not None and name in _REDUCTIONS and _size(out) == 1:

@@ -209,10 +209,21 @@ def test_gradients_that_only_their_sum_makes_too_large_are_undone(check_vma):
     assert_bit_equal((new, after.inner_state), (params, state.inner_state))
 
 
-@pytest.mark.parametrize("wrap", [dynamic, lambda tx: ampx.multi_steps(tx, 1)])
-def test_what_varies_over_devices_stays_so_in_both_branches(wrap):
-    """Replicated parameters with gradients of one's own: a state that varies from then on."""
-    tx = wrap(optax.chain(optax.add_decayed_weights(0.1), optax.trace(0.9), optax.scale(-0.1)))
+def multi(tx):
+    return ampx.multi_steps(tx, 1)
+
+
+MOMENTUM = optax.chain(optax.add_decayed_weights(0.1), optax.trace(0.9), optax.scale(-0.1))
+
+
+@pytest.mark.parametrize("wrap", [dynamic, multi], ids=["dynamic", "multi"])
+@pytest.mark.parametrize("inner", [MOMENTUM, optax.lamb(0.1)], ids=["momentum", "lamb"])
+def test_what_varies_over_devices_stays_so_in_both_branches(inner, wrap):
+    """Replicated parameters with gradients of one's own: a state that varies from then on.
+
+    LAMB's ratio is a number that varies, and its updates are made of it behind the branch.
+    """
+    tx = wrap(inner)
     mesh = make_mesh((4,), ("data",))
 
     def step(params, state, grads):
