@@ -181,8 +181,8 @@ def apply(
         check_gradients("grads", grads, params)
     if not can_apply(opt_state):
         raise TypeError(
-            "opt_state: fused.apply needs a fused optimizer, such as ampx.fused.adamw or another in "
-            "ampx.fused.fuse, and around it nothing but a loss scale, got a state of type "
+            "opt_state: fused.apply needs a fused optimizer, such as ampx.fused.adamw or another "
+            "in ampx.fused.fuse, and around it nothing but a loss scale, got a state of type "
             f"{type(opt_state).__name__}: clip with max_norm, and where fuse finds no rules use "
             "tx.update and ampx.apply_updates"
         )

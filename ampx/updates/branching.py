@@ -108,11 +108,12 @@ def _branch(
     operands = [jnp.asarray(given[place]) for place in places]
     jaxpr = choose_late(trace(take, *operands)[0])
     structure, types = found
-    moved: tuple[int, ...] = ()
+    parts = None
     if params:
         updates = _arrays(jax.tree.leaves(structure.unflatten(types)[0]))
         parts = sink(jaxpr, [n for n, leaf in enumerate(updates) if is_floating(leaf)])
-        jaxpr, moved = parts.inside, parts.moved
+        jaxpr = parts.inside
+    moved = () if parts is None else parts.moved
     # Behind its own results the branch returns numbers, for the sake of what is behind it.
     numbers = [atom.aval for atom in open_jaxpr(jaxpr).outvars][len(_arrays(types)) - len(moved) :]
     count = len(jax.tree.leaves(gradients))
@@ -134,7 +135,7 @@ def _branch(
     # What hands old arrays on comes first. With jax before 0.11.2 XLA copies them, and all results
     # once more, if it is the second branch; and a `cond` has another first branch on GPUs.
     arrays = lax.switch((~skip).astype(jnp.int32), [keep, take_rest])
-    if moved:
+    if parts is not None and moved:
         values = [*operands, *arrays]
         made = _choose(skip, parts.behind, [values[source] for source in parts.sources])
         arrays = _weave(arrays, dict(zip(parts.moved, made, strict=True)), len(_arrays(types)))
