@@ -141,7 +141,8 @@ class PackedCoefficients(NamedTuple):
       numbers: the NamedTuple of coefficients again, each a scalar of the vector's dtype. What is
         known while tracing is a constant there, which costs the compiler less to read than an
         element of a vector. All else is read out of the vector, and so is `step_size`: each
-        parameter's loop reads it, so all these loops share the vector.
+        parameter's loop reads it, so all these loops share the vector. Where they are not to be
+        merged, all are scalars of their own.
       is_bad: bool scalar, whether one of them is not finite; False where nobody is to know.
     """
 
@@ -151,7 +152,7 @@ class PackedCoefficients(NamedTuple):
 
 
 def pack_coefficients(
-    coefficients: Any, dtype: Any, *, is_guarded: bool = True
+    coefficients: Any, dtype: Any, *, is_guarded: bool = True, are_merged: bool = True
 ) -> PackedCoefficients:
     """Puts the coefficients that are not None into one vector.
 
@@ -159,18 +160,22 @@ def pack_coefficients(
       coefficients: the optimizer's NamedTuple of them.
       dtype: that of the arithmetic.
       is_guarded: whether one that is not finite is told, see `UpdateRule`.
+      are_merged: whether XLA is to merge the loops over parameters. Where they end in reductions it
+        should not: on GPUs it writes what is to be reduced out, for all parameters at once.
     """
     # Which fields are None is static: it decides what is traced.
     given = [number for number in coefficients if number is not None]
+    scalars = [jnp.asarray(number, dtype) for number in given]
     # XLA simplifies a slice of a concatenation to the operand that it cuts out, and would see
     # scalars again. The barrier hides the concatenation from it.
-    vector = lax.optimization_barrier(jnp.stack([jnp.asarray(n, dtype) for n in given]))
+    vector = lax.optimization_barrier(jnp.stack(scalars))
     known = {
         name: np.asarray(number, dtype)
         for name, number in coefficients._asdict().items()
         if isinstance(number, int | float) and name != "step_size"
     }
-    numbers = unpack_coefficients(coefficients, vector)._replace(**known)
+    numbers = unpack_coefficients(coefficients, vector if are_merged else scalars)
+    numbers = numbers._replace(**known)
     is_bad = jnp.any(~jnp.isfinite(vector)) if is_guarded else jnp.zeros((), bool)
     return PackedCoefficients(vector, numbers, is_bad)
 

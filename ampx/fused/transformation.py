@@ -33,6 +33,7 @@ from ampx.fused.coefficients import (
 from ampx.fused.kernels.pallas_updates import runs_in_kernel, update_in_kernels
 from ampx.fused.leaf_updates import Leaf, compute_dtype, keep_leaf, update_leaf
 from ampx.fused.moments.formats import SlotDtype, as_format
+from ampx.fused.moments.int8_blocks import Int8Blocks
 from ampx.fused.segments import as_per_parameter, find_segments
 from ampx.fused.update_rules import UpdateRule
 from ampx.model_axes import NOT_DIVIDED, as_model_axes, untracked_of_leaves
@@ -319,6 +320,10 @@ def update_leaves(
     # One vector for each pair of (decays or not, dtype of the arithmetic): two at the most usually.
     shared: dict[Any, tuple[PackedCoefficients, Tail]] = {}
     in_kernels: dict[Any, list[int]] = {}
+    # The norms of LAMB, and the largest number of each block in 8 bits.
+    has_reductions = rule.direction_again is not None or any(
+        isinstance(slot, Int8Blocks) for leaf in leaves for slot in leaf.slots
+    )
     results: list[Any] = []
     for leaf, decay in zip(leaves, decays, strict=True):
         if is_float0(leaf.grad):  # what JAX gives as the gradient of an integer
@@ -332,7 +337,9 @@ def update_leaves(
         # A kernel's scalars are float32 whatever it reads; float64 is not for kernels.
         if key not in shared:
             own = coefficients if decay else coefficients._replace(weight_decay=None)
-            vector = pack_coefficients(own, key[1], is_guarded=rule.is_guarded)
+            vector = pack_coefficients(
+                own, key[1], is_guarded=rule.is_guarded, are_merged=not has_reductions
+            )
             shared[key] = vector, _skip_if_bad(tail, vector) if rule.is_guarded else tail
         if by_kernel:
             in_kernels.setdefault(key, []).append(len(results))

@@ -1,7 +1,7 @@
 """Updates by Pallas kernels, in place: the same arithmetic, block by block and not leaf by leaf.
 
 XLA runs an elementwise optimizer as fast as memory allows. A kernel pays where that is not so: for
-LAMB, whose norms make XLA read everything a second time, as do the scales of 8-bit moments, and for
+moments in 8 bits, whose scales make XLA read everything twice, as do LAMB's norms on TPUs, and for
 many small parameters on GPUs, where one launch serves several.
 
     runs_in_kernel       which parameters kernels take; the others are left to XLA
