@@ -559,3 +559,20 @@ def test_no_parameters_at_all_are_no_trouble():
     tx = dynamic(fused.adamw(0.1))
     new, state, report = fused.apply(tx, {}, tx.init({}), {}, max_norm=1.0)
     assert new == {} and report.global_norm == 0.0 and state.growth_tracker == 1
+
+
+@pytest.mark.parametrize(
+    ("tx", "are_merged"),
+    [
+        (fused.adamw(0.1), True),
+        (fused.lamb(0.1), False),
+        (fused.adamw(0.1, mu_dtype="int8", nu_dtype="int8"), False),
+    ],
+    ids=["adamw", "lamb", "int8"],
+)
+def test_only_loops_without_reductions_read_one_vector(tx, are_merged):
+    """XLA for GPUs merges loops that share an array, and writes out what a merged one reduces."""
+    params = [jnp.ones((64, 256))] * 2
+    jaxpr = jax.make_jaxpr(functools.partial(fused.apply, tx))(params, tx.init(params), params)
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    assert ("unstack" in names or "slice" in names) == are_merged

@@ -88,3 +88,14 @@ def test_steps_on_a_gpu_are_in_place_and_repeatable(case):
     assert memory.alias_size_in_bytes >= 3 * size
     twice = [step(*jax.tree.map(jnp.copy, (params, state)), grads) for _ in range(2)]
     assert_bit_equal(*twice)
+
+
+@pytest.mark.parametrize("case", ["lamb", "int8"])
+def test_xla_on_a_gpu_reduces_one_parameter_after_the_other(case):
+    """It merged the loops of all, and wrote out what they were to reduce."""
+    int8 = {"mu_dtype": "int8", "nu_dtype": "int8"}
+    tx = fused.lamb(0.1) if case == "lamb" else fused.adamw(0.1, **int8)
+    params = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 8
+    step = jax.jit(functools.partial(apply_step, tx, "xla"), donate_argnums=(0, 1))
+    memory = step.lower(params, jax.eval_shape(tx.init, params), params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2.5 * 4 * 1024**2
