@@ -112,7 +112,14 @@ def varying_axes(tree: Any) -> frozenset[str]:
       tree: an array, or a tree of arrays: then the axes over which any of them may differ.
     """
     leaves = jax.tree.leaves(tree)
-    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
+    return frozenset().union(*map(_varying_axes_of, leaves))
+
+
+def _varying_axes_of(leaf: Any) -> frozenset[str]:
+    # Where some axes of a mesh are mapped and others are not, `jax.typeof` fails for a shape.
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    kind = (leaf if is_shape else jax.typeof(leaf)).manual_axis_type
+    return frozenset() if kind is None else kind.varying
 
 
 def fold_in_device(key: jax.Array | None, axes: Sequence[str]) -> jax.Array | None:
@@ -156,7 +163,8 @@ def sum_over_shards(number: jax.Array, untracked: Sequence[str] = ()) -> jax.Arr
 
 
 def _spec_of(leaf: Any) -> Any:
-    return getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", None)
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)  # see `_varying_axes_of`
+    return getattr(getattr(leaf if is_shape else jax.typeof(leaf), "sharding", None), "spec", None)
 
 
 def unreduced_axes(leaf: Any) -> frozenset[str]:
@@ -302,7 +310,8 @@ def match_type(value: jax.Array, like: jax.Array) -> jax.Array:
     spec, wanted = _spec_of(value), _spec_of(like)
     mesh = jax.sharding.get_abstract_mesh()
     has_layout = any(kind == AxisType.Explicit for kind in mesh.axis_types)
-    return jax.reshard(value, wanted) if has_layout and spec != wanted else value
+    is_other = wanted is not None and spec != wanted
+    return jax.reshard(value, wanted) if has_layout and is_other else value
 
 
 def is_spec(node: Any) -> bool:

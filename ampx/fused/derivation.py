@@ -245,7 +245,12 @@ def derive(
     Raises:
       NotDerivable: for an operation that does not work element by element, with its line.
     """
-    traced, _ = reading.trace(update, list(grads), list(state), list(params))
+    try:
+        traced, _ = reading.trace(update, list(grads), list(state), list(params))
+    except NotDerivable:
+        raise
+    except Exception as error:  # of the update: it may lack an extra argument, such as `value`
+        raise NotDerivable(f"its update cannot be traced: {error}") from error
     # Functions with derivatives of their own stay calls, which are refused: a step may be
     # differentiated.
     jaxpr = building.inline_calls(choose_late(traced))

@@ -191,20 +191,18 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
     for leaf in leaves[2]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise NotDerivable(f"a parameter has the dtype {leaf.dtype}")
+    slots = find_slots(tx, state, params)
+    pairs = zip(leaves[0], leaves[2], strict=True)
     try:
-        slots = find_slots(tx, state, params)
-        pairs = zip(leaves[0], leaves[2], strict=True)
         dtypes = [compute_dtype(Leaf(grad, param, ())) for grad, param in pairs]
-        for leaf, place in zip(leaves[1], slots, strict=True):
-            if place is not None and leaf.dtype.itemsize > dtypes[place].itemsize:
-                raise NotDerivable(f"it keeps {leaf.dtype} for a parameter in {dtypes[place]}")
-        places = (range(len(dtypes)), slots, range(len(dtypes)))
-        types = [list(map(widen, *pair)) for pair in zip(leaves, places, strict=True)]
-        return derive(run, slots, [leaf.dtype for leaf in leaves[1]], *types)
-    except NotDerivable:
-        raise
-    except Exception as error:  # of the update: it may lack an extra argument, such as `value`
-        raise NotDerivable(f"its update cannot be traced: {error}") from error
+    except TypeError as error:  # of complex numbers
+        raise NotDerivable(str(error)) from error
+    for leaf, place in zip(leaves[1], slots, strict=True):
+        if place is not None and leaf.dtype.itemsize > dtypes[place].itemsize:
+            raise NotDerivable(f"it keeps {leaf.dtype} for a parameter in {dtypes[place]}")
+    places = (range(len(dtypes)), slots, range(len(dtypes)))
+    types = [list(map(widen, *pair)) for pair in zip(leaves, places, strict=True)]
+    return derive(run, slots, [leaf.dtype for leaf in leaves[1]], *types)
 
 
 def _update(

@@ -166,9 +166,11 @@ def splice_jaxpr(
 
 
 def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
-    """Replaces calls by the equations that they run, except where a body has constants attached.
+    """Replaces calls by the equations that they run.
 
-    Calls of remat are replaced too. What they say about recomputation is lost.
+    Calls stay whose body has constants attached, and those of `jax.jit` that say how operands or
+    results lie on a mesh. Calls of remat are replaced too. What they say about recomputation is
+    lost.
     """
     opened = open_jaxpr(jaxpr)
     names: dict[Any, Atom] = {}
@@ -182,13 +184,18 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
     for eqn in opened.eqns:
         operands = [renamed(atom) for atom in eqn.invars]
         body = called_body(eqn) if eqn.primitive.name in CALLS else None
-        if body is None or has_constants(body):
+        if body is None or has_constants(body) or _has_shardings(eqn):
             eqns.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
             continue
         called, outs = splice_jaxpr(inlined(body), operands, eqn)
         eqns.extend(called)
         names.update(zip(eqn.outvars, outs, strict=True))
     return rebuild(jaxpr, opened.invars, [renamed(atom) for atom in opened.outvars], eqns)
+
+
+def _has_shardings(eqn: Equation) -> bool:
+    given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(sharding, jax.sharding.Sharding) for sharding in given)
 
 
 def rebuild(

@@ -1,6 +1,6 @@
-"""Makes choices by one number behind the sum of what was chosen.
+"""Takes a norm once where it is written with two sums.
 
-To be differentiable where it is zero, a norm is often written with two sums:
+To have a derivative where it is zero, a norm is often written so (`optax.safe_norm`):
 
     n = sqrt(sum(x * x))                         n = sqrt(sum(x * x))
     y = where(n <= 0, 1, x)              ──►     s = where(n <= 0, size * 1, sum(x * x))
@@ -9,58 +9,49 @@ To be differentiable where it is zero, a norm is often written with two sums:
 On the left side `y` waits for the first sum, so `x` is read twice, and a compiler may write `y` in
 between. On the right side both sums of squares are one, and the choice is between two numbers.
 
-All but one of what is chosen between must be one number for all elements, whose sum costs nothing.
-What lies between the choice and the reduction must work element by element, with derivatives that
-are finite where its operands are. A root stays behind its choice: people choose in front of it lest
-its infinite derivative at 0 is multiplied by the 0 of a number that was not chosen.
+The derivative stays what it is, too. Behind the choice stands 0 times the derivative of x * x where
+`x` was not chosen, which is 0 only if `x` is finite. It is: `x` is not chosen where its own norm is
+small. So this is done for choices by such a number alone, and not for where(isfinite(n), x, 0).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ampx.jaxprs import building, primitives, reading
 from ampx.jaxprs.reading import Atom, Equation, Jaxpr
 
-_SPREADING = primitives.IDENTITIES | primitives.AXIS_TYPE_CASTS | {"broadcast_in_dim"}
-# Element by element, and of finite numbers the derivatives are finite.
-_FINITE_DERIVATIVES = (
-    primitives.ADDING
-    | primitives.IDENTITIES
-    | primitives.AXIS_TYPE_CASTS
-    | frozenset("neg abs mul square integer_pow max min convert_element_type".split())
+# They keep numbers, or give each of them another place.
+_SHAPING = (
+    primitives.IDENTITIES | primitives.AXIS_TYPE_CASTS | {"broadcast_in_dim", "reshape", "squeeze"}
 )
-# What they make of so many equal numbers.
-_REDUCTIONS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
-    "reduce_sum": lambda number, count: number * count,
-    "reduce_max": lambda number, count: number,
-    "reduce_min": lambda number, count: number,
-}
 
 
 class _Choice(NamedTuple):
-    """An array that is one of several.
+    """An array that is made of another one, or of a number, which a condition decides.
 
     Attributes:
-      which: the number that says which one.
-      cases: one array, and numbers that each stand for an array of equal elements.
-      place: that of the array among them.
+      is_small: the condition, an array of one element.
+      array: what it is made of, if the condition is false.
+      eqns: by which equations.
+      number: what all of its elements are, if the condition is true.
     """
 
-    which: Atom
-    cases: tuple[Atom, ...]
-    place: int
+    is_small: Atom
+    array: Atom
+    eqns: tuple[Equation, ...]
+    number: float
 
 
 def choose_late(jaxpr: Jaxpr) -> Jaxpr:
-    """Moves choices behind reductions; the jaxpr itself, where none is to be moved.
+    """Moves choices behind sums; the jaxpr itself, where none is to be moved.
 
     Where one is, calls of functions become the equations that they run.
     """
@@ -77,19 +68,25 @@ def choose_late(jaxpr: Jaxpr) -> Jaxpr:
 
 
 class _Mover:
-    """Equations, one after the other.
+    """Equations, one after the other, and what is known of their results.
 
     Attributes:
       eqns: the new ones.
       names: what stands in the place of a result.
-      numbers: for an array of equal elements the number that it was made of.
-      choices: what is known of arrays that were chosen.
+      numbers: of an array of equal elements, which a program has as a constant, that number.
+      magnitudes: of squares or absolute values, what they are of.
+      norms: of a number that is small only if all elements of an array are, the array.
+      small: of a condition that such a number is small, the array, and the condition as one bool.
+      choices: of an array between which and a number a condition chose.
     """
 
     def __init__(self) -> None:
         self.eqns: list[Equation] = []
         self.names: dict[Atom, Atom] = {}
-        self.numbers: dict[Atom, Atom] = {}
+        self.numbers: dict[Atom, float] = {}
+        self.magnitudes: dict[Atom, Atom] = {}
+        self.norms: dict[Atom, Atom] = {}
+        self.small: dict[Atom, tuple[Atom, Atom]] = {}
         self.choices: dict[Atom, _Choice] = {}
 
     def rename(self, atom: Atom) -> Atom:
@@ -100,96 +97,94 @@ class _Mover:
         if renamed != list(eqn.invars):
             eqn = eqn.replace(invars=renamed)
         self.eqns.append(eqn)
-        if len(eqn.outvars) != 1:
+        if len(eqn.outvars) == 1 and eqn.invars:
+            self._learn(eqn, eqn.primitive.name, eqn.outvars[0])
+
+    def _learn(self, eqn: Equation, name: str, out: Atom) -> None:
+        first, *others = eqn.invars
+        number = self._find_number(first)
+        if number is not None and name in _SHAPING | {"convert_element_type"}:
+            self.numbers[out] = float(np.asarray(number, out.aval.dtype))
+        if reading.is_literal(first):
             return
-        name, (out,) = eqn.primitive.name, eqn.outvars
-        arrays = {atom for atom in eqn.invars if self._find_number(atom) is None}
-        if not arrays and name in _SPREADING:
-            self.numbers[out] = self._find_number(eqn.invars[0])
-        if len(arrays) != 1:
-            return
-        (array,) = arrays
-        choice = self.choices.get(array)
-        if name == "select_n":
-            which, *cases = map(self._find_number, eqn.invars)
-            if which is not None and cases.count(None) == 1:
-                place = cases.index(None)
-                cases[place] = array
-                self.choices[out] = _Choice(which, tuple(cases), place)
-        elif (
-            choice is not None and name in _FINITE_DERIVATIVES and eqn.params.get("y", 2) in (1, 2)
-        ):
-            cases = (self._apply(eqn, array, choice, place) for place in range(len(choice.cases)))
-            self.choices[out] = choice._replace(cases=tuple(cases))
-        elif choice is not None and name in _REDUCTIONS and _size(out) == 1:
-            cases = list(choice.cases)
-            cases[choice.place] = self._apply(eqn, array, choice, choice.place)
-            step = _Reduction(name, _size(array), choice.place)
-            self.names[out] = self._splice(step, [choice.which, *cases], eqn)
+        if _is_magnitude(eqn):
+            self.magnitudes[out] = first
+        if name == "convert_element_type" and first in self.magnitudes:
+            self.magnitudes[out] = self.magnitudes[first]
+        if name == "reduce_sum" and _size(out) == 1 and first in self.magnitudes:
+            self.norms[out] = self.magnitudes[first]
+        if first in self.norms and _size(out) == 1:
+            other = self._find_number(others[0]) if others else None
+            is_scaled = name in ("mul", "div") and other is not None and 0 < other < math.inf
+            if is_scaled or name in _SHAPING | {"sqrt", "convert_element_type"}:
+                self.norms[out] = self.norms[first]
+            elif name in ("le", "lt") and other is not None and other < math.inf:
+                self.small[out] = self.norms[first], out
+        if name in _SHAPING and first in self.small:
+            self.small[out] = self.small[first]
+        if name == "select_n" and first in self.small and len(others) == 2:
+            array, is_small = self.small[first]
+            number = self._find_number(others[1])
+            if others[0] is array and number is not None:
+                self.choices[out] = _Choice(is_small, array, (), number)
+        if first in self.choices:
+            choice = self.choices[first]
+            # One square alone: that of another might be infinite, and so its derivative.
+            is_squared = any(_is_magnitude(e) and e.primitive.name != "abs" for e in choice.eqns)
+            is_magnitude = _is_magnitude(eqn) and not is_squared
+            if is_magnitude or name == "convert_element_type":
+                number = abs(choice.number) if is_magnitude else choice.number
+                number = number**2 if is_magnitude and name != "abs" else number
+                number = float(np.asarray(number, out.aval.dtype))
+                self.choices[out] = choice._replace(eqns=(*choice.eqns, eqn), number=number)
+            elif name == "reduce_sum" and choice.eqns and _size(out) == 1:
+                self.names[out] = self._reduce(eqn, choice)
 
-    def _find_number(self, atom: Atom) -> Atom | None:
-        """What all elements are equal to; None for an array of which that is not known."""
-        if reading.is_literal(atom) or _size(atom) == 1:
-            return atom
-        return self.numbers.get(atom)
+    def _find_number(self, atom: Atom) -> float | None:
+        """What all elements are, if that is a real number and known."""
+        if not _is_real(atom):
+            return None
+        return float(atom.val) if reading.is_literal(atom) else self.numbers.get(atom)
 
-    def _apply(self, eqn: Equation, array: Atom, choice: _Choice, place: int) -> Atom:
-        """What an equation makes of one of the cases."""
-        case = choice.cases[place]
-        if place == choice.place:
-            operands = [case if atom is array else atom for atom in eqn.invars]
-            result = reading.new_variable(eqn.outvars[0].aval)
-            self.add(eqn.replace(invars=operands, outvars=[result]))
-            return self.rename(result)  # the array may have been chosen, too
-        numbers = [case if atom is array else self._find_number(atom) for atom in eqn.invars]
-        return self._splice(_Elementwise(eqn.primitive.name, str(eqn.params), eqn), numbers, eqn)
-
-    def _splice(
-        self, step: _Elementwise | _Reduction, operands: Sequence[Atom], near: Equation
-    ) -> Atom:
-        with near.ctx.manager:
-            traced = _trace(step, tuple(atom.aval for atom in operands))
-        made, (result,) = building.splice_jaxpr(traced, operands, near)
-        self.eqns += made
+    def _reduce(self, eqn: Equation, choice: _Choice) -> Atom:
+        """The choice between the sum of the array and that of so many equal numbers."""
+        made = choice.array
+        for step in (*choice.eqns, eqn):
+            result = reading.new_variable(step.outvars[0].aval)
+            operands = [made] * len(step.invars)  # a product is one of two equal operands
+            self.eqns.append(step.replace(invars=operands, outvars=[result]))
+            made = result
+        number = choice.number * _size(eqn.invars[0])
+        with eqn.ctx.manager:
+            mesh = jax.sharding.get_abstract_mesh()
+            traced = _trace_choice(number, choice.is_small.aval, made.aval, mesh)
+        behind, (result,) = building.splice_jaxpr(traced, [choice.is_small, made], eqn)
+        self.eqns += behind
         return result
 
 
-@dataclasses.dataclass(frozen=True)
-class _Elementwise:
-    """An equation on numbers in the place of arrays."""
-
-    name: str
-    params: str
-    eqn: Equation = dataclasses.field(compare=False)
-
-    def __call__(self, *numbers: jax.Array) -> jax.Array:
-        (result,) = reading.bind(self.eqn, [number.reshape(()) for number in numbers])
-        return result
+def _is_real(atom: Atom) -> bool:
+    return jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.floating)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reduction:
-    """The choice between one array's reduction, which is given, and those of equal numbers."""
-
-    name: str
-    count: int
-    place: int
-
-    def __call__(self, which: jax.Array, *cases: jax.Array) -> jax.Array:
-        reduced = cases[self.place]
-        reduce = _REDUCTIONS[self.name]
-        pairs = enumerate(cases)
-        results = [
-            reduced if place == self.place else reduce(case.reshape(reduced.shape), self.count)
-            for place, case in pairs
-        ]
-        return lax.select_n(which.reshape(()), *results)
+def _is_magnitude(eqn: Equation) -> bool:
+    """Whether an equation squares numbers, or takes their absolute values."""
+    name = eqn.primitive.name
+    if not _is_real(eqn.invars[0]):
+        return False
+    if name == "mul":
+        return eqn.invars[0] is eqn.invars[1]
+    return name in ("abs", "square") or (name == "integer_pow" and eqn.params["y"] == 2)
 
 
-# An optimizer takes the same norm of each parameter.
+# An optimizer takes the same norm of each parameter. The mesh is part of what a trace depends on.
 @functools.lru_cache(maxsize=256)
-def _trace(step: _Elementwise | _Reduction, types: tuple[Any, ...]) -> Jaxpr:
-    return reading.trace(step, *types)[0]
+def _trace_choice(number: float, is_small: Any, total: Any, mesh: Any) -> Jaxpr:
+    def choose(is_small: jax.Array, total: jax.Array) -> jax.Array:
+        instead = jnp.full(total.shape, np.asarray(number, total.dtype))
+        return lax.select_n(is_small.reshape(()), total, instead)
+
+    return reading.trace(choose, is_small, total)[0]
 
 
 def _size(atom: Atom) -> int:

@@ -121,7 +121,9 @@ def _branch(
     take_rest = hoist_sums(jaxpr, operands, number, functools.partial(_compute_in_front, skip))
 
     def keep() -> list[Any]:
-        held = structure.flatten_up_to(stay(structure.unflatten(types)))
+        # Shapes and dtypes alone: what varies over some axes of a mesh only has no full type here.
+        shapes = [x if is_float0(x) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
+        held = structure.flatten_up_to(stay(structure.unflatten(shapes)))
         pairs = zip(_arrays(held), _arrays(types), strict=True)
         arrays = [
             match_type(jnp.asarray(old), new)

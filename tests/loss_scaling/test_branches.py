@@ -237,6 +237,29 @@ def test_what_varies_over_devices_stays_so_in_both_branches(inner, wrap):
     np.testing.assert_allclose(updates, np.concatenate(alone), rtol=1e-6)
 
 
+@pytest.mark.parametrize("inner", [MOMENTUM, optax.lamb(0.1)], ids=["momentum", "lamb"])
+def test_a_mesh_of_which_some_axes_are_mapped(inner):
+    """JAX has no full type for the shape of an array there."""
+    mesh = make_mesh((2, 2), ("data", "model"))
+
+    def on_mesh(tx):
+        def step(grads, params):
+            return tx.update(grads, tx.init(params), params)[0]
+
+        specs = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}
+        mapped = jax.shard_map(step, mesh=mesh, **specs)
+
+        def total(grads):
+            return jnp.sum(mapped(grads, jnp.ones(8)))
+
+        return jax.jit(mapped)(jnp.arange(8.0), jnp.ones(8)), jax.jit(jax.grad(total))(jnp.ones(8))
+
+    found, expected = map(on_mesh, (ampx.static_loss_scale(inner, 1.0), inner))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
 def test_on_an_explicit_mesh_a_skip_keeps_layouts():
     mesh = make_mesh((4,), ("data",), "Explicit")
     rows = NamedSharding(mesh, P("data"))
