@@ -169,7 +169,9 @@ def _guard(
 
     On a skip its results get a gradient of zero. Where the derivative of an operation is infinite
     or NaN, so is the product: the norm of gradients with an infinity, or a quotient of moments that
-    are zero. So the derivative stands in a branch.
+    are zero. So zeros are chosen twice: in forward mode for what comes out of the derivative, and
+    in reverse mode, where in and out change places, for what goes in. A `cond` would do both. But
+    in `vmap` it becomes a choice that has no transpose.
 
     Args:
       skip: bool scalar.
@@ -183,18 +185,16 @@ def _guard(
 
     @guarded.defjvp
     def _(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        types: list[Any] = []
+        skip, *operands = primals
 
-        def differentiate() -> list[Any]:
-            of_operands = functools.partial(compute, primals[0])
-            _, found = jax.jvp(of_operands, primals[1:], tangents[1:])
-            types[:] = jax.eval_shape(lambda: found)
-            return found
+        def choose(tangent: Any) -> Any:
+            if is_float0(tangent):  # of an integer
+                return tangent
+            return jnp.where(skip, jnp.zeros_like(tangent), tangent)
 
-        def stay() -> list[Any]:
-            return [match_type(jnp.zeros(like.shape, like.dtype), like) for like in types]
-
-        return guarded(*primals), lax.cond(~primals[0], differentiate, stay)
+        of_operands = functools.partial(compute, skip)
+        results, found = jax.jvp(of_operands, operands, [choose(t) for t in tangents[1:]])
+        return results, [choose(tangent) for tangent in found]
 
     return guarded(skip, *operands)
 

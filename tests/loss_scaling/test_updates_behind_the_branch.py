@@ -61,6 +61,26 @@ def of_floats(tx, state):
     return total
 
 
+@pytest.mark.parametrize("inner", ["plain", "clipped"])
+def test_a_gradient_through_lanes_of_vmap(inner):
+    """As learned optimizers need it; one lane skips its step."""
+    clip = optax.clip_by_global_norm(1.0) if inner == "clipped" else optax.identity()
+    inner = optax.chain(clip, optax.adamw(0.1))
+
+    def through(tx):
+        def task(grads):
+            return jnp.sum(tx.update(grads, tx.init(grads), grads)[0] ** 2)
+
+        return jax.jit(jax.grad(lambda lanes: jnp.sum(jax.vmap(task)(lanes))))
+
+    lanes = jnp.arange(1.0, 7.0).reshape(2, 3)
+    scaled = through(ampx.static_loss_scale(inner, 1.0))
+    np.testing.assert_allclose(scaled(lanes), through(inner)(lanes), rtol=1e-5, atol=1e-7)
+    found = scaled(lanes.at[0, 1].set(jnp.inf))
+    assert not np.any(found[0])
+    np.testing.assert_allclose(found[1], scaled(lanes)[1], rtol=1e-6)
+
+
 @pytest.mark.slow_but("reverse-plain")
 @pytest.mark.parametrize("inner", ["plain", "clipped"])
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
