@@ -1,7 +1,8 @@
 """What do compilers make of the fused updates for an H100 and a TPU v5e, without either at hand?
 
 Run `make aot`. It prints counts and bytes, never times. Kernels must work in place, without
-temporaries, and move no more than XLA does. Where that is not so, the end of the output says it,
+temporaries, and move no more than XLA does. Optimizers of optax must work in place in the branch of
+a loss scale. Where that is not so, the end of the output says it,
 and the exit status is 1.
 
 Each accelerator needs its own large optional package, in an environment of its own: `jax[cuda12]`
@@ -9,8 +10,8 @@ or `jax[cuda13]` (5 GB), `jax[tpu]` (1.3 GB). Where one is missing, the output s
 others are compiled.
 
 Bytes are those of operands and results of what the entry of the optimized program runs: fusions,
-custom calls and other instructions that do work. XLA starts some copies between memory and a TPU's
-VMEM ahead of time; the bytes of those are not counted again.
+custom calls and other instructions that do work, and those of the branch that updates. XLA starts
+some copies between memory and a TPU's VMEM ahead of time; the bytes of those are not counted again.
 """
 
 from __future__ import annotations

@@ -71,6 +71,9 @@ def test_the_same_program_as_compiled_ahead_of_time_counts_it():
     fusion = 4096 * (4 + 1) + 2 * 4096 * 4 + 4  # an operand that is given twice counts twice
     copy, call, conditional = 4096 * 8, 4096 * 3, 4  # of a conditional, its result alone
     assert counted(BY_HAND) == Counts(4, 0, fusion + copy + call + conditional)
+    norm = 4096 * 4 + 4  # of more than 8 bytes a parameter it would be an update
+    assert counted(BY_HAND, elements=2049) == counted(BY_HAND)
+    assert counted(BY_HAND, elements=2048) == Counts(4, 0, fusion + copy + call + norm)
 
 
 def _compiled(fun, *args):

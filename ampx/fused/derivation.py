@@ -253,7 +253,7 @@ def derive(
         raise NotDerivable(f"its update cannot be traced: {error}") from error
     # Functions with derivatives of their own stay calls, which are refused: a step may be
     # differentiated.
-    jaxpr = building.inline_calls(choose_late(traced))
+    jaxpr = choose_late(building.inline_calls(traced))
     return _Program(jaxpr, slots, stored, len(grads)).derive()
 
 

@@ -61,6 +61,11 @@ class Leaf(NamedTuple):
     segments: Segments | None = None
     untracked: tuple[str, ...] = ()
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it has slots in 8 bits, of which a block of elements shares a scale."""
+        return any(isinstance(slot, Int8Blocks) for slot in self.slots)
+
 
 def compute_dtype(leaf: Leaf) -> np.dtype:
     """The dtype of a parameter's arithmetic: float32, or float64 for a float64 parameter.
@@ -92,8 +97,7 @@ def update_leaf(
     """The update of a parameter, or its new value, and its new slots."""
     # Flat buffers are few and gain nothing by a `jit` that is traced once. Moments in blocks are
     # not put behind it, since XLA fuses them less well for GPUs where they come out of a call.
-    in_blocks = any(isinstance(slot, Int8Blocks) for slot in leaf.slots)
-    update = _update if in_blocks or leaf.segments is not None else _update_traced_once
+    update = _update if leaf.has_blocks or leaf.segments is not None else _update_traced_once
     # Names are no arrays: they go beside the leaf, as what `jit` takes for static.
     axes, leaf = leaf.untracked, leaf._replace(untracked=())
     value, lost, slots = update(rule, tail.new_params, axes, coefficients.numbers, leaf, tail.skip)

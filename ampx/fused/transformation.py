@@ -33,7 +33,6 @@ from ampx.fused.coefficients import (
 from ampx.fused.kernels.pallas_updates import runs_in_kernel, update_in_kernels
 from ampx.fused.leaf_updates import Leaf, compute_dtype, keep_leaf, update_leaf
 from ampx.fused.moments.formats import SlotDtype, as_format
-from ampx.fused.moments.int8_blocks import Int8Blocks
 from ampx.fused.segments import as_per_parameter, find_segments
 from ampx.fused.update_rules import UpdateRule
 from ampx.model_axes import NOT_DIVIDED, as_model_axes, untracked_of_leaves
@@ -321,9 +320,7 @@ def update_leaves(
     shared: dict[Any, tuple[PackedCoefficients, Tail]] = {}
     in_kernels: dict[Any, list[int]] = {}
     # The norms of LAMB, and the largest number of each block in 8 bits.
-    has_reductions = rule.direction_again is not None or any(
-        isinstance(slot, Int8Blocks) for leaf in leaves for slot in leaf.slots
-    )
+    has_reductions = bool(rule.direction_again) or any(leaf.has_blocks for leaf in leaves)
     results: list[Any] = []
     for leaf, decay in zip(leaves, decays, strict=True):
         if is_float0(leaf.grad):  # what JAX gives as the gradient of an integer

@@ -77,7 +77,7 @@ class _Mover:
       magnitudes: of squares or absolute values, what they are of.
       norms: of a number that is small only if all elements of an array are, the array.
       small: of a condition that such a number is small, the array, and the condition as one bool.
-      choices: of an array between which and a number a condition chose.
+      choices: of an array that a condition chose, between what and which number.
     """
 
     def __init__(self) -> None:
@@ -133,8 +133,7 @@ class _Mover:
             is_squared = any(_is_magnitude(e) and e.primitive.name != "abs" for e in choice.eqns)
             is_magnitude = _is_magnitude(eqn) and not is_squared
             if is_magnitude or name == "convert_element_type":
-                number = abs(choice.number) if is_magnitude else choice.number
-                number = number**2 if is_magnitude and name != "abs" else number
+                number = _magnitude(name, choice.number) if is_magnitude else choice.number
                 number = float(np.asarray(number, out.aval.dtype))
                 self.choices[out] = choice._replace(eqns=(*choice.eqns, eqn), number=number)
             elif name == "reduce_sum" and choice.eqns and _size(out) == 1:
@@ -175,6 +174,10 @@ def _is_magnitude(eqn: Equation) -> bool:
     if name == "mul":
         return eqn.invars[0] is eqn.invars[1]
     return name in ("abs", "square") or (name == "integer_pow" and eqn.params["y"] == 2)
+
+
+def _magnitude(name: str, number: float) -> float:
+    return abs(number) if name == "abs" else number**2
 
 
 # An optimizer takes the same norm of each parameter. The mesh is part of what a trace depends on.

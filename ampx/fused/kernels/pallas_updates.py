@@ -96,7 +96,7 @@ def find_kind_of_work(rule: UpdateRule, leaf: Leaf) -> KindOfWork:
 
     A fifth kind, `"squares"`, is that of the global norm.
     """
-    if any(isinstance(slot, Int8Blocks) for slot in leaf.slots):
+    if leaf.has_blocks:
         return "blocks"
     if isinstance(leaf.param, NarrowParam):
         return "narrow"
@@ -110,7 +110,7 @@ def _shape_suits(leaf: Leaf, backend: Backend) -> bool:
     place in the whole array, which a shard must know: not where it is cut in the middle.
     """
     shape = leaf.param.shape
-    if any(isinstance(slot, Int8Blocks) for slot in leaf.slots):
+    if leaf.has_blocks:
         # So no block of a kernel ever holds a part only of the elements that share a scale.
         if not shape[-1] or shape[-1] % BLOCK:
             return False
