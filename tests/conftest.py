@@ -137,6 +137,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU: set JAX_PLATFORMS=cuda,cpu")
 
 
+@pytest.fixture
+def standard_promotion():
+    """For optimizers of optax, many of which add ints to floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 # optax mixes int32 step counts with floats in Adam's bias correction, its schedules and MultiSteps.
 # Those parts alone get JAX's standard promotion, so that ampx can be held to the strict one.
 

@@ -36,6 +36,7 @@ from ampx.trees import cast_like, hold, is_floating, null_updates, wider_dtype
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
+from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Tail, TailResult, takes_tail
 
 
@@ -283,6 +284,8 @@ def _run_numbers(
     ]
     if tail.factor is not None:
         inputs[: len(grads)] = [g * tail.factor.astype(g.dtype) for g in inputs[: len(grads)]]
+    if tail.skip is not None:
+        inputs = stop_gradient_if(tail.skip, inputs)
     values = reading.evaluate(derivation.numbers, *inputs)
     count = len(values) - len(derivation.others)
     new = list(old)

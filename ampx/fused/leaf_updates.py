@@ -36,6 +36,7 @@ from ampx.fused.update_rules import Operations, UpdateRule
 from ampx.mesh_axes import sum_over_shards
 from ampx.param_storage.wide_updates import overflows
 from ampx.trees import is_floating, wider_dtype
+from ampx.updates.skipped_derivatives import derive_held, stop_gradient_if
 from ampx.updates.tails import Tail, TailResult
 
 
@@ -107,6 +108,24 @@ def update_leaf(
 
 
 def _update(
+    rule: UpdateRule,
+    new_params: bool,
+    untracked: tuple[str, ...],
+    h: Any,
+    leaf: Leaf,
+    skip: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...]]:
+    if skip is None:
+        return _compute(rule, new_params, untracked, h, leaf, skip)
+    # On a skip the derivative is that of what stays: see `updates.skipped_derivatives`.
+    h, guarded = stop_gradient_if(skip, (h, leaf))
+    value, lost, slots = _compute(rule, new_params, untracked, h, guarded, skip)
+    stays = leaf.param if new_params else jnp.zeros_like(value)
+    value, slots = derive_held(skip, (value, slots), (stays, leaf.slots))
+    return value, lost, slots
+
+
+def _compute(
     rule: UpdateRule,
     new_params: bool,
     untracked: tuple[str, ...],

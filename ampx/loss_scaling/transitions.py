@@ -8,6 +8,9 @@
                   overlaps with updates
     fused         an optimizer of ampx.fused   a select where each number is made
 
+Where a select comes behind what was computed in vain, that has no derivative on a skip: see
+`ampx.updates.skipped_derivatives`.
+
 A branch makes all parameters wait for all that is inside it. So where gradients are reduced bucket
 by bucket, and the first parameters are to be updated while the last bucket is on its way, the plain
 transition chooses leaf by leaf: each parameter then waits for the verdict and its own update alone.
@@ -30,6 +33,7 @@ from ampx.updates.applying import apply_updates
 from ampx.updates.branching import run_unless, update_unless
 from ampx.updates.clipping import clip_by_norm_of_whole
 from ampx.updates.gradient_norms import fold_clip
+from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Applied, Tail, hold_wrappers, unwrap_results
 
 
@@ -54,7 +58,7 @@ def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transitio
 
     # Outside of `jit` a branch would be compiled anew in every call.
     if _overlaps(call) or not isinstance(undone, jax.core.Tracer):
-        new = run(call.grads, call.state.loss_scale, call.params)
+        new = _update(settings, stop_gradient_if(undone, call), judgement)
         # A select, not a product with 0: 0 * inf is NaN.
         updates, inner_state, is_bad = trees.hold(undone, new, stay(new))
     elif wants_params:

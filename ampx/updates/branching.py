@@ -31,6 +31,7 @@ from ampx.jaxprs.reading import Jaxpr, evaluate, open_jaxpr, trace
 from ampx.jaxprs.sinking import sink
 from ampx.mesh_axes import mark_varying, match_type, varying_axes
 from ampx.trees import is_float0, is_floating, null_updates
+from ampx.updates.skipped_derivatives import stop_gradient_if
 
 
 def run_unless(
@@ -105,7 +106,9 @@ def _branch(
         found[:] = structure, [leaf if is_float0(leaf) else next(types) for leaf in leaves]
         return arrays
 
-    operands = [jnp.asarray(given[place]) for place in places]
+    # Where each device decides for itself, what they share gets its mark in front of the branch. The
+    # derivative of a mark is a sum over devices, and inside not all would take part in it.
+    operands = [mark_varying(jnp.asarray(given[place]), axes) for place in places]
     jaxpr = choose_late(trace(take, *operands)[0])
     structure, types = found
     parts = None
@@ -118,7 +121,7 @@ def _branch(
     numbers = [atom.aval for atom in open_jaxpr(jaxpr).outvars][len(_arrays(types)) - len(moved) :]
     count = len(jax.tree.leaves(gradients))
     number = sum(place < count for place in places)
-    take_rest = hoist_sums(jaxpr, operands, number, functools.partial(_compute_in_front, skip))
+    take_rest = hoist_sums(jaxpr, operands, number, functools.partial(_compute_beside, skip))
 
     def keep() -> list[Any]:
         # Shapes and dtypes alone: what varies over some axes of a mesh only has no full type here.
@@ -148,55 +151,14 @@ def _branch(
 
 def _choose(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
     """The results of a program behind the branch, or null updates on a skip."""
-
-    def choose(skip: jax.Array, *operands: Any) -> list[Any]:
-        new = evaluate(jaxpr, *operands)
-        null = map(match_type, null_updates(new), new)
-        return [jnp.where(skip, *pair) for pair in zip(null, new, strict=True)]
-
-    return _guard(skip, choose, operands)
+    new = _compute_beside(skip, jaxpr, *operands)
+    null = map(match_type, null_updates(new), new)
+    return [jnp.where(skip, *pair) for pair in zip(null, new, strict=True)]
 
 
-def _compute_in_front(skip: jax.Array, jaxpr: Jaxpr, *operands: Any) -> list[Any]:
-    """The results of a program in front of the branch, such as a norm."""
-    return _guard(skip, lambda skip, *operands: evaluate(jaxpr, *operands), operands)
-
-
-def _guard(
-    skip: jax.Array, compute: Callable[..., list[Any]], operands: Sequence[Any]
-) -> list[Any]:
-    """Computes beside the branch what has no derivative on a skip.
-
-    On a skip its results get a gradient of zero. Where the derivative of an operation is infinite
-    or NaN, so is the product: the norm of gradients with an infinity, or a quotient of moments that
-    are zero. So zeros are chosen twice: in forward mode for what comes out of the derivative, and
-    in reverse mode, where in and out change places, for what goes in. A `cond` would do both. But
-    in `vmap` it becomes a choice that has no transpose.
-
-    Args:
-      skip: bool scalar.
-      compute: a function of `skip` and the operands.
-      operands: arrays.
-    """
-
-    @jax.custom_jvp
-    def guarded(skip: jax.Array, *operands: Any) -> list[Any]:
-        return compute(skip, *operands)
-
-    @guarded.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        skip, *operands = primals
-
-        def choose(tangent: Any) -> Any:
-            if is_float0(tangent):  # of an integer
-                return tangent
-            return jnp.where(skip, jnp.zeros_like(tangent), tangent)
-
-        of_operands = functools.partial(compute, skip)
-        results, found = jax.jvp(of_operands, operands, [choose(t) for t in tangents[1:]])
-        return results, [choose(tangent) for tangent in found]
-
-    return guarded(skip, *operands)
+def _compute_beside(skip: jax.Array, jaxpr: Jaxpr, *operands: Any) -> list[Any]:
+    """The results of a program in front of the branch, such as a norm, or behind it."""
+    return evaluate(jaxpr, *stop_gradient_if(skip, operands))
 
 
 def _weave(arrays: Sequence[Any], moved: dict[int, Any], count: int) -> list[Any]:

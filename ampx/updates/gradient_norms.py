@@ -29,6 +29,7 @@ from jax import lax
 from ampx.mesh_axes import add_divided, mark_varying, varying_axes
 from ampx.model_axes import NOT_DIVIDED, ModelAxes, add_over_shards, untracked_of_leaves
 from ampx.trees import is_floating, wider_dtype
+from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Tail
 
 # A float32 g is below 2**128, so (g / 2**90)**2 is below 2**76, and 2**51 of these add up to less
@@ -245,9 +246,45 @@ def compute_clip_factor(norm: jax.Array, max_norm: float | jax.Array) -> jax.Arr
 
 def measure_norm(tail: Tail, grads: Any, model_axes: ModelAxes = NOT_DIVIDED) -> jax.Array:
     """The norm of gradients times the tail's factor, measured here if nobody has done so."""
-    if tail.norm is not None:
-        return tail.norm
-    return measure_and_judge(grads, tail.factor, tail.squares, model_axes).norm
+    factor = tail.factor
+    if tail.skip is not None:
+        factor, grads = stop_gradient_if(tail.skip, (factor, grads))
+    if tail.norm is None:
+        return measure_and_judge(grads, factor, tail.squares, model_axes).norm
+    return tail.norm if tail.skip is None else _derive_norm(tail.norm, factor, grads, model_axes)
+
+
+def _derive_norm(norm: jax.Array, factor: Any, grads: Any, model_axes: ModelAxes) -> jax.Array:
+    """A known norm, of which the derivative is by what it is said here to be the norm of.
+
+    It was measured before it was known whether the step is skipped, so it has a derivative of NaN
+    on a skip. That of |x| is x / |x|, in which nothing overflows.
+    """
+    if factor is None:
+        factor = jnp.ones((), jnp.float32)
+
+    def scale(factor: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+        wide = [leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) for leaf in leaves]
+        return [leaf * factor.astype(leaf.dtype) for leaf in wide]
+
+    @jax.custom_jvp
+    def known(norm: jax.Array, factor: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+        del factor, leaves
+        return norm
+
+    @known.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        norm = primals[0]
+        scaled, changes = jax.jvp(scale, primals[1:], tangents[1:])
+        size = jnp.where(norm == 0, jnp.ones_like(norm), norm)
+        parts = [
+            jnp.sum(jnp.real(jnp.conj(x / size.astype(x.dtype)) * change))
+            for x, change in zip(scaled, changes, strict=True)
+        ]
+        return norm, add_over_shards(parts, untracked).astype(norm.dtype)
+
+    leaves, untracked = _find_floating(grads, model_axes)
+    return known(norm, factor, leaves) if leaves else norm
 
 
 def fold_clip(tail: Tail, grads: Any, model_axes: ModelAxes = NOT_DIVIDED) -> Tail:

@@ -14,6 +14,8 @@ from helpers import assert_bit_equal, types_of
 import ampx
 from ampx import fused
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 NAMES = ("sgd", "momentum", "adam", "adamw", "lamb", "adadelta", "lion", "adagrad")
 PARAMS = {"i": jnp.array([50, -70, 3]), "w": jnp.array([1.0, -2.0])}
 GRADS = {
@@ -26,13 +28,6 @@ GRADS = {
 
 def make(library, name):
     return library.sgd(7.0, momentum=0.9) if name == "momentum" else getattr(library, name)(7.0)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """optax adds ints to floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 # optax keeps their sums of squares in the parameter's dtype: squares times 0.001 become 0.

@@ -58,15 +58,8 @@ BRANCHING = {
     "polyak_sgd",
 }
 DERIVED = [name for name in NAMES if name not in REFUSED and set(TAKES.get(name, ())) <= {"value"}]
-# optax adds integers to floats.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 QUICK = ("adabelief-xla", "radam-interpret", "lamb-interpret", "adan-xla")
-
-
-@pytest.fixture
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def normal(seed, params=PARAMS):

@@ -28,19 +28,21 @@ def grads_of(value=1.0):
 def equations(jaxpr, *, in_branches=True):
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
-        # What is behind the branch has a derivative of its own, and so have numbers in front of it.
-        is_behind = eqn.primitive.name == "custom_jvp_call" and any(
-            out.aval.shape for out in eqn.outvars
-        )
-        if in_branches or not (is_behind or eqn.primitive.name == "cond"):
+        if in_branches or eqn.primitive.name != "cond":
             for body in inner_jaxprs(eqn):
                 yield from equations(body, in_branches=in_branches)
 
 
 def outside(fun, *args):
-    """Names of the equations on whole arrays that are neither in a branch nor chosen behind it."""
+    """Names of the equations on whole arrays that are in no branch."""
     found = equations(jax.make_jaxpr(fun)(*args), in_branches=False)
-    return {e.primitive.name for e in found if any(out.aval.shape for out in e.outvars)}
+    arrays = [e for e in found if any(out.aval.shape for out in e.outvars)]
+    # A choice between an array and itself is there for derivatives alone.
+    return {e.primitive.name for e in arrays if not is_choice_of_itself(e)}
+
+
+def is_choice_of_itself(eqn):
+    return eqn.primitive.name == "select_n" and eqn.invars[1] is eqn.invars[2]
 
 
 # --- structure -----------------------------------------------------------------------------------
@@ -69,18 +71,22 @@ def test_only_elementwise_work_on_new_moments_is_behind_the_branch():
     state = tx.init(PARAMS)
     traced = open_jaxpr(jax.make_jaxpr(functools.partial(updated, tx))(state, grads_of(), PARAMS))
     (branch,) = (e for e in traced.eqns if e.primitive.name == "cond" and len(e.outvars) > 4)
+    # What is computed beside the branch has a derivative of its own: the clip's norm in front, and
+    # the rest, which reads no gradient and no old moment: of each leaf new moments and parameter.
     front, behind = (e for e in traced.eqns if e.primitive.name == "custom_jvp_call")
-    assert not any(out.aval.shape for out in front.outvars), "the clip's norm alone"
-    # It reads no gradient and no old moment: of each leaf new moments and the parameter.
+    assert traced.eqns.index(front) < traced.eqns.index(branch) < traced.eqns.index(behind)
     operands, outputs = set(traced.invars), set(branch.outvars)
     arrays = [atom for atom in behind.invars if atom.aval.shape]
     assert len(arrays) == 3 * len(PARAMS)
     assert len(outputs.intersection(arrays)) == 2 * len(PARAMS)
     assert len(operands.intersection(arrays)) == len(PARAMS)
-    work = {e.primitive.name for e in equations(behind.params["call_jaxpr"])}
+    start = traced.eqns.index(behind) + 1
+    shapes = {p.shape for p in PARAMS.values()}
+    made = [e for e in traced.eqns[start:] if any(o.aval.shape in shapes for o in e.outvars)]
+    work = {e.primitive.name for e in made}
     assert work <= primitives.ELEMENTWISE | {"jit", "pjit", "broadcast_in_dim"}
-    # Nothing else has the shape of a parameter and is computed outside, but for the verdict.
-    rest = {e.primitive.name for e in traced.eqns if any(out.aval.shape for out in e.outvars)}
+    # Nothing in front has the shape of a parameter and is an update: squares and verdicts alone.
+    rest = {e.primitive.name for e in traced.eqns[:start] if any(o.aval.shape for o in e.outvars)}
     assert not rest & {"select_n", "div", "add_any", "where"}
 
 
@@ -142,9 +148,11 @@ def test_updates_that_overlap_with_a_reduction_are_in_no_branch(tail_overlap):
             step, mesh=mesh, in_specs=(P(), data_specs), out_specs=P(), check_vma=False
         )
         names = outside(mapped, state, data)
-        assert ("select_n" in names) == tail_overlap
-        # What is chosen behind a branch is chosen there for all leaves, and is elementwise.
-        assert ("custom_jvp_call" in names) == (step is update and not tail_overlap)
+        # Updates that the caller is to add are chosen behind the branch.
+        assert ("select_n" in names) == (tail_overlap or step is update)
+        every = equations(jax.make_jaxpr(mapped)(state, data))
+        outputs = [len(e.outvars) for e in every if e.primitive.name == "cond"]
+        assert (max(outputs) >= len(PARAMS)) != tail_overlap
 
 
 # --- the same numbers everywhere -----------------------------------------------------------------

@@ -19,12 +19,7 @@ import ampx
 from ampx import fused
 from ampx.updates.tails import Tail, unwrap_results
 
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Many of optax's optimizers add ints to floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def at(tree, i):

@@ -163,3 +163,24 @@ def test_lanes_of_vmap_and_a_skip_with_nan_everywhere():
     ours = optax.apply_updates(PARAMS, first)
     for a, b in zip(*map(jax.tree.leaves, (ours, applied)), strict=True):
         np.testing.assert_allclose(a, b[0], rtol=2e-6)
+
+
+def test_devices_that_decide_each_for_itself_share_parameters():
+    """The derivative of what they share is the sum of theirs, and no device waits for another's."""
+    tx = ampx.static_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), 8.0)
+    params = jnp.ones(4)
+    states = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(params))
+
+    def shard(params, states, grads):
+        state = jax.tree.map(lambda x: x[0], states)
+        return jax.grad(lambda p: jnp.sum(tx.update(grads[0], state, p)[0]))(params)
+
+    mesh = make_mesh((2,), ("data",))
+    mapped = jax.jit(
+        jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    )
+    of_decay = np.full(4, -0.1 * 1e-4)
+    grads = np.ones((2, 4), np.float32)
+    np.testing.assert_allclose(mapped(params, states, grads), 2 * of_decay, rtol=1e-5)
+    grads[0, 1] = np.inf
+    np.testing.assert_allclose(mapped(params, states, grads), of_decay, rtol=1e-5)

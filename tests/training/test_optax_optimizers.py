@@ -20,15 +20,10 @@ from ampx.training import step_arguments
 from ampx.updates.clipping import clipped
 from ampx.updates.extra_args import accept_extra_args
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 STEPS = 4
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Many of optax's optimizers add ints to floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def make_data():

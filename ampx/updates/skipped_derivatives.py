@@ -1,0 +1,71 @@
+"""Derivatives of a step that may be skipped: on a skip, those of what stays.
+
+A skipped step takes none of its results, so they get a gradient of zero. But its gradients are
+infinite or NaN, and so are derivatives at them, and zero times infinity is NaN:
+
+    w' = select(skip, w, w - rate * g / sqrt(v + g**2))         with g infinite
+    dw'/dg = select(skip, 0, 1) * NaN = NaN                     0 is meant
+
+A `lax.cond` has no such derivative, since it runs one branch alone; but `vmap` turns it into a
+select. So wherever something is computed whether a step is skipped or not, its derivative is said
+here. It matters where a step itself is differentiated: in MAML, in learned optimizers, and for
+gradients of hyperparameters. Nothing is computed unless it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ampx.trees import is_float0, is_floating
+
+
+def stop_gradient_if(skip: jax.Array, tree: Any) -> Any:
+    """The same tree; behind it, its arrays have no derivative if `skip`, a bool scalar, is true.
+
+    For what goes into a computation that is in vain on a skip. Other leaves are left alone.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    places = [n for n, x in enumerate(leaves) if isinstance(x, jax.Array) and is_floating(x)]
+    guarded = _choose_derivative(skip, [leaves[n] for n in places], None)
+    for place, leaf in zip(places, guarded, strict=True):
+        leaves[place] = leaf
+    return structure.unflatten(leaves)
+
+
+def derive_held(skip: jax.Array, new: Any, old: Any) -> Any:
+    """The arrays `new`, which have the derivative of `old` if `skip`, a bool scalar, is true.
+
+    For what comes out, and was chosen on the way.
+
+    Args:
+      skip: bool scalar.
+      new: a tree of arrays, on a skip equal to `old`.
+      old: a tree of the same structure and shapes.
+    """
+    return _choose_derivative(skip, new, old)
+
+
+@jax.custom_jvp
+def _choose_derivative(skip: jax.Array, new: Any, old: Any) -> Any:
+    del old
+    # A choice that a compiler drops. With a `skip` for each lane of `vmap` its result has lanes, as
+    # its derivative has; JAX does not put up with lanes in one of the two alone.
+    return jax.tree.map(lambda x: lax.select(skip, x, x) if is_floating(x) else x, new)
+
+
+@_choose_derivative.defjvp
+def _derive(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    skip = primals[0]
+    _, of_new, of_old = tangents
+    if of_old is None:
+        of_old = jax.tree.map(lambda x: jnp.zeros((), x.dtype), of_new)
+
+    # In reverse mode it chooses zeros: on a skip for what goes on to `new`, else to `old`.
+    def choose(new: Any, old: Any) -> Any:
+        return new if is_float0(new) else jnp.where(skip, old.astype(new.dtype), new)
+
+    return _choose_derivative(*primals), jax.tree.map(choose, of_new, of_old)

@@ -1,0 +1,176 @@
+"""A step that is skipped has the derivatives of what stays, whichever optimizer it runs.
+
+The derivative of a kept array by itself is 1, all others are 0. Whatever is computed beside must
+add nothing: at infinite gradients its derivatives are infinite or NaN.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax_optimizers import NAMES, TAKES, make
+
+import ampx
+from ampx import fused
+from ampx.fused.application import can_apply
+
+PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "b": jnp.ones(3)}
+FUSED = {
+    "sgd": dict(momentum=0.9),
+    "adamw": dict(mu_dtype=jnp.bfloat16),
+    "lamb": {},
+    "lion": {},
+    "adagrad": {},
+    "adadelta": {},
+    "novograd": {},
+}
+PLAIN = [name for name in NAMES if set(TAKES.get(name, ())) <= {"value"}]
+WAYS = {
+    "updates": None,  # those of `tx.update`
+    "apply": {},  # settings of `fused.apply`
+    "clipped": dict(max_norm=1.0),
+}
+# By name: in the tail, by the branch, and outside of `jit`, where nothing is a branch.
+CASES = {
+    **{f"fused.{name}-{way}": ("fused", name, way) for name in FUSED for way in WAYS},
+    **{
+        f"fuse {name}-{way}": ("fuse", name, way)
+        for name in PLAIN
+        for way in ("updates", "clipped")
+    },
+    **{f"{name}-jit": ("jit", name, "updates") for name in PLAIN},
+    **{f"{name}-eager": ("eager", name, "updates") for name in PLAIN},
+}
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+QUICK = (
+    "fused.adamw-clipped",
+    "fused.lamb-updates",
+    "fused.adagrad-apply",
+    "fuse rmsprop-clipped",
+    "fuse contrib.cocob-updates",
+    "lars-jit",
+    "adadelta-eager",
+)
+
+
+def build(kind, name):
+    if kind == "fused":
+        return getattr(fused, name)(0.1, **FUSED[name])
+    return fused.fuse(make(name)) if kind == "fuse" else make(name)
+
+
+def is_float(x):
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.slow_but(*QUICK)
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_stays_has_a_derivative(case):
+    kind, name, way = CASES[case]
+    tx = ampx.static_loss_scale(build(kind, name), 8.0)
+    state = tx.init(PARAMS)
+    if way != "updates" and not can_apply(state):
+        pytest.skip("no rules can be derived from it")
+    extra_args = {"value": jnp.float32(1.5)} if TAKES.get(name) else {}
+    leaves, structure = jax.tree.flatten(state)
+    places = [place for place, leaf in enumerate(leaves) if is_float(leaf)]
+
+    def step(held, grads):
+        """From floating arrays of parameters and state to their successors."""
+        params, floats = held
+        filled = list(leaves)
+        for place, leaf in zip(places, floats, strict=True):
+            filled[place] = leaf
+        given = grads, structure.unflatten(filled), params
+        if way == "updates":
+            updates, new = tx.update(*given, **extra_args)
+            params = jax.tree.map(jnp.add, params, updates)
+        else:
+            params, new, _ = fused.apply(tx, *given, **WAYS[way], **extra_args)
+        return params, [jax.tree.leaves(new)[place] for place in places]
+
+    def differentiate(held, grads, weights):
+        _, pull = jax.vjp(step, held, grads)
+        return pull(weights), jax.jvp(step, (held, grads), (weights, grads_like(grads)))[1]
+
+    grads_like = functools.partial(jax.tree.map, jnp.ones_like)
+    held = PARAMS, [leaves[place] for place in places]
+    random = np.random.default_rng(0)
+    weights = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), held)
+    run = differentiate if kind == "eager" else jax.jit(differentiate)
+    for bad in (jnp.inf, jnp.nan):
+        grads = {"w": jnp.full((2, 3), 8.0).at[0, 1].set(bad), "b": jnp.full(3, 4.0)}
+        (of_held, of_grads), tangents = run(held, grads, weights)
+        assert not any(map(np.any, jax.tree.leaves(of_grads)))
+        for found in (of_held, tangents):
+            jax.tree.map(np.testing.assert_array_equal, found, weights)
+
+
+def test_lanes_of_vmap_are_differentiated_each_by_itself():
+    tx = ampx.static_loss_scale(fused.adagrad(0.1), 8.0)
+
+    def total(grads):
+        return jnp.sum(fused.apply(tx, grads, tx.init(grads), grads, max_norm=1.0)[0])
+
+    lanes = jnp.arange(1.0, 7.0).reshape(2, 3)
+    of_lanes = jax.jit(jax.grad(lambda lanes: jnp.sum(jax.vmap(total)(lanes))))
+    found = of_lanes(lanes.at[0, 1].set(jnp.inf))
+    np.testing.assert_array_equal(found[0], 1.0)  # they are the parameters, too
+    np.testing.assert_allclose(found[1], of_lanes(lanes)[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0, 100.0])
+def test_a_step_that_is_taken_has_the_derivatives_of_optax(max_norm):
+    """By gradients, parameters, moments and the scale."""
+    clip = optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
+    ours = ampx.static_loss_scale(fused.adam(0.1), 8.0)
+    plain = optax.adam(0.1)
+    state, ref_state = ours.init(PARAMS), plain.init(PARAMS)
+    random = np.random.default_rng(0)
+    nu = jax.tree.map(lambda p: jnp.asarray(random.uniform(1, 2, p.shape), p.dtype), PARAMS)
+
+    def through(params, grads, nu):
+        new_state = optax.tree.set(state, nu=nu)
+        grads = optax.tree.scale(8.0, grads)
+        params, new, _ = fused.apply(ours, grads, new_state, params, max_norm=max_norm)
+        return params, optax.tree.get(new, "mu")
+
+    def reference(params, grads, nu):
+        grads, _ = clip.update(grads, clip.init(params))
+        updates, new = plain.update(grads, optax.tree.set(ref_state, nu=nu), params)
+        return optax.apply_updates(params, updates), optax.tree.get(new, "mu")
+
+    grads = jax.tree.map(lambda p: jnp.asarray(random.normal(size=p.shape), p.dtype), PARAMS)
+    found, expected = (
+        jax.jit(lambda *given, f=f: jax.vjp(f, *given)[1]((grads, PARAMS)))(PARAMS, grads, nu)
+        for f in (through, reference)
+    )
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_of_a_skipped_step_have_no_derivative():
+    """The loss of a step that overflows is infinite, too, and a rate is computed from it."""
+
+    def update(updates, rate, params=None, *, value):
+        return jax.tree.map(lambda g: -g * (rate * value), updates), rate
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0.1), update)
+    tx = ampx.static_loss_scale(fused.fuse(inner, strict=True), 8.0)
+    state = tx.init(PARAMS)
+
+    def total(rate, value, grads):
+        inner_state = state.inner_state._replace(inner_state=rate)
+        given = state._replace(inner_state=inner_state)
+        return jnp.sum(fused.apply(tx, grads, given, PARAMS, value=value)[0]["w"])
+
+    differentiate = jax.jit(jax.grad(total))
+    for bad in (jnp.inf, jnp.nan):
+        grads = jax.tree.map(lambda p, bad=bad: jnp.full_like(p, bad), PARAMS)
+        assert differentiate(jnp.float32(0.1), jnp.float32(bad), grads) == 0
+    taken = differentiate(jnp.float32(0.1), jnp.float32(2.0), optax.tree.scale(8.0, PARAMS))
+    np.testing.assert_allclose(taken, -2 * jnp.sum(PARAMS["w"]), atol=1e-6)
