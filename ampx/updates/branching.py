@@ -106,8 +106,8 @@ def _branch(
         found[:] = structure, [leaf if is_float0(leaf) else next(types) for leaf in leaves]
         return arrays
 
-    # Where each device decides for itself, what they share gets its mark in front of the branch. The
-    # derivative of a mark is a sum over devices, and inside not all would take part in it.
+    # Where each device decides for itself, what they share gets its mark in front of the branch.
+    # The derivative of a mark is a sum over devices, and inside not all would take part in it.
     operands = [mark_varying(jnp.asarray(given[place]), axes) for place in places]
     jaxpr = choose_late(trace(take, *operands)[0])
     structure, types = found
