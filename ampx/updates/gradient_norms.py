@@ -274,7 +274,7 @@ def _derive_norm(norm: jax.Array, factor: Any, grads: Any, model_axes: ModelAxes
 
     @known.defjvp
     def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        norm = primals[0]
+        norm = known(*primals)  # so derivatives of second order go this way, too
         scaled, changes = jax.jvp(scale, primals[1:], tangents[1:])
         size = jnp.where(norm == 0, jnp.ones_like(norm), norm)
         parts = [

@@ -8,8 +8,11 @@ infinite or NaN, and so are derivatives at them, and zero times infinity is NaN:
 
 A `lax.cond` has no such derivative, since it runs one branch alone; but `vmap` turns it into a
 select. So wherever something is computed whether a step is skipped or not, its derivative is said
-here. It matters where a step itself is differentiated: in MAML, in learned optimizers, and for
-gradients of hyperparameters. Nothing is computed unless it is.
+here. It matters where an update itself is differentiated: in learned optimizers, in MAML of first
+order, and for gradients of hyperparameters. Nothing is computed unless it is.
+
+What the gradients themselves are functions of is not reached from here: the second derivative of a
+loss that overflowed is not finite either.
 """
 
 from __future__ import annotations

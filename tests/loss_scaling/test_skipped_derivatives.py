@@ -123,6 +123,28 @@ def test_lanes_of_vmap_are_differentiated_each_by_itself():
     np.testing.assert_allclose(found[1], of_lanes(lanes)[1], rtol=1e-6)
 
 
+def test_derivatives_of_second_order():
+    tx = ampx.static_loss_scale(fused.adagrad(0.1), 8.0)
+
+    def total(params, grads):
+        new = fused.apply(tx, grads, tx.init(params), params, max_norm=1.0)[0]
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(new))
+
+    def of_first(params, grads):
+        found = jax.grad(total, (0, 1))(params, grads)
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(found))
+
+    of_second = jax.jit(jax.grad(of_first, (0, 1)))
+    grads = {"w": jnp.full((2, 3), 8.0).at[0, 1].set(jnp.inf), "b": jnp.full(3, 4.0)}
+    of_params, of_grads = of_second(PARAMS, grads)
+    assert not any(map(np.any, jax.tree.leaves(of_grads)))
+    # The derivative of cos(x)**2.
+    expected = jax.tree.map(lambda p: -jnp.sin(2 * p), PARAMS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), of_params, expected)
+    grads["w"] = jnp.full((2, 3), 8.0)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(of_second(PARAMS, grads)))
+
+
 @pytest.mark.parametrize("max_norm", [None, 1.0, 100.0])
 def test_a_step_that_is_taken_has_the_derivatives_of_optax(max_norm):
     """By gradients, parameters, moments and the scale."""
