@@ -258,14 +258,10 @@ def _derive_norm(norm: jax.Array, factor: Any, grads: Any, model_axes: ModelAxes
     """A known norm, of which the derivative is by what it is said here to be the norm of.
 
     It was measured before it was known whether the step is skipped, so it has a derivative of NaN
-    on a skip. That of |x| is x / |x|, in which nothing overflows.
+    on a skip.
     """
     if factor is None:
         factor = jnp.ones((), jnp.float32)
-
-    def scale(factor: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
-        wide = [leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) for leaf in leaves]
-        return [leaf * factor.astype(leaf.dtype) for leaf in wide]
 
     @jax.custom_jvp
     def known(norm: jax.Array, factor: jax.Array, leaves: list[jax.Array]) -> jax.Array:
@@ -275,13 +271,19 @@ def _derive_norm(norm: jax.Array, factor: Any, grads: Any, model_axes: ModelAxes
     @known.defjvp
     def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         norm = known(*primals)  # so derivatives of second order go this way, too
-        scaled, changes = jax.jvp(scale, primals[1:], tangents[1:])
-        size = jnp.where(norm == 0, jnp.ones_like(norm), norm)
+        _, factor, leaves = primals
+        _, of_factor, changes = tangents
+        wide = [leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) for leaf in leaves]
+        # Of |f g| it is f**2 (g, dg) / |f g| + |f g| df / f. Nothing but gradients is in what is
+        # summed over shards: f differs where devices have loss scales of their own.
         parts = [
-            jnp.sum(jnp.real(jnp.conj(x / size.astype(x.dtype)) * change))
-            for x, change in zip(scaled, changes, strict=True)
+            jnp.sum(jnp.real(jnp.conj(x) * change.astype(x.dtype)))
+            for x, change in zip(wide, changes, strict=True)
         ]
-        return norm, add_over_shards(parts, untracked).astype(norm.dtype)
+        size = jnp.where(norm == 0, jnp.ones_like(norm), norm)
+        change = add_over_shards(parts, untracked) * (factor / size) * factor
+        change = (change + norm * of_factor / factor).astype(norm.dtype)
+        return norm, mark_varying(change, sorted(varying_axes(norm)))
 
     leaves, untracked = _find_floating(grads, model_axes)
     return known(norm, factor, leaves) if leaves else norm

@@ -23,16 +23,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ampx.mesh_axes import varying_axes
 from ampx.trees import is_float0, is_floating
 
 
 def stop_gradient_if(skip: jax.Array, tree: Any) -> Any:
     """The same tree; behind it, its arrays have no derivative if `skip`, a bool scalar, is true.
 
-    For what goes into a computation that is in vain on a skip. Other leaves are left alone.
+    For what goes into a computation that is in vain on a skip. Other leaves are left alone, and so
+    is what devices share that decide each for itself: what varies by its type is taken for shards.
     """
     leaves, structure = jax.tree.flatten(tree)
-    places = [n for n, x in enumerate(leaves) if isinstance(x, jax.Array) and is_floating(x)]
+    axes = varying_axes(skip)
+
+    def may_be_guarded(x: Any) -> bool:
+        return isinstance(x, jax.Array) and is_floating(x) and axes <= varying_axes(x)
+
+    places = [place for place, leaf in enumerate(leaves) if may_be_guarded(leaf)]
     guarded = _choose_derivative(skip, [leaves[n] for n in places], None)
     for place, leaf in zip(places, guarded, strict=True):
         leaves[place] = leaf

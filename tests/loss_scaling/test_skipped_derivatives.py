@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import make_mesh
 from optax_optimizers import NAMES, TAKES, make
 
 import ampx
@@ -196,3 +197,28 @@ def test_numbers_of_a_skipped_step_have_no_derivative():
         assert differentiate(jnp.float32(0.1), jnp.float32(bad), grads) == 0
     taken = differentiate(jnp.float32(0.1), jnp.float32(2.0), optax.tree.scale(8.0, PARAMS))
     np.testing.assert_allclose(taken, -2 * jnp.sum(PARAMS["w"]), atol=1e-6)
+
+
+def test_devices_with_scales_of_their_own_clip_what_they_share():
+    tx = ampx.static_loss_scale(fused.sgd(0.1), 8.0)
+    states = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(PARAMS))
+
+    def total(grads, states):
+        def shard(grads, states):
+            state = jax.tree.map(lambda x: x[0], states)
+            new = fused.apply(tx, grads, state, PARAMS, max_norm=1.0)[0]
+            return sum(map(jnp.sum, jax.tree.leaves(new)))[None]
+
+        spec = jax.P("data")
+        mapped = jax.shard_map(shard, mesh=mesh, in_specs=(jax.P(), spec), out_specs=spec)
+        return jnp.sum(mapped(grads, states))
+
+    def alone(grads):
+        new = fused.apply(tx, grads, tx.init(PARAMS), PARAMS, max_norm=1.0)[0]
+        return 2 * sum(map(jnp.sum, jax.tree.leaves(new)))
+
+    mesh = make_mesh((2,), ("data",))
+    grads = optax.tree.scale(8.0, PARAMS)
+    found = jax.jit(jax.grad(total))(grads, states)
+    for a, b in zip(*map(jax.tree.leaves, (found, jax.jit(jax.grad(alone))(grads))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
