@@ -62,6 +62,9 @@ def derive_held(skip: jax.Array, new: Any, old: Any) -> Any:
 @jax.custom_jvp
 def _choose_derivative(skip: jax.Array, new: Any, old: Any) -> Any:
     del old
+    # Outside of `jit` and `vmap` nobody drops the choice below, and it would copy all arrays.
+    if not isinstance(skip, jax.core.Tracer):
+        return new
     # A choice that a compiler drops. With a `skip` for each lane of `vmap` its result has lanes, as
     # its derivative has; JAX does not put up with lanes in one of the two alone.
     return jax.tree.map(lambda x: lax.select(skip, x, x) if is_floating(x) else x, new)

@@ -17,6 +17,7 @@ from optax_optimizers import NAMES, TAKES, make
 import ampx
 from ampx import fused
 from ampx.fused.application import can_apply
+from ampx.updates.skipped_derivatives import stop_gradient_if
 
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "b": jnp.ones(3)}
 FUSED = {
@@ -222,3 +223,8 @@ def test_devices_with_scales_of_their_own_clip_what_they_share():
     found = jax.jit(jax.grad(total))(grads, states)
     for a, b in zip(*map(jax.tree.leaves, (found, jax.jit(jax.grad(alone))(grads))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_outside_of_jit_no_array_is_copied():
+    array = jnp.ones(3)
+    assert stop_gradient_if(jnp.array(True), array) is array
