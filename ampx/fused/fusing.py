@@ -260,11 +260,15 @@ def _update_as_written(
         wide = grad.astype(wider_dtype(grad.dtype, jnp.float32))
         return wide * tail.factor.astype(wide.dtype)
 
-    given: Any = None if params is None else as_arrays(params)
-    updates, new = tx.update(jax.tree.map(unscale, updates), state, given, **extra_args)
+    wide: Any = None if params is None else as_arrays(params)
+    operands = jax.tree.map(unscale, updates), state, wide, extra_args
+    if tail.skip is not None:
+        operands = stop_gradient_if(tail.skip, operands)
+    grads, own, given, extra_args = operands
+    updates, new = tx.update(grads, own, given, **extra_args)
     values, old = updates, null_updates(updates)
     if tail.new_params:
-        values, old = apply_updates(given, updates), given
+        values, old = apply_updates(given, updates), wide
     new = cast_like(new, state)
     if tail.skip is not None:
         values, new = hold(tail.skip, (values, new), (old, state))

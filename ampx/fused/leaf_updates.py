@@ -115,24 +115,9 @@ def _update(
     leaf: Leaf,
     skip: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...]]:
-    if skip is None:
-        return _compute(rule, new_params, untracked, h, leaf, skip)
-    # On a skip the derivative is that of what stays: see `updates.skipped_derivatives`.
-    h, guarded = stop_gradient_if(skip, (h, leaf))
-    value, lost, slots = _compute(rule, new_params, untracked, h, guarded, skip)
-    stays = leaf.param if new_params else jnp.zeros_like(value)
-    value, slots = derive_held(skip, (value, slots), (stays, leaf.slots))
-    return value, lost, slots
-
-
-def _compute(
-    rule: UpdateRule,
-    new_params: bool,
-    untracked: tuple[str, ...],
-    h: Any,
-    leaf: Leaf,
-    skip: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...]]:
+    held = leaf
+    if skip is not None:
+        h, leaf = stop_gradient_if(skip, (h, leaf))
     wide = compute_dtype(leaf)
     # `param` may be None, an empty tree, and stays so.
     g, p = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param))
@@ -157,7 +142,11 @@ def _compute(
         narrow_slot(new, old, leaf.step, leaf.place, saturates=saturates)
         for new, old in zip(new_slots, leaf.slots, strict=True)
     )
-    return *_answer_tail(p, step, leaf, skip, new_params), kept
+    value, lost = _answer_tail(p, step, leaf, skip, new_params)
+    if skip is not None:
+        stays = held.param if new_params else jnp.zeros_like(value)
+        value, kept = derive_held(skip, (value, kept), (stays, held.slots))
+    return value, lost, kept
 
 
 # `jit` inside the caller's `jit` is a cache here: parameters of one shape, dtype and rule are

@@ -8,8 +8,9 @@
                   overlaps with updates
     fused         an optimizer of ampx.fused   a select where each number is made
 
-Where a select comes behind what was computed in vain, that has no derivative on a skip: see
-`ampx.updates.skipped_derivatives`.
+What an overflow skips and is computed all the same has no derivative then: see
+`ampx.updates.skipped_derivatives`. What `nonfinite_updates` undoes or holds is not covered: the
+verdict on it comes from the updates themselves.
 
 A branch makes all parameters wait for all that is inside it. So where gradients are reduced bucket
 by bucket, and the first parameters are to be updated while the last bucket is on its way, the plain

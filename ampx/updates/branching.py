@@ -157,7 +157,10 @@ def _choose(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]
 
 
 def _compute_beside(skip: jax.Array, jaxpr: Jaxpr, *operands: Any) -> list[Any]:
-    """The results of a program in front of the branch, such as a norm, or behind it."""
+    """The results of a program in front of the branch, such as a norm, or behind it.
+
+    On a skip they are in vain, and have no derivative.
+    """
     return evaluate(jaxpr, *stop_gradient_if(skip, operands))
 
 

@@ -255,10 +255,9 @@ def measure_norm(tail: Tail, grads: Any, model_axes: ModelAxes = NOT_DIVIDED) ->
 
 
 def _derive_norm(norm: jax.Array, factor: Any, grads: Any, model_axes: ModelAxes) -> jax.Array:
-    """A known norm, of which the derivative is by what it is said here to be the norm of.
+    """A norm that was measured before; its derivative is taken of `factor` and `grads` anew.
 
-    It was measured before it was known whether the step is skipped, so it has a derivative of NaN
-    on a skip.
+    The one that it has may be NaN on a skip: nobody knew of the skip when it was measured.
     """
     if factor is None:
         factor = jnp.ones((), jnp.float32)
@@ -282,8 +281,7 @@ def _derive_norm(norm: jax.Array, factor: Any, grads: Any, model_axes: ModelAxes
         ]
         size = jnp.where(norm == 0, jnp.ones_like(norm), norm)
         change = add_over_shards(parts, untracked) * (factor / size) * factor
-        change = (change + norm * of_factor / factor).astype(norm.dtype)
-        return norm, mark_varying(change, sorted(varying_axes(norm)))
+        return norm, (change + norm * of_factor / factor).astype(norm.dtype)
 
     leaves, untracked = _find_floating(grads, model_axes)
     return known(norm, factor, leaves) if leaves else norm
@@ -303,6 +301,8 @@ def fold_clip(tail: Tail, grads: Any, model_axes: ModelAxes = NOT_DIVIDED) -> Ta
     # must have squares that add up.
     is_number = isinstance(tail.max_norm, int | float)
     limit = (min if is_number else jnp.minimum)(tail.max_norm, _LARGEST_CLIP)
+    if tail.skip is not None:
+        limit = stop_gradient_if(tail.skip, limit)
     clip = compute_clip_factor(norm, limit)
     factor = clip if tail.factor is None else tail.factor * clip
     return dataclasses.replace(tail, factor=factor, max_norm=None, norm=norm * clip)

@@ -4,12 +4,13 @@ A skipped step takes none of its results, so they get a gradient of zero. But it
 infinite or NaN, and so are derivatives at them, and zero times infinity is NaN:
 
     w' = select(skip, w, w - rate * g / sqrt(v + g**2))         with g infinite
-    dw'/dg = select(skip, 0, 1) * NaN = NaN                     0 is meant
+    cotangent of g = 0 * NaN = NaN                              0 is meant
 
-A `lax.cond` has no such derivative, since it runs one branch alone; but `vmap` turns it into a
-select. So wherever something is computed whether a step is skipped or not, its derivative is said
-here. It matters where an update itself is differentiated: in learned optimizers, in MAML of first
-order, and for gradients of hyperparameters. Nothing is computed unless it is.
+So wherever something is computed whether a step is skipped or not, what goes in and what comes out
+is given its derivative here. The inside of a branch needs none of it: a `lax.cond` runs one way
+alone, and where `vmap` turns it into a select, JAX guards its operands in the same way. It matters
+where an update itself is differentiated: in learned optimizers, in MAML of first order, and for
+gradients of hyperparameters. What is computed does not change.
 
 What the gradients themselves are functions of is not reached from here: the second derivative of a
 loss that overflowed is not finite either.
@@ -28,10 +29,10 @@ from ampx.trees import is_float0, is_floating
 
 
 def stop_gradient_if(skip: jax.Array, tree: Any) -> Any:
-    """The same tree; behind it, its arrays have no derivative if `skip`, a bool scalar, is true.
+    """The same tree; its floating arrays of JAX have no derivative if `skip`, a bool, is true.
 
-    For what goes into a computation that is in vain on a skip. Other leaves are left alone, and so
-    is what devices share that decide each for itself: what varies by its type is taken for shards.
+    For what goes into a computation that is in vain on a skip. What devices share that decide each
+    for itself is left alone: it would vary by its type, and what varies is taken for shards.
     """
     leaves, structure = jax.tree.flatten(tree)
     axes = varying_axes(skip)
@@ -49,12 +50,12 @@ def stop_gradient_if(skip: jax.Array, tree: Any) -> Any:
 def derive_held(skip: jax.Array, new: Any, old: Any) -> Any:
     """The arrays `new`, which have the derivative of `old` if `skip`, a bool scalar, is true.
 
-    For what comes out, and was chosen on the way.
+    For what comes out of a computation that has chosen `old` on a skip already.
 
     Args:
       skip: bool scalar.
       new: a tree of arrays, on a skip equal to `old`.
-      old: a tree of the same structure and shapes.
+      old: a tree of the same structure and shapes; its dtypes may differ.
     """
     return _choose_derivative(skip, new, old)
 
@@ -62,11 +63,10 @@ def derive_held(skip: jax.Array, new: Any, old: Any) -> Any:
 @jax.custom_jvp
 def _choose_derivative(skip: jax.Array, new: Any, old: Any) -> Any:
     del old
-    # Outside of `jit` and `vmap` nobody drops the choice below, and it would copy all arrays.
     if not isinstance(skip, jax.core.Tracer):
-        return new
-    # A choice that a compiler drops. With a `skip` for each lane of `vmap` its result has lanes, as
-    # its derivative has; JAX does not put up with lanes in one of the two alone.
+        return new  # outside of `jit` the choice below would copy all arrays
+    # A choice between an array and itself, which XLA drops. If each lane of `vmap` has a `skip` of
+    # its own, the derivative has lanes, and JAX wants them in the value as well.
     return jax.tree.map(lambda x: lax.select(skip, x, x) if is_floating(x) else x, new)
 
 
@@ -77,7 +77,7 @@ def _derive(primals: Any, tangents: Any) -> tuple[Any, Any]:
     if of_old is None:
         of_old = jax.tree.map(lambda x: jnp.zeros((), x.dtype), of_new)
 
-    # In reverse mode it chooses zeros: on a skip for what goes on to `new`, else to `old`.
+    # In reverse mode a cotangent goes to `old` on a skip and else to `new`, zeros to the other.
     def choose(new: Any, old: Any) -> Any:
         return new if is_float0(new) else jnp.where(skip, old.astype(new.dtype), new)
 

@@ -71,10 +71,15 @@ def test_only_elementwise_work_on_new_moments_is_behind_the_branch():
     state = tx.init(PARAMS)
     traced = open_jaxpr(jax.make_jaxpr(functools.partial(updated, tx))(state, grads_of(), PARAMS))
     (branch,) = (e for e in traced.eqns if e.primitive.name == "cond" and len(e.outvars) > 4)
-    # What is computed beside the branch has a derivative of its own: the clip's norm in front, and
-    # the rest, which reads no gradient and no old moment: of each leaf new moments and parameter.
+    # Operands of what is computed beside the branch are guarded, by calls with derivatives of their
+    # own: in front of the clip's norm, and behind the branch.
     front, behind = (e for e in traced.eqns if e.primitive.name == "custom_jvp_call")
-    assert traced.eqns.index(front) < traced.eqns.index(branch) < traced.eqns.index(behind)
+    first, last = traced.eqns.index(front), traced.eqns.index(branch)
+    assert first < last < traced.eqns.index(behind)
+    between = {out for e in traced.eqns[first:last] for out in e.outvars}
+    handed_in = [atom for atom in branch.invars if atom in between]
+    assert handed_in and not any(atom.aval.shape for atom in handed_in), "the clip's norm alone"
+    # It reads no gradient and no old moment: of each leaf new moments and the parameter.
     operands, outputs = set(traced.invars), set(branch.outvars)
     arrays = [atom for atom in behind.invars if atom.aval.shape]
     assert len(arrays) == 3 * len(PARAMS)

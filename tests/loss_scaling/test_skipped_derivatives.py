@@ -200,6 +200,34 @@ def test_numbers_of_a_skipped_step_have_no_derivative():
     np.testing.assert_allclose(taken, -2 * jnp.sum(PARAMS["w"]), atol=1e-6)
 
 
+def test_an_update_of_fuse_without_parameters_has_no_derivative_on_a_skip():
+    tx = ampx.static_loss_scale(fused.fuse(optax.adagrad(0.1)), 8.0)
+
+    @jax.jit
+    @jax.grad
+    def differentiate(grads):
+        return jnp.sum(tx.update(grads, tx.init(PARAMS))[0]["w"])
+
+    for bad in (jnp.inf, jnp.nan):
+        found = differentiate({"w": jnp.full((2, 3), 8.0).at[0, 1].set(bad), "b": jnp.ones(3)})
+        assert not any(map(np.any, jax.tree.leaves(found)))
+
+
+def test_a_clip_has_a_derivative_by_its_bound_unless_it_is_skipped():
+    tx = ampx.static_loss_scale(fused.sgd(0.1), 1.0)
+
+    @jax.jit
+    @jax.grad
+    def differentiate(max_norm, grads):
+        params = jnp.ones(3)
+        return jnp.sum(fused.apply(tx, grads, tx.init(params), params, max_norm=max_norm)[0])
+
+    for bad in (jnp.inf, jnp.nan):
+        assert differentiate(jnp.float32(1.0), jnp.array([1.0, bad, 2.0])) == 0
+    taken = differentiate(jnp.float32(1.0), jnp.array([3.0, 4.0, 0.0]))
+    np.testing.assert_allclose(taken, -0.1 * 7 / 5, rtol=1e-6)
+
+
 def test_devices_with_scales_of_their_own_clip_what_they_share():
     tx = ampx.static_loss_scale(fused.sgd(0.1), 8.0)
     states = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(PARAMS))
