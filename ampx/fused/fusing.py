@@ -279,7 +279,8 @@ def _run_numbers(
     derivation: Derivation, grads: list[Any], old: list[Any], params: list[Any], tail: Tail
 ) -> tuple[list[Any], list[Any]]:
     """The numbers of a step, and the leaves of the new state, of which slots are still the old."""
-    types = [atom.aval for atom in reading.open_jaxpr(derivation.numbers).invars]
+    program = reading.open_jaxpr(derivation.numbers)
+    types = [atom.aval for atom in program.invars]
     arrays = [*grads, *old, *params]
     # Nothing is computed of an array, unless a number needs it.
     inputs = [
@@ -289,7 +290,14 @@ def _run_numbers(
     if tail.factor is not None:
         inputs[: len(grads)] = [g * tail.factor.astype(g.dtype) for g in inputs[: len(grads)]]
     if tail.skip is not None:
-        inputs = stop_gradient_if(tail.skip, inputs)
+        # Usually a count or two, of more than a thousand arrays.
+        atoms = {
+            atom for eqn in program.eqns for atom in eqn.invars if not reading.is_literal(atom)
+        }
+        read = [place for place, atom in enumerate(program.invars) if atom in atoms]
+        guarded = stop_gradient_if(tail.skip, [inputs[place] for place in read])
+        for place, array in zip(read, guarded, strict=True):
+            inputs[place] = array
     values = reading.evaluate(derivation.numbers, *inputs)
     count = len(values) - len(derivation.others)
     new = list(old)
