@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 import ampx
 from ampx import fused
 from ampx.fused import application
+from ampx.jaxprs import building
+from ampx.jaxprs.reading import is_literal
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.training import step_arguments
 from ampx.updates.extra_args import check_spelling
@@ -373,6 +375,26 @@ def test_updates_that_are_not_finite_are_held(name, face):
         if library is fused and is_counted:  # moments stay with the parameter, whose step they were
             moments = [x for x in jax.tree.leaves(state.inner_state) if x.shape == params.shape]
             assert_bit_equal(moments, [jnp.zeros(2)] * len(moments))
+
+
+@pytest.mark.parametrize("make", [fused.sgd, fused.adamw, fused.lion])
+def test_no_number_is_held_by_a_choice_in_its_own_place(make):
+    """A choice for each element between the new and the old number is a masked store for x86.
+
+    Some processors are slow at it. One choice for all elements is none.
+    """
+    tx = dynamic(make(0.1))
+    state = tx.init(PARAMS)
+    traced = jax.make_jaxpr(lambda *given: fused.apply(tx, *given)[:2])(PARAMS, state, PARAMS)
+    in_place, choices = set(traced.jaxpr.invars[-3:]), []
+    for eqn in building.inline_calls(traced).eqns:
+        read = in_place.intersection(x for x in eqn.invars if not is_literal(x))
+        if read and eqn.primitive.name == "custom_jvp_call":  # a mark for derivatives
+            in_place.update(eqn.outvars)
+        if read and eqn.primitive.name == "select_n":
+            choices.append(eqn)
+    assert len(choices) >= len(PARAMS)
+    assert not any(eqn.invars[0].aval.ndim for eqn in choices)
 
 
 HALF_OVERFLOWS = {
