@@ -213,17 +213,22 @@ def _answer_tail(
     if skip is None:
         return new if new_params else step.astype(_update_dtype(leaf)), None
     lost = overflows(new, leaf.param) if p is not None and new.dtype == jnp.float16 else None
-    # What is not finite becomes a step of -0.0, the one number that changes no bit of what it is
-    # added to; where the sum would not be finite, this is asked of the sum. To choose the old
-    # parameter behind the addition would mean the same, but a compiler for x86 makes a masked store
-    # of a choice between a new number and the one already in its place, and AMD's processors are
-    # slow at these: AdamW took 1.25 times as long.
+    # What is not finite becomes a step of -0.0, which changes nothing that it is added to (but for
+    # subnormal numbers, which CPUs flush to zero in every sum). Where the sum would not be finite,
+    # this is asked of the sum. To choose the old parameter behind the addition would mean the same,
+    # but a compiler for x86 makes a masked store of a choice between a new number and the one
+    # already in its place, and AMD's processors are slow at these: AdamW took 1.25 times as long.
     is_sound = lax.is_finite(new if is_floating(new) else step)  # an integer is always finite
     nothing = jnp.full_like(step, -0.0)
     step = _choose(is_sound, step, nothing)
     if not new_params:
+        # In the wide dtype: a half update might overflow where its sum does not.
         return _choose(skip, nothing, step), lost
-    return _choose(skip, leaf.param, (p + step).astype(leaf.param.dtype)), lost
+    new = (p + step).astype(leaf.param.dtype)
+    if not is_floating(new):
+        # Not every integer comes through a sum of floats.
+        new = _choose(is_sound, new, leaf.param)
+    return _choose(skip, leaf.param, new), lost
 
 
 def compute_trust_ratio(

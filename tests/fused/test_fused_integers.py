@@ -98,6 +98,13 @@ def test_the_single_pass_gives_the_same(name):
     assert_bit_equal(held, PARAMS)
 
 
+def test_integers_that_floats_do_not_hold_stay_if_their_step_is_not_finite():
+    tx = ampx.static_loss_scale(fused.adam(0.1, eps=0.0), 1.0)
+    params = jnp.array([2**24 + 1, -3])
+    new, _, _ = fused.apply(tx, jnp.zeros(2), tx.init(params), params)  # 0 / 0
+    assert_bit_equal(new, params)
+
+
 def test_complex_numbers_are_refused():
     tx, params = fused.adam(0.1), jnp.ones(2, jnp.complex64)
     with pytest.raises(TypeError, match="it takes real numbers"):
