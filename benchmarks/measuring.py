@@ -8,6 +8,10 @@ A round runs every candidate once, one after the other:
 rounds. If other work slows the machine down for a while, it slows down A and B of the same
 rounds, and their ratio stays. A ratio of two medians would compare A on a quiet machine with B on
 a busy one.
+
+Each candidate begins after a rest. Threads of a library (OpenMP's, that torch computes with) wait
+by spinning for a while after their work, and hold the cores that the next candidate needs: on two
+cores, the one behind torch took a tenth longer.
 """
 
 import dataclasses
@@ -19,6 +23,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+REST = 0.02  # seconds; longer than threads spin
 
 
 @dataclasses.dataclass
@@ -72,6 +78,7 @@ def take_turns(candidates: list[Candidate], rounds: int) -> None:
         candidate.seconds.clear()
     for _ in range(rounds):
         for candidate in candidates:
+            time.sleep(REST)
             candidate.run_once()
 
 
