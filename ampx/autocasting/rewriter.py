@@ -179,7 +179,8 @@ class _BodyRewriter:
             if not reading.has_constants(body):
                 # Each trace makes a new jitted function for a marked region. As a call it would be
                 # compiled at each trace, so its equations are put into the jaxpr around it.
-                self._insert(eqn, decision, *building.splice_jaxpr(body, operands, eqn))
+                opened = building.splice_jaxpr(body, operands, eqn, keep_lines=True)
+                self._insert(eqn, decision, *opened)
                 return
         outvars = [
             self._define_output(out, value)

@@ -24,12 +24,14 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as jax_primitives
 
+from ampx.jaxprs import source_info
 from ampx.jaxprs.primitives import CALLS
 from ampx.jaxprs.reading import (
     Atom,
     Equation,
     Jaxpr,
     called_body,
+    constants_of,
     has_constants,
     is_dropped,
     is_explicit,
@@ -126,9 +128,16 @@ def splice_function(
 
 
 def splice_jaxpr(
-    jaxpr: Jaxpr, operands: Sequence[Atom], near: Equation
+    jaxpr: Jaxpr, operands: Sequence[Atom], near: Equation, *, keep_lines: bool = False
 ) -> tuple[list[Equation], list[Atom]]:
     """Renames the equations of a jaxpr to read these operands, to stand in another jaxpr.
+
+    Args:
+      jaxpr: without constants.
+      operands: in the place of its arguments.
+      near: an equation whose scope and line the others get.
+      keep_lines: whether they keep their own line, being a part of the user's program. Those of
+        JAX's own functions get that of `near`, since JAX does not say who calls them.
 
     Returns:
       The equations and the atoms of the outputs, as `splice_function`.
@@ -142,6 +151,7 @@ def splice_jaxpr(
             f"a rule of {near.primitive.name} closes over arrays that are not arguments of it"
         )
     names: dict[Any, Atom] = dict(zip(body.invars, operands, strict=True))
+    keep_lines = keep_lines and not source_info.is_of_jax(body)
 
     def renamed(atom: Atom) -> Atom:
         return atom if is_literal(atom) else names[atom]
@@ -156,7 +166,7 @@ def splice_jaxpr(
         eqn.replace(
             invars=[renamed(atom) for atom in eqn.invars],
             outvars=[named(out) for out in eqn.outvars],
-            source_info=near.source_info.replace(
+            source_info=(eqn if keep_lines else near).source_info.replace(
                 name_stack=near.source_info.name_stack + eqn.source_info.name_stack
             ),
         )
@@ -168,12 +178,17 @@ def splice_jaxpr(
 def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
     """Replaces calls by the equations that they run.
 
-    Calls stay whose body has constants attached, and those of `jax.jit` that say how operands or
-    results lie on a mesh. Calls of remat are replaced too. What they say about recomputation is
-    lost.
+    Arrays that a called function closes over become constants of the result, each of them once.
+    Calls of `jax.jit` stay that say how operands or results lie on a mesh. Calls of remat are
+    replaced. What they say about recomputation is lost.
     """
     opened = open_jaxpr(jaxpr)
     names: dict[Any, Atom] = {}
+    # By identity: an array that many layers read, such as a mask, is one constant.
+    constants = {
+        id(array): (variable, array)
+        for variable, array in zip(opened.constvars, constants_of(jaxpr), strict=True)
+    }
 
     def renamed(atom: Atom) -> Atom:
         return atom if is_literal(atom) else names.get(atom, atom)
@@ -184,13 +199,23 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
     for eqn in opened.eqns:
         operands = [renamed(atom) for atom in eqn.invars]
         body = called_body(eqn) if eqn.primitive.name in CALLS else None
-        if body is None or has_constants(body) or _has_shardings(eqn):
+        if body is None or _has_shardings(eqn):
             eqns.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
             continue
-        called, outs = splice_jaxpr(inlined(body), operands, eqn)
+        whole = inlined(body)
+        within = open_jaxpr(whole)
+        for variable, array in zip(within.constvars, constants_of(whole), strict=True):
+            constants.setdefault(id(array), (new_variable(variable.aval), array))
+        read = [constants[id(array)][0] for array in constants_of(whole)]
+        arguments = within.replace(constvars=[], invars=[*within.constvars, *within.invars])
+        called, outs = splice_jaxpr(arguments, [*read, *operands], eqn, keep_lines=True)
         eqns.extend(called)
         names.update(zip(eqn.outvars, outs, strict=True))
-    return rebuild(jaxpr, opened.invars, [renamed(atom) for atom in opened.outvars], eqns)
+    inlined_body = rebuild(opened, opened.invars, [renamed(v) for v in opened.outvars], eqns)
+    variables, arrays = zip(*constants.values(), strict=True) if constants else ((), ())
+    if not hasattr(jaxpr, "consts") and not constants:
+        return inlined_body
+    return core.ClosedJaxpr(inlined_body.replace(constvars=list(variables)), list(arrays))
 
 
 def _has_shardings(eqn: Equation) -> bool:

@@ -56,15 +56,16 @@ def choose_late(jaxpr: Jaxpr) -> Jaxpr:
     Where one is, calls of functions become the equations that they run.
     """
     mover = _Mover()
-    opened = reading.open_jaxpr(building.inline_calls(jaxpr))
+    inlined = building.inline_calls(jaxpr)
+    opened = reading.open_jaxpr(inlined)
     for eqn in opened.eqns:
         mover.add(eqn)
     if not mover.names:
         return jaxpr
     outvars = list(map(mover.rename, opened.outvars))
-    moved = building.rebuild(jaxpr, opened.invars, outvars, mover.eqns)
+    moved = building.rebuild(inlined, opened.invars, outvars, mover.eqns)
     needed = [mover.eqns[number] for number in reading.find_equations_for(moved, outvars)]
-    return building.rebuild(jaxpr, opened.invars, outvars, needed)
+    return building.rebuild(inlined, opened.invars, outvars, needed)
 
 
 class _Mover:

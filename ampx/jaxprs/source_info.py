@@ -52,6 +52,12 @@ def function_of(jaxpr: Jaxpr) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
+def is_of_jax(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr was traced from a function of JAX itself, as that of `jnp.where` is."""
+    function = function_of(jaxpr)
+    return function is not None and function[0].startswith(JAX_FOLDER)
+
+
 def scope_of(eqn: Equation) -> tuple[str, ...]:
     """The name scopes around an equation, without the marks that jvp, vmap and others leave."""
     # remat names its place twice: as a part of the backward pass, and as what it recomputes.

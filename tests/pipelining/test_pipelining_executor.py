@@ -164,6 +164,29 @@ def test_what_depends_on_no_input_is_made_again_and_not_kept(stash):
     assert shapes.count((3, 3)) == (stash == "residuals")
 
 
+@pytest.mark.parametrize("stash", ["inputs", "residuals"])
+def test_the_backward_is_divided_also_of_calls_that_close_over_arrays(stash):
+    mask = jnp.asarray(np.tril(np.ones((5, 4), np.float32)))
+
+    def layer(params, x):
+        return x + jnp.tanh(x @ params) * mask
+
+    def products(layer):
+        """How many products each half of the backward has."""
+
+        def compute(inputs):
+            apply = jax.checkpoint(layer) if stash == "inputs" else layer
+            x = apply(inputs.params[0], inputs.received[0])
+            return StageOutputs((apply(inputs.params[1], x),))
+
+        inputs = StageInputs(jnp.ones((2, 4, 4)), (jnp.ones((5, 4)),), None, None, jnp.int32(0))
+        halves = trace_stage(compute, inputs, split=True).halves
+        return [str(jaxpr).count("dot_general") for jaxpr in (halves.inputs, halves.weights)]
+
+    remade = 2 if stash == "inputs" else 0
+    assert products(jax.jit(layer)) == products(layer) == [2 + remade, 2]
+
+
 def test_what_a_few_instructions_make_of_kept_values_is_not_kept():
     def compute(inputs):
         x, weights = inputs.received[0], inputs.params
@@ -275,6 +298,19 @@ def test_the_number_of_traces_does_not_grow_with_the_number_of_microbatches():
 
     assert traces(4) == traces(32)
     assert max(traces(4).values()) <= 8
+
+
+@pytest.mark.parametrize("stash", ["inputs", "residuals"])
+def test_layers_that_are_written_out_are_traced_once(stash):
+    calls = []
+
+    def counted(params, x, key):
+        calls.append(1)
+        return stage(params, x, key)
+
+    grads_of = pipeline(zero_bubble(4, 8), stage=counted, stash=stash)
+    jax.eval_shape(grads_of, make_params(16), make_batch(16))
+    assert len(calls) == 1  # for 16 layers, in three kinds of stages
 
 
 def test_a_second_call_does_not_trace_again():

@@ -113,9 +113,13 @@ class Model:
         stages: dict[Any, list[int]] = {}
         for stage in range(self.schedule.num_stages):
             stages.setdefault(self._describe_kind(stage, layout), []).append(stage)
+        # One function for stages of all kinds, so that a layer is traced once for all of them.
+        layers = None if self.is_separate else self._make_layers(layout)
         return [
             StageKind(
-                tuple(group), self._find_parts(group[0]), self._make_compute(group[0], layout)
+                tuple(group),
+                self._find_parts(group[0]),
+                self._make_compute(group[0], layout, layers or self._make_separate(group[0])),
             )
             for group in stages.values()
         ]
@@ -133,10 +137,9 @@ class Model:
         used = {"first": is_first, "stages": True, "last": is_last, "shared": is_first or is_last}
         return tuple(part for part, is_used in used.items() if is_used)
 
-    def _make_compute(self, stage: int, layout: Any) -> Compute:
-        """Makes the function of a stage that `trace_stage` traces."""
+    def _make_compute(self, stage: int, layout: Any, own: Callable[..., Any]) -> Compute:
+        """Makes the function of a stage that `trace_stage` traces; `own` is that of its layers."""
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
-        own = self._make_separate(stage) if self.is_separate else self._make_layers(layout)
         number_of_layers = self.schedule.num_stages if self.is_separate else sum(layout.counts)
         first, last = self._at_precision(self.first), self.last
         if self.recipe is not None:
@@ -191,6 +194,9 @@ class Model:
             return mark_varying(new, sorted(varying_axes(number))), loss
 
         layer = self._with_stash(layer)
+        # `jit` is a cache here: layers that are written out are traced once for all of them. The
+        # calls are opened again in `stage_programs`.
+        traced_once = jax.jit(layer)
 
         def own(params: Any, x: Any, inputs: StageInputs) -> Any:
             # int32 scalar, the number of this stage's first layer in the model: looked up, since
@@ -203,7 +209,7 @@ class Model:
             if isinstance(params, list):
                 losses = []
                 for place, params_of_layer in enumerate(params):
-                    x, loss = body(x, (params_of_layer, start + place))
+                    x, loss = traced_once(params_of_layer, x, inputs.key, start + place)
                     losses.append(loss)
             else:
                 number = jax.tree.leaves(params)[0].shape[0]
