@@ -22,7 +22,7 @@ operands have the dtypes of its operands, and integer operands have tangents of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ def make_function(eqn: Any, parent: Any, body: Jaxpr, run_autocast: RunAutocast)
     call = _describe_call(eqn, parent, body, run_autocast)
     if eqn.primitive.name == "custom_jvp_call":
         return _make_with_jvp(call)
-    return _make_with_vjp(call, eqn.params["num_consts"])
+    return _make_with_vjp(call, eqn.params["num_consts"], eqn.params["symbolic_zeros"])
 
 
 def make_differentiable(eqn: Any, parent: Any, body: Jaxpr, run_autocast: RunAutocast) -> Any:
@@ -62,7 +62,8 @@ def make_differentiable(eqn: Any, parent: Any, body: Jaxpr, run_autocast: RunAut
       body: what takes its place where nobody differentiates it.
       run_autocast: runs a function under the same autocast.
     """
-    return _make_with_vjp(_describe_call(eqn, parent, body, run_autocast), num_consts=0)
+    call = _describe_call(eqn, parent, body, run_autocast)
+    return _make_with_vjp(call, num_consts=0, asks_what_is_differentiated=False)
 
 
 def _describe_call(eqn: Any, parent: Any, body: Jaxpr, run_autocast: RunAutocast) -> _CustomCall:
@@ -200,7 +201,9 @@ class _Pullback:
         raise NotImplementedError("only carries its fields")
 
 
-def _make_with_vjp(call: _CustomCall, num_consts: int) -> Callable[..., Any]:
+def _make_with_vjp(
+    call: _CustomCall, num_consts: int, asks_what_is_differentiated: bool
+) -> Callable[..., Any]:
     # Operands before num_consts are arrays that the function closed over when it was traced.
     differentiable = [i for i in _differentiable_indices(call.in_avals) if i >= num_consts]
     closed_over = [i for i in _differentiable_indices(call.in_avals) if i < num_consts]
@@ -208,14 +211,18 @@ def _make_with_vjp(call: _CustomCall, num_consts: int) -> Callable[..., Any]:
     num_out = len(call.out_avals)
     run = jax.custom_vjp(call.run_body)
 
+    # A function that is jitted and called twice has one equation for both calls, and JAX reads the
+    # residuals of either by the tree of the one that it differentiated last. So what is kept
+    # depends on what is differentiated only where the rule itself asks for that.
+    is_told = asks_what_is_differentiated or bool(closed_over)
+
     def forward(*primals: Any) -> Any:
-        if any(primals[i].perturbed for i in closed_over):
-            raise TypeError(
-                "a custom_vjp function was differentiated with respect to an array that it closes "
-                "over, for which its rule says nothing: pass the array as an argument"
-            )
-        operands = [primal.value for primal in primals]
-        given = [i for i in differentiable if primals[i].perturbed]
+        operands, given = primals, differentiable
+        if is_told:
+            operands = tuple(primal.value for primal in primals)
+            _check_closed_over(primals[i] for i in closed_over)
+        if asks_what_is_differentiated:
+            given = [i for i in differentiable if primals[i].perturbed]
         residual_types: list[Any] = []
         structure: Any = None
 
@@ -250,5 +257,13 @@ def _make_with_vjp(call: _CustomCall, num_consts: int) -> Callable[..., Any]:
         in_avals = [call.body.in_avals[i] for i in pull.given]
         return tuple(_put(_cast_like(results, in_avals), pull.given, [None] * len(call.in_avals)))
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
+    run.defvjp(forward, backward, symbolic_zeros=is_told)
     return run
+
+
+def _check_closed_over(arrays: Iterable[Any]) -> None:
+    if any(array.perturbed for array in arrays):
+        raise TypeError(
+            "a custom_vjp function was differentiated with respect to an array that it closes "
+            "over, for which its rule says nothing: pass the array as an argument"
+        )

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from ampx.autocasting.float8 import BLOCK, SCOPE, Cast, Casts, Float8, casts_of
 from ampx.jaxprs import reading
@@ -161,23 +160,19 @@ def _differentiable(how: Product, lhs_type: Any, rhs_type: Any) -> Callable[...,
     def product(lhs: Any, rhs: Any) -> jax.Array:
         return _multiply(how, lhs, rhs)
 
-    # With symbolic zeros, what only the gradient of a frozen operand would read is not kept.
+    # Both are kept, also where one operand is frozen. A jitted layer that is called twice has one
+    # equation for both calls, and JAX reads the residuals of either by the tree of the one that it
+    # traced last. XLA drops what only the gradient of a frozen operand reads.
     def forward(lhs: Any, rhs: Any) -> tuple[jax.Array, Any]:
-        kept = (rhs.value if lhs.perturbed else None, lhs.value if rhs.perturbed else None)
-        return product(lhs.value, rhs.value), kept
+        return product(lhs, rhs), (rhs, lhs)
 
-    def backward(kept: Any, cotangent: Any) -> tuple[Any, Any]:
-        if isinstance(cotangent, SymbolicZero):
-            return None, None
-        of_lhs, of_rhs = (
-            None
-            if other is None
-            else _make_gradient(how, lhs_type, rhs_type, operand)(cotangent, other)
+    def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(
+            _make_gradient(how, lhs_type, rhs_type, operand)(cotangent, other)
             for operand, other in enumerate(kept)
         )
-        return of_lhs, of_rhs
 
-    product.defvjp(forward, backward, symbolic_zeros=True)
+    product.defvjp(forward, backward)
     return product
 
 

@@ -158,8 +158,8 @@ def test_a_rule_for_a_module_covers_its_products_in_the_backward_pass():
     params = {"inner": W, "head": W}
     loss = ampx.autocast(lambda p: jnp.sum(jnp.tanh(apply_in_a_scope(p, X))), rules=OF_HEAD)
     found = list(operand_dtypes(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
-    # The head's two products, and their transposes: for x too few, since x is no parameter.
-    assert found.count((HALF, HALF, FLOAT)) == len(found) == 5
+    # The head's two products, and two transposes of each.
+    assert found.count((HALF, HALF, FLOAT)) == len(found) == 6
 
 
 def test_the_operands_of_a_covered_product_are_half_after_a_float32_rule():

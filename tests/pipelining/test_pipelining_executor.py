@@ -313,6 +313,44 @@ def test_layers_that_are_written_out_are_traced_once(stash):
     assert len(calls) == 1  # for 16 layers, in three kinds of stages
 
 
+@jax.custom_vjp
+def product(x, w):
+    return x @ w
+
+
+def keep_what_is_asked_for(x, w):
+    return x.value @ w.value, (w.value if x.perturbed else None, x.value if w.perturbed else None)
+
+
+def multiply_what_is_kept(kept, g):
+    w, x = kept
+    of_w = None if x is None else jnp.einsum("...i,...j->ij", x, g)
+    return None if w is None else g @ w.T, of_w
+
+
+product.defvjp(keep_what_is_asked_for, multiply_what_is_kept, symbolic_zeros=True)
+
+
+@pytest.mark.parametrize("stash", ["inputs", "residuals"])
+def test_layers_may_have_rules_that_ask_what_is_differentiated(stash):
+    def constant_first(params, shared, batch, key):
+        return jax.lax.stop_gradient(first(params, shared, batch, key))
+
+    def layer(params, x, key):  # the first layer's x has no gradient, and no layer has one of `s`
+        y = x["x"] + jnp.tanh(product(x["x"], params["kernel"]) + params["bias"])
+        return {"x": y + product(x["s"], params["kernel"]), "s": jax.lax.stop_gradient(jnp.sin(y))}
+
+    functions = {
+        "first": lambda *args: {"x": constant_first(*args), "s": constant_first(*args)},
+        "stage": layer,
+        "last": lambda params, shared, x, batch, key: last(params, shared, x["x"], batch, key),
+    }
+    params, batch = make_params(4), make_batch(4)
+    found = run(pipeline(zero_bubble(2, 2), stash=stash, **functions), params, batch)
+    expected = sequential(params, batch, num_microbatches=2, **functions)
+    assert relative_error(found.grads["stages"], expected.grads["stages"]) < 1e-5
+
+
 def test_a_second_call_does_not_trace_again():
     traces = []
 

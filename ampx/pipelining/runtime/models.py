@@ -27,6 +27,8 @@ from jax import lax
 
 from ampx.accumulation.normalization import Normalize, as_loss_and_weight, unpack_output
 from ampx.checking import check_choice
+from ampx.jaxprs import reading
+from ampx.jaxprs.folds import equations_inside
 from ampx.mesh_axes import mark_varying, varying_axes
 from ampx.pipelining.runtime.assembly import StageKind
 from ampx.pipelining.runtime.buffers import as_varying_as, is_key
@@ -208,8 +210,12 @@ class Model:
 
             if isinstance(params, list):
                 losses = []
+                run: Callable[..., Any] = traced_once
                 for place, params_of_layer in enumerate(params):
-                    x, loss = traced_once(params_of_layer, x, inputs.key, start + place)
+                    args = params_of_layer, x, inputs.key, start + place
+                    if place == 0 and _asks_what_is_differentiated(traced_once, *args):
+                        run = layer
+                    x, loss = run(*args)
                     losses.append(loss)
             else:
                 number = jax.tree.leaves(params)[0].shape[0]
@@ -266,6 +272,19 @@ def _check_signature(name: str, function: Any) -> None:
             f"{name} is called as {name}({', '.join(_ARGUMENTS[name])}), and takes {signature}: "
             "let it take all of these, also those that it does not use"
         ) from error
+
+
+def _asks_what_is_differentiated(layer: Callable[..., Any], *args: Any) -> bool:
+    """Whether a derivative rule in a layer may keep something else where an input has no gradient.
+
+    One trace cannot stand for all layers then: what the first one takes may have no gradient, and
+    JAX reads what one of two calls has kept by the tree of the other.
+    """
+    jaxpr, _ = reading.trace(layer, *args)
+    return any(
+        eqn.primitive.name == "custom_vjp_call" and eqn.params["symbolic_zeros"]
+        for eqn, _ in equations_inside(jaxpr)
+    )
 
 
 def _mark_like_result(body: Callable[..., Any], x: Any, params: Any, start: jax.Array) -> Any:
