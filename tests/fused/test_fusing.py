@@ -288,8 +288,17 @@ def of_rule(rule, count=1, first=0.0):
     return optax.GradientTransformation(init, update)
 
 
+RATE = jnp.float32(-0.1)
+
+
+@jax.jit
+def move(g, a):
+    return RATE * (g + a)
+
+
 RULES = {
     # Programs that no optimizer of optax has, by what is special in them.
+    "a call that closes over a number": (lambda g, p, a: (move(g, a), move(a, g)), 1, 0.3),
     "slots that move on": (lambda g, p, a, b: (-0.1 * (g + a + b), g, a), 2),
     "two slots with one value": (lambda g, p, a, b: (-0.1 * b, *(a + g,) * 2), 2, 0.3),
     "a slot that stays": (lambda g, p, a: (-0.1 * (g + a), a), 1),
