@@ -160,9 +160,8 @@ def _differentiable(how: Product, lhs_type: Any, rhs_type: Any) -> Callable[...,
     def product(lhs: Any, rhs: Any) -> jax.Array:
         return _multiply(how, lhs, rhs)
 
-    # Both are kept, also where one operand is frozen. A jitted layer that is called twice has one
-    # equation for both calls, and JAX reads the residuals of either by the tree of the one that it
-    # traced last. XLA drops what only the gradient of a frozen operand reads.
+    # Both are kept, also where one operand is frozen: see `custom_rules`, on what may depend on
+    # what is differentiated. XLA drops what only the gradient of a frozen operand reads.
     def forward(lhs: Any, rhs: Any) -> tuple[jax.Array, Any]:
         return product(lhs, rhs), (rhs, lhs)
 

@@ -20,18 +20,18 @@ X = RNG.standard_normal((32, 32)).astype("f4")
 LAYERS = [RNG.standard_normal((32, 32)).astype("f4") / 6 for _ in range(3)]
 
 
-def with_own_rule(keep):
+def with_own_rule(keep, added=0.0):
     """x @ w with a rule of its own that keeps both, in an order of its own."""
 
     @jax.custom_vjp
     def product(x, w):
-        return x @ w
+        return x @ w + added
 
     def backward(kept, g):
         x, w = (kept[name] for name in "xw")
         return g @ w.T, x.T @ g
 
-    product.defvjp(lambda x, w: (x @ w, keep(x, w)), backward)
+    product.defvjp(lambda x, w: (x @ w + added, keep(x, w)), backward)
     return lambda w, x: x + jnp.tanh(product(x, w))
 
 
@@ -56,6 +56,10 @@ LAYER_KINDS = {
     "own rule, opaque": (OWN, {"custom_vjp": "opaque"}),
     "own rule that keeps what it makes": (
         with_own_rule(lambda x, w: {"x": x * 1.0, "w": w * 1.0}),
+        {},
+    ),
+    "own rule that closes over an array": (
+        with_own_rule(lambda x, w: {"x": x, "w": w}, added=jnp.asarray(X)),
         {},
     ),
     "own rule in a scan": (in_a_scan(OWN), {}),

@@ -27,8 +27,7 @@ from jax import lax
 
 from ampx.accumulation.normalization import Normalize, as_loss_and_weight, unpack_output
 from ampx.checking import check_choice
-from ampx.jaxprs import reading
-from ampx.jaxprs.folds import equations_inside
+from ampx.jaxprs import folds, reading
 from ampx.mesh_axes import mark_varying, varying_axes
 from ampx.pipelining.runtime.assembly import StageKind
 from ampx.pipelining.runtime.buffers import as_varying_as, is_key
@@ -210,12 +209,13 @@ class Model:
 
             if isinstance(params, list):
                 losses = []
-                run: Callable[..., Any] = traced_once
+                # A stage may have no layers.
+                asks = params and _asks_what_is_differentiated(
+                    traced_once, params[0], x, inputs.key, start
+                )
+                run = layer if asks else traced_once
                 for place, params_of_layer in enumerate(params):
-                    args = params_of_layer, x, inputs.key, start + place
-                    if place == 0 and _asks_what_is_differentiated(traced_once, *args):
-                        run = layer
-                    x, loss = run(*args)
+                    x, loss = run(params_of_layer, x, inputs.key, start + place)
                     losses.append(loss)
             else:
                 number = jax.tree.leaves(params)[0].shape[0]
@@ -283,7 +283,7 @@ def _asks_what_is_differentiated(layer: Callable[..., Any], *args: Any) -> bool:
     jaxpr, _ = reading.trace(layer, *args)
     return any(
         eqn.primitive.name == "custom_vjp_call" and eqn.params["symbolic_zeros"]
-        for eqn, _ in equations_inside(jaxpr)
+        for eqn, _ in folds.equations_inside(jaxpr)
     )
 
 
