@@ -186,7 +186,21 @@ def unreduced_zeros(leaf: Any, dtype: Any) -> jax.Array:
     return jax.reshard(jnp.zeros(leaf.shape, dtype), spec)
 
 
-def add_divided(arrays: Sequence[jax.Array]) -> jax.Array | None:
+def can_add_divided(arrays: Sequence[jax.Array]) -> bool:
+    """Whether types tell how arrays are divided, and one is, so that `add_divided` takes them."""
+    return (
+        any(map(_axes_of_type, arrays))
+        and all(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
+        and not any(jax.typeof(leaf).sharding.mesh.manual_axes for leaf in arrays)
+    )
+
+
+def _axes_of_type(leaf: jax.Array) -> frozenset[str]:
+    """The Explicit mesh axes that divide an array."""
+    return frozenset(axes_of_spec(_spec_of(leaf) or P()))
+
+
+def add_divided(arrays: Sequence[jax.Array]) -> jax.Array:
     """Adds all elements of arrays that Explicit axes divide, with one sum over all devices.
 
     JAX completes each sum over a divided array before anything is added to it: as many sums over
@@ -198,17 +212,14 @@ def add_divided(arrays: Sequence[jax.Array]) -> jax.Array | None:
         both together                  f32[]{U:(data,model)}  ─►  f32[]
 
     Args:
-      arrays: of one dtype.
+      arrays: of one dtype, which `can_add_divided`.
 
     Returns:
-      A scalar of that dtype; None where types do not tell how arrays are divided, or none is.
+      A scalar of that dtype.
     """
-    own_axes = [frozenset(axes_of_spec(_spec_of(leaf) or P())) for leaf in arrays]
-    meshes = [jax.typeof(leaf).sharding.mesh for leaf in arrays]
-    is_traced = all(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
-    if not any(own_axes) or not is_traced or any(mesh.manual_axes for mesh in meshes):
-        return None
-    mesh = next(mesh for mesh, own in zip(meshes, own_axes, strict=True) if own)
+    own_axes = list(map(_axes_of_type, arrays))
+    divided = next(leaf for leaf, own in zip(arrays, own_axes, strict=True) if own)
+    mesh = jax.typeof(divided).sharding.mesh
 
     def due(axes: frozenset[str]) -> NamedSharding:
         return NamedSharding(mesh, P(unreduced=axes))

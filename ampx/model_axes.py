@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from ampx.mesh_axes import (
@@ -241,6 +242,6 @@ def add_over_shards(
     for number, named in zip(numbers, axes, strict=True):
         known = {*varying_axes(number), *(axis for axis in named if axis in untracked)}
         key, own = tuple(sorted(known)), number.astype(jnp.float32)
-        sums[key] = sums[key] + own if key in sums else own
+        sums[key] = lax.add(sums[key], own) if key in sums else own
     parts = (sum_over_shards(part, key) for key, part in sums.items())
     return sum(parts, jnp.zeros((), jnp.float32))

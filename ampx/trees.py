@@ -214,7 +214,8 @@ def is_float0(leaf: Any) -> bool:
 
 def is_floating(leaf: Any) -> bool:
     """Whether a leaf holds real or complex floating numbers."""
-    return not is_float0(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    dtype = getattr(leaf, "dtype", None)
+    return jnp.issubdtype(jnp.result_type(leaf) if dtype is None else dtype, jnp.inexact)
 
 
 def convert_numbers(tree: Any) -> Any:

@@ -150,8 +150,21 @@ def test_arrays_that_explicit_axes_divide_are_added_with_one_sum(use):
         assert compiled.as_text().count(" all-reduce(") == (use != "grad")
 
 
-def test_where_types_do_not_tell_how_arrays_lie_nothing_is_added_at_once():
-    array = jax.device_put(jnp.ones(4), NamedSharding(make_mesh((2,), ("data",)), P("data")))
+@pytest.mark.parametrize(
+    ("kind", "spec", "is_divided"),
+    [("Explicit", P("data"), True), ("Explicit", P(), False), ("Auto", P("data"), False)],
+)
+def test_arrays_are_added_at_once_only_where_types_tell_how_they_lie(kind, spec, is_divided):
+    mesh = make_mesh((2,), ("data",), kind)
+    array = jax.device_put(jnp.ones(4), NamedSharding(mesh, spec))
     found = []
-    jax.eval_shape(lambda x: found.append(mesh_axes.add_divided([x])), array)
-    assert found == [None]
+
+    def ask(x):
+        found.append(mesh_axes.can_add_divided([x]))
+        return x
+
+    with jax.set_mesh(mesh):
+        jax.eval_shape(ask, array)
+        jax.eval_shape(jax.shard_map(ask, in_specs=spec, out_specs=spec), array)
+    ask(array)  # outside of jit
+    assert found == [is_divided, False, False]

@@ -178,13 +178,14 @@ def judge(
     ]
     with jax.named_scope("ampx.verdict"):
         # Multiplied in the same fusion that squares and adds. A report of the norm is the same sum.
-        def add_each() -> list[list[jax.Array]]:
-            return [sum_squares(_floating(unscale(grads, scale))) for grads, scale in given]
+        def unscale_each() -> list[list[jax.Array]]:
+            return [_floating(unscale(grads, scale)) for grads, scale in given]
 
-        total = sum_at_once(_floating([unscale(grads, scale) for grads, scale in given]))
+        unscaled = unscale_each()
+        total = sum_at_once([leaf for own in unscaled for leaf in own])
         squares = None  # known of each leaf only where they are not added at once
         if total is None:
-            squares = add_each()
+            squares = list(map(sum_squares, unscaled))
             every = [s for own in squares for s in own]
             total = jnp.zeros((), jnp.float32)
             if every:
@@ -195,7 +196,8 @@ def judge(
             if saturation_dtype is not None:
                 counts = [count_nonfinite(g, saturation_dtype=saturation_dtype) for g in per_loss]
                 return jnp.stack(counts)
-            own = iter(add_each() if squares is None else squares)
+            # In a branch gradients are unscaled anew: what a branch is handed is kept in memory.
+            own = iter(map(sum_squares, unscale_each()) if squares is None else squares)
             return jnp.stack([_count_again(g, [] if g is None else next(own)) for g in per_loss])
 
         # A finite sum has finite terms. Saturated numbers are finite, too, and are looked for.
