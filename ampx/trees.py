@@ -118,7 +118,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _is_inexact_array(leaf: Any) -> bool:
-    return _is_array(leaf) and not is_float0(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return _is_array(leaf) and is_floating(leaf)
 
 
 def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:

@@ -168,3 +168,20 @@ def test_arrays_are_added_at_once_only_where_types_tell_how_they_lie(kind, spec,
         jax.eval_shape(jax.shard_map(ask, in_specs=spec, out_specs=spec), array)
     ask(array)  # outside of jit
     assert found == [is_divided, False, False]
+
+
+def test_nothing_is_added_at_once_where_one_axis_is_mapped_and_types_tell_of_the_other():
+    mesh = make_mesh((2, 2), ("data", "model"), "Explicit")
+    array = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("data", "model")))
+    found = []
+
+    def ask(x):
+        found.append((jax.typeof(x).sharding.spec, mesh_axes.can_add_divided([x])))
+        return x
+
+    spec = P("data", None)
+    with jax.set_mesh(mesh):
+        jax.eval_shape(
+            jax.shard_map(ask, in_specs=spec, out_specs=spec, axis_names={"data"}), array
+        )
+    assert found == [(P(None, "model"), False)]

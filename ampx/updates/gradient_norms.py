@@ -161,9 +161,10 @@ def sum_at_once(leaves: Sequence[jax.Array]) -> jax.Array | None:
 def _wide_squares(leaf: jax.Array) -> jax.Array:
     """|x|**2 of each element, in float32 or wider."""
     wide = leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
-    # This is traced for each array, and `x**2` takes three times as long to trace.
-    square = lax.square
-    return square(wide.real) + square(wide.imag) if jnp.iscomplexobj(wide) else square(wide)
+    # This is traced for each array, and `x**2` takes longer to trace.
+    if jnp.iscomplexobj(wide):
+        return lax.square(wide.real) + lax.square(wide.imag)
+    return lax.square(wide)
 
 
 class _Group(NamedTuple):
