@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -169,8 +168,9 @@ def pack_coefficients(
     # XLA simplifies a slice of a concatenation to the operand that it cuts out, and would see
     # scalars again. The barrier hides the concatenation from it.
     vector = lax.optimization_barrier(jnp.stack(scalars))
+    # As arrays they are constants once. As plain numbers each parameter would have its own.
     known = {
-        name: np.asarray(number, dtype)
+        name: lax.full((), number, dtype)
         for name, number in coefficients._asdict().items()
         if isinstance(number, int | float) and name != "step_size"
     }

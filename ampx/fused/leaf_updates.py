@@ -117,7 +117,7 @@ def _update(
 ) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...]]:
     held = leaf
     if skip is not None:
-        h, leaf = stop_gradient_if(skip, (h, leaf))
+        leaf = stop_gradient_if(skip, leaf)
     wide = compute_dtype(leaf)
     # `param` may be None, an empty tree, and stays so.
     g, p = jax.tree.map(lambda x: x.astype(wide), (leaf.grad, leaf.param))

@@ -46,6 +46,7 @@ from ampx.tree_checks import (
     check_structure,
 )
 from ampx.trees import is_float0, is_floating, path_name
+from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Tail, TailResult, TakesTail
 
 
@@ -337,7 +338,11 @@ def update_leaves(
             vector = pack_coefficients(
                 own, key[1], is_guarded=rule.is_guarded, are_merged=not has_reductions
             )
-            shared[key] = vector, _skip_if_bad(tail, vector) if rule.is_guarded else tail
+            own_tail = _skip_if_bad(tail, vector) if rule.is_guarded else tail
+            if own_tail.skip is not None:  # once for all parameters that share them
+                numbers = stop_gradient_if(own_tail.skip, vector.numbers)
+                vector = vector._replace(numbers=numbers)
+            shared[key] = vector, own_tail
         if by_kernel:
             in_kernels.setdefault(key, []).append(len(results))
             results.append(None)

@@ -94,7 +94,7 @@ def measure_and_judge(
         # Branches of a cond must return the same types, and what a value varies over is in its
         # type: the other branch's counts come from the leaves, so these zeros are marked alike.
         none = mark_varying(jnp.zeros((), jnp.int32), axes)
-        return jnp.sqrt(total) * multiplier, none, none
+        return total, jnp.float32(1), none, none
 
     def second_look() -> tuple[jax.Array, ...]:
         groups = _group_alike(leaves, untracked)
@@ -115,12 +115,12 @@ def measure_and_judge(
         sums = jnp.concatenate([s.astype(widest) for s in large])
         # NaN + inf is NaN: an array with both shows its NaN alone.
         counts = [jnp.sum(found, dtype=jnp.int32) for found in (jnp.isinf(sums), jnp.isnan(sums))]
-        return jnp.sqrt(total) * multiplier * _LARGE_UNIT, *mark_varying(counts, axes)
+        return total, jnp.float32(_LARGE_UNIT), *mark_varying(counts, axes)
 
     # The counts leave the branch as scalars. Out of a vector, each loop that reads one would slice
     # it at another place, and XLA compiles each such loop for itself.
-    norm, infinities, nans = lax.cond(jnp.isfinite(total), all_is_well, second_look)
-    return JudgedNorm(norm, jnp.stack([infinities, nans]))
+    total, unit, infinities, nans = lax.cond(jnp.isfinite(total), all_is_well, second_look)
+    return JudgedNorm(jnp.sqrt(total) * multiplier * unit, jnp.stack([infinities, nans]))
 
 
 def sum_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -188,6 +188,8 @@ def _group_alike(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]
     for (kind, axes), alike in kinds.items():
         size = most // max(kind.size, 1)
         size = size if size >= _SMALLEST_GROUP else 1
+        # As many in one group as in another, as nearly as may be: equal loops are compiled once.
+        size = -(-len(alike) // -(-len(alike) // size))
         groups += [_Group(alike[k : k + size], axes) for k in range(0, len(alike), size)]
     return groups
 

@@ -5,6 +5,7 @@ add nothing: at infinite gradients its derivatives are infinite or NaN.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from optax_optimizers import NAMES, TAKES, make
 import ampx
 from ampx import fused
 from ampx.fused.application import can_apply
-from ampx.updates.skipped_derivatives import stop_gradient_if
+from ampx.updates.skipped_derivatives import derive_held, stop_gradient_if
 
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "b": jnp.ones(3)}
 FUSED = {
@@ -256,3 +257,31 @@ def test_devices_with_scales_of_their_own_clip_what_they_share():
 def test_outside_of_jit_no_array_is_copied():
     array = jnp.ones(3)
     assert stop_gradient_if(jnp.array(True), array) is array
+
+
+AXES = list(itertools.product([None, 0], [None, 0, 1], [None, 0, 1]))[1:]  # of skip, new and old
+
+
+@pytest.mark.parametrize("inner", AXES[::3])
+def test_what_is_held_is_mapped_like_a_choice(inner):
+    def choose(skip, new, old):
+        return jnp.where(skip, old, new)
+
+    random = np.random.default_rng(0)
+    for outer in AXES[1::3]:
+        shapes = []
+        for shape, *axes in zip([(), (3, 2), (3, 2)], inner, outer, strict=True):
+            for axis, size in zip(axes, (4, 5), strict=True):
+                if axis is not None:
+                    shape = (*shape[:axis], size, *shape[axis:])
+            shapes.append(shape)
+        skip = jnp.asarray(random.random(shapes[0]) < 0.5)
+        arrays = [jnp.ones(shape) for shape in shapes[1:]]  # on a skip both are the same
+        tangents = [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes[1:]]
+        found, expected = (
+            jax.jvp(functools.partial(mapped, skip), arrays, tangents)
+            + jax.vjp(functools.partial(mapped, skip), *arrays)[1](jnp.full((5, 4, 3, 2), 0.5))
+            for mapped in (jax.vmap(jax.vmap(f, inner), outer) for f in (derive_held, choose))
+        )
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"{outer}")
