@@ -43,6 +43,7 @@ SCALE, RATE, DECAY, MAX_NORM = 1024.0, 1e-3, 0.1, 1.0
 # What other candidates are compared with; the last one measures the bandwidth of memory.
 NAIVE, BASELINE, COPY = "naive AMP", "optax, clip + AdamW", "in-place scale of the parameters"
 TORCH = "torch, check + clip + fused AdamW"
+IN_ONE_BUFFER = "the same, `fused.adamw` of `fused.flatten`"
 # With hundreds of leaves XLA:CPU takes minutes to compile these, so large tables leave them out.
 SLOW_TO_COMPILE = (NAIVE, "`dynamic_loss_scale` of optax, clip + AdamW")
 ENOUGH_LEAVES = 100
@@ -205,11 +206,17 @@ def _bandwidth_share(candidate: Candidate, copy: Candidate, size: Size) -> float
     return statistics.median(floor / 8 * theirs / ours for ours, theirs in pairs)
 
 
+def _pack(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of flat parameters that is given the gradients of a tree."""
+    return lambda state, grads: step(state, state[0].like(grads))
+
+
 def compiling(rounds: int) -> None:
     """Prints how long tails of few and of many leaves take to trace and to compile.
 
     `fused.apply` is measured with a loss scale, and without: then it does what optax's chain does
-    and no more, since there is no verdict and no skip. Rules derived by `fuse` have a scale, too.
+    and no more, since there is no verdict and no skip. Rules derived by `fuse` have a scale, too,
+    and so have parameters in one buffer, into which the step packs its gradients.
     """
     adamw = optax.adamw(RATE, weight_decay=DECAY)
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
@@ -221,13 +228,15 @@ def compiling(rounds: int) -> None:
         "`fused.apply`, clip + AdamW": (by_apply(ours, MAX_NORM), ours),
         "`fused.apply`, scale + clip + AdamW": (by_apply(_scaled(ours), MAX_NORM), _scaled(ours)),
         "the same, `fuse` of optax's AdamW": (by_apply(derived, MAX_NORM), derived),
+        IN_ONE_BUFFER: (_pack(by_apply(_scaled(ours), MAX_NORM)), _scaled(ours)),
     }
     rows = []
     for leaves in (100, 400, 2000):
         grads = [jax.ShapeDtypeStruct((5000,), jnp.float32)] * leaves
         measures = {}
         for name, (step, tx) in steps.items():
-            state = grads, jax.eval_shape(tx.init, grads)
+            params = jax.eval_shape(ampx.fused.flatten, grads) if name == IN_ONE_BUFFER else grads
+            state = params, jax.eval_shape(tx.init, params)
             measures[name] = functools.partial(
                 trace_and_compile, step, state, grads, donate_argnums=0
             )

@@ -48,7 +48,8 @@ def flatten(
     `per_buffer`, and do not use those that work by parameter, such as `optax.lamb`. An `eps` of 0
     divides 0 by 0 in padding, which norms of single parameters leave out.
 
-    Worth it for many small parameters, up to some 64 thousand elements. A parameter costs row / 2
+    Worth it for many small parameters, up to some 64 thousand elements. The tail of a step compiles
+    faster, too: with hundreds of parameters, in a quarter of the time. A parameter costs row / 2
     elements of padding on average, and the forward pass reads it out of its buffer.
 
     Args:
