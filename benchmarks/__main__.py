@@ -21,7 +21,7 @@ import optax
 
 import ampx
 from ampx.updates.tails import Tail
-from benchmarks import autocast, distributed, fused, model, pipeline, schedule
+from benchmarks import autocast, distributed, fused, model, optax_updates, pipeline, schedule
 from benchmarks.measuring import (
     Candidate,
     measure_compilation,
@@ -275,6 +275,7 @@ BENCHMARKS = {
     "pipeline": pipeline.pipeline,
     "autocast": autocast.autocasting,
     "fused": fused.fused,
+    "optax_updates": optax_updates.optax_updates,
     "schedule": schedule.schedule,
 }
 

@@ -117,6 +117,7 @@ def _compare_times(name: str, rounds: int) -> list[str]:
 
 def print_costs(names: list[str], rounds: int) -> None:
     """Prints the table, one row for each transformation."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # optax's, of its old names
     rows, times = [], ["time: with a skip / optax", "`fuse` / with a skip"]
     for name in names:
         steps = build_steps(name)
@@ -135,13 +136,17 @@ def print_costs(names: list[str], rounds: int) -> None:
     )
 
 
+def optax_updates(rounds: int) -> None:
+    """Prints the table of all transformations."""
+    print_costs(find_names(), rounds)
+
+
 def main() -> None:
     """The table of the names given, or of all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.optax_updates")
     parser.add_argument("names", nargs="*", default=find_names(), help="of transformations")
     parser.add_argument("--rounds", type=int, default=0, help="of timing, 0 for none")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore", DeprecationWarning)  # optax's, of its old names
     print(f"jax {jax.__version__}, optax {optax.__version__}, {jax.devices()[0].device_kind}")
     print_costs(arguments.names, arguments.rounds)
 

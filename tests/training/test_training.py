@@ -168,7 +168,8 @@ def test_nnx_is_bit_equal_to_flax():
 def test_loss_scale_changes_nothing_in_float32(loss_scale):
     """Powers of two scale exactly: bit for bit, operation by operation.
 
-    Compiled, the selection of a skip keeps XLA from fusing the last multiplication and addition.
+    Compiled, the branch is a program of its own, in which XLA fuses other multiplications and
+    additions.
     """
     params, batches = data()
     step = ampx.train_step(loss_fn, adamw(), loss_scale=loss_scale)
