@@ -18,6 +18,7 @@ counted once. `ampx.model_axes` knows which is which.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -189,7 +190,8 @@ def _group_alike(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]
         size = most // max(kind.size, 1)
         size = size if size >= _SMALLEST_GROUP else 1
         # As many in one group as in another, as nearly as may be: equal loops are compiled once.
-        size = -(-len(alike) // -(-len(alike) // size))
+        number = math.ceil(len(alike) / size)
+        size = math.ceil(len(alike) / number)
         groups += [_Group(alike[k : k + size], axes) for k in range(0, len(alike), size)]
     return groups
 
