@@ -19,9 +19,10 @@ from ampx.accumulation.normalization import Normalize
 from ampx.checking import as_bool, as_dtype, as_int, check_choice
 from ampx.data_parallel.reduction import make_reduction
 from ampx.mesh_axes import as_axes, is_spec
-from ampx.pipelining.runtime.models import Model, Stash
+from ampx.pipelining.runtime.models import Model
 from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
+from ampx.pipelining.schedules.ticks import Stash
 from ampx.pipelining.shard_map_program import PipelineGradients
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.policies import Policy

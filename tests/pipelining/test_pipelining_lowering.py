@@ -6,7 +6,7 @@ from pipeline_orders import assert_tables_are_right
 from ampx.pipelining.runtime.lowering import lower
 from ampx.pipelining.schedules.generators import make_schedule
 from ampx.pipelining.schedules.intervals import Interval, Timeline, assign_slots
-from ampx.pipelining.schedules.ticks import place_in_lockstep
+from ampx.pipelining.schedules.ticks import lengths_with, place_in_lockstep
 
 WHOLE = ["gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"]
 ZERO_BUBBLES = ["zero-bubble", "interleaved-zero-bubble", "zero-bubble-v", "dualpipe-v"]
@@ -24,7 +24,7 @@ def test_every_reader_finds_its_value(name, size, rereads):
 @pytest.mark.parametrize("name", NAMES)
 def test_slots_are_as_few_as_values_that_live_at_once(name):
     schedule = make_schedule(name, 4, 7)
-    placement = place_in_lockstep(schedule.rows, schedule.num_stages)
+    placement = place_in_lockstep(schedule.rows, schedule.num_stages, lengths_with("inputs"))
     timeline = Timeline(placement, schedule.num_microbatches)
     edges = [(stage, stage + 1) for stage in range(schedule.num_stages - 1)]
     for intervals in (

@@ -107,7 +107,7 @@ def test_liveness_is_what_the_program_allocates(name):
 
     jax.eval_shape(lambda *args: grads_of.observed(*args, look), params, jnp.ones((12, 1)))
     # All devices have as many as the fullest.
-    assert slots == [max(schedule.liveness().peak)]
+    assert slots == [max(schedule.liveness(stash="residuals").peak)]
 
 
 @pytest.mark.slow_but("0")

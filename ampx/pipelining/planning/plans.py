@@ -213,7 +213,8 @@ def plan(
     # Times and bytes have no common unit unless both are given.
     if forward is not None and bandwidth is not None:
         costs["communication"] = sent / max(1, found.num_exchanges) / bandwidth
-    lockstep = grads_of.schedule.simulate(mode="lockstep", **costs)
+    kept = grads_of.model.kept
+    lockstep = grads_of.schedule.simulate(mode="lockstep", stash=kept, **costs)
     # The idle time of lockstep, since that is how the program runs.
     idle = [waits / lockstep.makespan for waits in lockstep.idle]
     result = Plan(

@@ -42,6 +42,7 @@ from ampx.pipelining.runtime.stage_programs import (
 )
 from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
+from ampx.pipelining.schedules.ticks import Stash
 from ampx.trees import cast_like, fill_floating, split_trainable, wider_dtype
 
 
@@ -52,11 +53,13 @@ class StageKind(NamedTuple):
       stages: their numbers, counted along the model.
       uses: the parts of the parameters that they read, such as `("first", "stages", "shared")`.
       compute: what they compute, from `StageInputs` to `StageOutputs`.
+      stash: what they keep of a micro-batch, which says how long their backwards take.
     """
 
     stages: tuple[int, ...]
     uses: tuple[str, ...]
     compute: Compute
+    stash: Stash
 
 
 def assemble(
@@ -141,7 +144,12 @@ def assemble(
         for values in zip(*outputs, strict=True)
     )
     return Executor(
-        tables=lower(schedule, wires, keeps_inputs=any(p.reads_received for p in programs)),
+        tables=lower(
+            schedule,
+            wires,
+            stash=kinds[0].stash,
+            keeps_inputs=any(p.reads_received for p in programs),
+        ),
         programs=programs,
         program_of=program_of,
         activations=activations,

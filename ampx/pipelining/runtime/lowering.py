@@ -28,7 +28,7 @@ import numpy as np
 
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.intervals import Edge, Intervals, Slots, Timeline, assign_slots
-from ampx.pipelining.schedules.ticks import Placement, place_in_lockstep
+from ampx.pipelining.schedules.ticks import Placement, Stash, lengths_with, place_in_lockstep
 
 # In place of a stage or a micro-batch. As an index it means the last entry, which arrays that are
 # indexed by it must expect.
@@ -120,15 +120,22 @@ class Tables(NamedTuple):
     deferred: Storage
 
 
-def lower(schedule: Grid, wires: Sequence[Sequence[Edge]], *, keeps_inputs: bool = True) -> Tables:
+def lower(
+    schedule: Grid,
+    wires: Sequence[Sequence[Edge]],
+    *,
+    stash: Stash = "inputs",
+    keeps_inputs: bool = True,
+) -> Tables:
     """Writes a schedule down as tables.
 
     Args:
       schedule: a valid one.
       wires: the edges of each wire: for the first one from every stage to the next.
+      stash: what stages keep, by which the kind of ticks is chosen.
       keeps_inputs: whether the backward of a stage reads its input again.
     """
-    placement = place_in_lockstep(schedule.rows, schedule.num_stages)
+    placement = place_in_lockstep(schedule.rows, schedule.num_stages, lengths_with(stash))
     timeline = Timeline(placement, schedule.num_microbatches)
     writer = _TableWriter(schedule, placement)
     # Cotangents take the edges the other way.

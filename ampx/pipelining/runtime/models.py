@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,10 @@ from ampx.pipelining.runtime.layouts import StackedLayers
 from ampx.pipelining.runtime.stage_programs import Compute, StageInputs, StageOutputs
 from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
+from ampx.pipelining.schedules.ticks import Stash
 from ampx.precision.opt_levels import Recipe
 from ampx.trees import path_name
 
-Stash = Literal["inputs", "residuals"]
 # Forward and backward are in different branches, often in different ticks. XLA cannot merge what is
 # recomputed with the first computation, so the barriers against that would only cost.
 _recompute = functools.partial(jax.checkpoint, prevent_cse=False)
@@ -121,9 +121,15 @@ class Model:
                 tuple(group),
                 self._find_parts(group[0]),
                 self._make_compute(group[0], layout, layers or self._make_separate(group[0])),
+                self.kept,
             )
             for group in stages.values()
         ]
+
+    @property
+    def kept(self) -> Stash:
+        """`stash`, with a policy of `jax.checkpoint` counted as the one that recomputes less."""
+        return "inputs" if self.stash == "inputs" else "residuals"
 
     def _describe_kind(self, stage: int, layout: Any) -> Any:
         """Describes what two stages have in common if they compute alike."""

@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import get_args
 
 import numpy as np
 
 from ampx.checking import as_bool, check_choice
 from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.intervals import Interval, Timeline, Value, assign_slots
-from ampx.pipelining.schedules.ticks import Placement, place_in_lockstep, placement_on_grid
+from ampx.pipelining.schedules.ticks import (
+    Placement,
+    Stash,
+    lengths_with,
+    place_in_lockstep,
+    placement_on_grid,
+)
 from ampx.summaries import show_fields
 
 
@@ -54,14 +61,15 @@ class Liveness:
     __repr__ = show_fields
 
 
-def find_liveness(schedule: Grid, *, merge_chunks: bool, mode: str) -> Liveness:
+def find_liveness(schedule: Grid, *, merge_chunks: bool, mode: str, stash: Stash) -> Liveness:
     """Finds lifetimes, and gives them slots; see `Schedule.liveness`."""
     check_choice("mode", mode, ("async", "lockstep"))
+    check_choice("stash", stash, get_args(Stash))
     merge_chunks = as_bool("merge_chunks", merge_chunks)
     placement = placement_on_grid(schedule.rows)
     _check_released(schedule, placement)
     if mode == "lockstep":
-        placement = place_in_lockstep(schedule.rows, schedule.num_stages)
+        placement = place_in_lockstep(schedule.rows, schedule.num_stages, lengths_with(stash))
     intervals = Timeline(placement, schedule.num_microbatches).residuals()
     # Who shares a place: a (stage, micro-batch) has one alone, or all stages that a device runs on
     # a micro-batch share one, under the name of the first of them.

@@ -27,6 +27,7 @@ from ampx.pipelining.schedules.grid import Grid
 from ampx.pipelining.schedules.liveness import Liveness, find_liveness
 from ampx.pipelining.schedules.rendering import render_grid
 from ampx.pipelining.schedules.simulation import Cost, Simulation, run_schedule
+from ampx.pipelining.schedules.ticks import Stash
 from ampx.pipelining.schedules.validation import check_schedule
 from ampx.summaries import show_fields, show_table
 from ampx.text_tables import show_rich
@@ -175,6 +176,7 @@ class Schedule(Grid):
         weight_grad: Cost | None = None,
         communication: float = 0.0,
         mode: Literal["async", "lockstep"] = "async",
+        stash: Stash | None = None,
     ) -> Simulation:
         """Finds how long a step takes when actions are not equally long, and who waits.
 
@@ -190,14 +192,18 @@ class Schedule(Grid):
             except in lockstep, where each tick ends with it if anybody sends.
           mode: `"async"`: a device goes on as soon as it has its inputs, as in a program for each
             device. `"lockstep"`: all devices end a tick together, as in ampx's one compiled
-            program, and a tick has room for a forward, a backward and a weight gradient.
+            program. A tick has room for a forward, a backward and a weight gradient, or for one
+            action, whichever takes less time.
+          stash: in lockstep, choose the ticks as `value_and_grad` does with this `stash`: for
+            forwards and weight gradients of 1, and a first half of a backward of 1, or of 2 with
+            `"inputs"`, where it computes the forward again. None: for the costs given here.
 
         Returns:
           A `Simulation`, with the times of all actions.
 
         Raises:
-          ValueError: if costs are negative, not finite, too few, or do not add up, if the mode is
-            unknown, or if the devices wait for each other for ever.
+          ValueError: if costs are negative, not finite, too few, or do not add up, if `mode` or
+            `stash` is unknown, or if the devices wait for each other for ever.
 
         Examples:
           >>> from ampx.pipelining import one_f_one_b
@@ -213,10 +219,15 @@ class Schedule(Grid):
             input_grad=input_grad,
             weight_grad=weight_grad,
             communication=communication,
+            stash=stash,
         )
 
     def liveness(
-        self, *, merge_chunks: bool = False, mode: Literal["async", "lockstep"] = "lockstep"
+        self,
+        *,
+        merge_chunks: bool = False,
+        mode: Literal["async", "lockstep"] = "lockstep",
+        stash: Stash = "inputs",
     ) -> Liveness:
         """Finds which activations each device holds, tick by tick, and how many places they need.
 
@@ -228,15 +239,16 @@ class Schedule(Grid):
             first forward to the last backward.
           mode: `"lockstep"`: in the ticks of ampx's one compiled program, so this is what a step
             allocates. `"async"`: in the ticks of this grid, where each device does one action at a
-            time. These are the figures of the papers. They are smaller, since the program runs
-            forwards as early as they can run.
+            time. These are the figures of the papers. They are mostly smaller, since the program
+            runs forwards as early as they can run.
+          stash: in lockstep, that of the program: how long backwards take says which ticks it has.
 
         Returns:
           A `Liveness`.
 
         Raises:
-          ValueError: if a backward has no forward before it, a forward has no backward, the mode is
-            unknown, or the devices wait for each other for ever.
+          ValueError: if a backward has no forward before it, a forward has no backward, `mode` or
+            `stash` is unknown, or the devices wait for each other for ever.
 
         References:
           `analyze_pipeline_activation_liveness` in torch.distributed.pipelining.
@@ -250,7 +262,7 @@ class Schedule(Grid):
           >>> one_f_one_b(num_stages=4, num_microbatches=8).liveness(mode="async").peak
           (4, 3, 2, 1)
         """
-        return find_liveness(self, merge_chunks=merge_chunks, mode=mode)
+        return find_liveness(self, merge_chunks=merge_chunks, mode=mode, stash=stash)
 
     def render(self, start: int = 0, stop: int | None = None) -> str:
         """Draws the grid as text; `print(schedule)` shows all of it.

@@ -19,18 +19,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
 from ampx.checking import as_number, as_number_array, check_choice, join_first
-from ampx.pipelining.schedules.actions import Action, needs_of, result_of
+from ampx.pipelining.schedules.actions import Action, Kind, needs_of, result_of
 from ampx.pipelining.schedules.grid import Grid
-from ampx.pipelining.schedules.ticks import place_in_lockstep
+from ampx.pipelining.schedules.ticks import Stash, lengths_with, place_in_lockstep
 from ampx.summaries import show_fields, show_table
 from ampx.text_tables import show_rich
 
 Cost = float | Sequence[float]
-_Costs = dict[str, list[float]]
+_Costs = dict[Kind, list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +93,20 @@ def run_schedule(
     input_grad: Cost | None = None,
     weight_grad: Cost | None = None,
     communication: float = 0.0,
+    stash: Stash | None = None,
 ) -> Simulation:
     """Plays a schedule; see `Schedule.simulate`."""
     check_choice("mode", mode, ("async", "lockstep"))
+    if stash is not None:
+        check_choice("stash", stash, get_args(Stash))
     costs = _find_costs(schedule.num_stages, forward, backward, input_grad, weight_grad)
     communication = as_number("communication", communication, least=0)
     # What a device computes does not depend on the mode, only when it does. `fsum` rounds once, so
     # equal costs give equal sums, in whatever order a row has them.
-    play = _play_async if mode == "async" else _play_lockstep
-    times = play(schedule, costs, communication)
+    if mode == "async":
+        times = _play_async(schedule, costs, communication)
+    else:
+        times = _play_lockstep(schedule, costs, communication, stash)
     busy = tuple(
         math.fsum(costs[action.kind][action.stage] for action in row if action is not None)
         for row in schedule.rows
@@ -223,10 +229,15 @@ def _play_async(
 
 
 def _play_lockstep(
-    schedule: Grid, costs: _Costs, communication: float
+    schedule: Grid, costs: _Costs, communication: float, stash: Stash | None
 ) -> dict[Action, tuple[float, float]]:
     """Runs tick by tick. All devices begin one together; in it, `F` comes before `B` before `W`."""
-    placement = place_in_lockstep(schedule.rows, schedule.num_stages)
+    if stash is not None:  # as a program chooses its ticks, which does not know the costs
+        lengths, exchange = lengths_with(stash), 0.0
+    else:
+        lengths = {kind: math.fsum(own) / len(own) for kind, own in costs.items()}
+        exchange = communication
+    placement = place_in_lockstep(schedule.rows, schedule.num_stages, lengths, exchange)
     # By tick and device; the same order within a tick as in the program.
     slots: list[list[list[Action]]] = [
         [[] for _ in schedule.rows] for _ in range(placement.num_ticks)

@@ -1,17 +1,22 @@
 """When each action of a schedule runs: on its own grid, or if all devices move in step.
 
-In one compiled program neighbours exchange their results together, at the end of every tick. A tick
-therefore has room for one action of each sort: a forward, a backward and a weight gradient, in this
-order. With one action a tick, a device that goes forward would make its neighbours, which go
-backward, wait.
+In one compiled program neighbours exchange their results together, at the end of every tick. Which
+ticks are best depends on the schedule and on what takes how long, so actions are placed in two
+ways, and the one that takes less time is taken:
 
-A device runs its forwards in the order of the schedule, and as early as they can run. A backward
-waits for the forwards and the backwards that the schedule puts before it. Whatever the order of
-micro-batches is, nobody waits for ever if the schedule has a grid: of all actions that are left,
-the one that comes first on the grid has all it waits for. Gradients of weights keep nobody waiting,
-so they go where a device would wait for others, see `_place_weight_gradients`.
+  *full* ticks    have room for one action of each sort: a forward, a backward and a weight
+                  gradient, in this order. With one action a tick, a device that goes forward would
+                  make its neighbours, which go backward and for longer, wait.
+  *single* ticks  have room for one action, and each device keeps to the order of its row. Where
+                  all actions are equally long nobody waits for longer than the schedule says.
 
-`1f1b` with 3 stages and 4 micro-batches has 12 ticks on its grid, and 8 of these longer ones:
+In full ticks a device runs its forwards in the order of the schedule, and as early as they can run.
+A backward waits for the forwards and the backwards that the schedule puts before it. Whatever the
+order of micro-batches is, nobody waits for ever if the schedule has a grid: of all actions that are
+left, the one that comes first on the grid has all it waits for. Gradients of weights keep nobody
+waiting, so they go where a device would wait for others, see `_place_weight_gradients`.
+
+`1f1b` with 3 stages and 4 micro-batches has 12 ticks on its grid, and 8 full ticks:
 
   tick      0      1      2      3      4      5      6      7
   device 0  F0     F1     F2     F3     B0     B1     B2     B3
@@ -27,8 +32,8 @@ the grid keeps S - s. That is the price of early forwards. It does not grow with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -36,10 +41,9 @@ from ampx.checking import join_first
 from ampx.pipelining.schedules.actions import Action, Kind, needs_of, result_of
 
 Rows = Sequence[Sequence[Action | None]]
-
-# How long actions take, as far as the places of weight gradients depend on it: the unit of the
-# papers. One program cannot know how long its stages will take.
-_LENGTHS: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+Lengths = Mapping[Kind, float]
+# What a stage keeps of a micro-batch for its backward: its inputs, or all that the backward reads.
+Stash = Literal["inputs", "residuals"]
 
 
 class Placement(NamedTuple):
@@ -75,51 +79,102 @@ class _Stream:
 
     Attributes:
       actions: all of them.
-      forwards_before: for each, how many forwards the schedule puts before it on its device.
+      forwards_before: for each, how many forwards the schedule puts before it on its device, which
+        have to be done first. By default none: the stream has them itself, in their order.
       done: how many have their ticks.
     """
 
-    def __init__(self, actions: list[Action], forwards_before: list[int]) -> None:
-        self.actions, self.forwards_before, self.done = actions, forwards_before, 0
+    def __init__(self, actions: list[Action], forwards_before: list[int] | None = None) -> None:
+        self.actions, self.done = actions, 0
+        self.forwards_before = forwards_before or [0] * len(actions)
 
     @property
     def head(self) -> Action | None:
         return self.actions[self.done] if self.done < len(self.actions) else None
 
 
-def place_in_lockstep(rows: Rows, num_stages: int) -> Placement:
-    """Places the actions of each device, as the compiled program runs them.
+def lengths_with(stash: Stash) -> Lengths:
+    """How long actions take in a program whose stages keep this, in the unit of the papers.
+
+    It is an estimate: one program cannot know how long its stages will take.
+    """
+    again = stash == "inputs"  # a backward then begins with a second forward
+    return {"F": 1, "B": 2 + again, "I": 1 + again, "W": 1}
+
+
+def place_in_lockstep(
+    rows: Rows, num_stages: int, lengths: Lengths, communication: float = 0.0
+) -> Placement:
+    """Places the actions of each device, as a compiled program runs them.
 
     Args:
       rows: for each device its actions in their order; None is an idle place.
       num_stages: number of stages of the model.
+      lengths: how long an action of each kind takes.
+      communication: how long the exchange at the end of a tick takes.
 
     Raises:
       ValueError: if devices wait for each other for ever.
     """
     forwards = [_make_stream(row, "F") for row in rows]
     backwards = [_make_stream(row, "BI") for row in rows]
+    full = _fill_ticks((forwards, backwards), forwards, num_stages)
+    full = _place_weight_gradients(rows, full, lengths)
+    singles = [_Stream([a for a in row if a is not None]) for row in rows]
+    try:
+        single = _fill_ticks((singles,), singles, num_stages)
+    except ValueError:  # rows that nobody has validated, where a forward has to run ahead
+        return full
+    # Of equals the first: fewer ticks, and halves of a backward are hardly ever equally long.
+    return min((full, single), key=lambda p: _find_duration(p, rows, lengths, communication))
+
+
+def _find_duration(
+    placement: Placement, rows: Rows, lengths: Lengths, communication: float
+) -> float:
+    """How long the ticks take: each as long as the actions in it of its fullest device."""
+    busy = np.zeros((len(rows), placement.num_ticks))
+    for device, row in enumerate(rows):
+        for action in row:
+            if action is not None:
+                busy[device, placement.tick_of[action]] += lengths[action.kind]
+    return float(busy.max(axis=0, initial=0).sum()) + communication * placement.num_ticks
+
+
+def _fill_ticks(
+    rounds: Sequence[list[_Stream]], forwards: list[_Stream], num_stages: int
+) -> Placement:
+    """Gives all actions of some streams their ticks.
+
+    Args:
+      rounds: in the order in which the program runs them in a tick; for each device a stream.
+      forwards: those of them that have the forwards.
+      num_stages: number of stages of the model.
+
+    Raises:
+      ValueError: if devices wait for each other for ever.
+    """
     tick_of: dict[Action, int] = {}
     done: dict[Action, int] = {}  # the same, by result
     tick = 0
     # Each pass fills one tick, forwards first: a backward may use the forward of its own tick. What
     # is placed is final, and what an action needs was placed before it. A pass that places nothing
     # would therefore be followed by another such, for ever.
-    while any(stream.head for stream in forwards + backwards):
+    while heads := [s.head for streams in rounds for s in streams if s.head]:
         before = len(tick_of)
-        for streams in (forwards, backwards):
+        for streams in rounds:
             for action in _take_ready(streams, forwards, done, tick, num_stages):
                 tick_of[action] = done[result_of(action)] = tick
         if len(tick_of) == before:
-            heads = join_first(s.head for s in forwards + backwards if s.head)
             raise ValueError(
-                f"at tick {tick} the devices wait for each other, at {heads}: call validate()"
+                f"at tick {tick} the devices wait for each other, at {join_first(heads)}: call "
+                "validate()"
             )
         tick += 1
-    return _place_weight_gradients(rows, Placement(tick_of, tick))
+    return Placement(tick_of, tick)
 
 
-def _place_weight_gradients(rows: Rows, placement: Placement) -> Placement:
+def _place_weight_gradients(rows: Rows, placement: Placement, lengths: Lengths) -> Placement:
     """Adds the gradients of weights to forwards and backwards that have their ticks.
 
     A tick lasts as long as its fullest device, so a device that has less to do in it has a *gap*: a
@@ -140,12 +195,12 @@ def _place_weight_gradients(rows: Rows, placement: Placement) -> Placement:
         for action in row:
             if action is not None and action.kind != "W":
                 tick = tick_of[action]
-                busy[device, tick] += _LENGTHS[action.kind]
+                busy[device, tick] += lengths[action.kind]
                 if action.kind == "I":
                     halves[device][tick] = action
     if not any(halves):
         return placement
-    has_gap = busy.max(axis=0, initial=0) - busy >= _LENGTHS["W"]  # bool[devices, ticks]
+    has_gap = busy.max(axis=0, initial=0) - busy >= lengths["W"]  # bool[devices, ticks]
     # From the last tick to the first. A weight gradient comes after its `I`, so from each tick on a
     # device needs as many places as it still has `I`. Where one is lacking, all devices get one.
     lacking = np.zeros(len(rows), int)  # by device: `I` without a place, from this tick on
