@@ -8,7 +8,8 @@ and what they need beside their inputs and outputs, for
     skipping  the same in a branch of `ampx.dynamic_loss_scale`, as `ampx.train_step` runs it
     derived   the same in `ampx.fused.fuse`: by rules derived from it, unless the branch moves less
 
-Bytes do not depend on the load of the machine. With `--rounds`, steps are timed as well: the step
+A pass, 4 bytes, reads or writes one float32 array once. Bytes do not depend on the load of the
+machine. With `--rounds`, steps are timed as well: the step
 in the branch over that of optax alone, and the step by derived rules over that in the branch.
 
 Run `python -m benchmarks.optax_updates` for all transformations, or give names: `adamw lamb`.
@@ -118,7 +119,8 @@ def _compare_times(name: str, rounds: int) -> list[str]:
 def print_costs(names: list[str], rounds: int) -> None:
     """Prints the table, one row for each transformation."""
     warnings.simplefilter("ignore", DeprecationWarning)  # optax's, of its old names
-    rows, times = [], ["time: with a skip / optax", "`fuse` / with a skip"]
+    rows = []
+    shown = ["time: with a skip / optax", "`fuse` / with a skip"] if rounds else []
     for name in names:
         steps = build_steps(name)
         counts = [count(*step) for step in steps.values()]
@@ -126,12 +128,14 @@ def print_costs(names: list[str], rounds: int) -> None:
             f"{'a loop' if moved is None else f'{moved:.0f}'} ({temporary:.1f})"
             for moved, temporary in counts
         ]
+        moved = counts[-1][0]
+        cells += ["a loop" if moved is None else f"{moved / 4:.3g}"]
         cells.append(find_way(steps["derived"][1]))
         rows.append([f"`{name}`", *cells, *(_compare_times(name, rounds) if rounds else [])])
     print_table(
         "Bytes moved a parameter (temporary bytes in brackets), "
         f"{LEAVES} leaves, {jax.default_backend()}",
-        ["transformation", "optax", "with a skip", "`fuse`", "way", *(times if rounds else [])],
+        ["transformation", "optax", "with a skip", "`fuse`", "passes", "way", *shown],
         rows,
     )
 

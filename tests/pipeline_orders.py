@@ -90,10 +90,11 @@ def _exchange(buffers, route, tick, sent, target_of):
             put(-1, device, device)
 
 
-def assert_tables_are_right(schedule, rereads):
+def assert_tables_are_right(schedule, rereads, stash="inputs"):
     """Plays the tables of a schedule: every reader finds what was written for it."""
     count, devices = schedule.num_stages, range(schedule.num_devices)
-    tables = lower(schedule, [[(s, s + 1) for s in range(count - 1)]], keeps_inputs=rereads)
+    wires = [[(s, s + 1) for s in range(count - 1)]]
+    tables = lower(schedule, wires, stash=stash, keeps_inputs=rereads)
     (activations,), (cotangents,) = tables.activations, tables.cotangents
     received = _empty(activations.storage, len(devices))
     returned = _empty(cotangents.storage, len(devices))

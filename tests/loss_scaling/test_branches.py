@@ -59,8 +59,19 @@ def updated(tx, state, grads, params):
     return tx.update(grads, state, params)
 
 
-def test_all_but_the_verdict_and_the_norm_is_in_the_branch():
-    tx = dynamic(CHAIN)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        dynamic,
+        lambda tx: ampx.static_loss_scale(tx, 8.0),
+        lambda tx: ampx.follow_schedule(
+            dynamic(tx), ampx.precision_schedule("fast1|step|0.9", total_steps=100)
+        ),
+    ],
+    ids=["dynamic", "static", "follow_schedule"],
+)
+def test_all_but_the_verdict_and_the_norm_is_in_the_branch(wrap):
+    tx = wrap(CHAIN)
     names = outside(functools.partial(applied, tx), tx.init(PARAMS), grads_of(), PARAMS)
     assert "cond" in names
     assert not names & {"select_n", "div", "add_any", "where"}, "an update outside of the branch"

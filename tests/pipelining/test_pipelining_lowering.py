@@ -11,14 +11,15 @@ from ampx.pipelining.schedules.ticks import lengths_with, place_in_lockstep
 WHOLE = ["gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"]
 ZERO_BUBBLES = ["zero-bubble", "interleaved-zero-bubble", "zero-bubble-v", "dualpipe-v"]
 NAMES = [*WHOLE, *ZERO_BUBBLES, "forward-only"]
-SIZES = [(1, 3), (2, 1), (2, 5), (4, 8), (3, 7)]
+SIZES = [(1, 3), (2, 1), (2, 5), (4, 4), (4, 8), (3, 7)]
 
 
 @pytest.mark.parametrize("rereads", [True, False])
+@pytest.mark.parametrize("stash", ["inputs", "residuals"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_reader_finds_its_value(name, size, rereads):
-    assert_tables_are_right(make_schedule(name, *size), rereads)
+def test_every_reader_finds_its_value(name, size, stash, rereads):
+    assert_tables_are_right(make_schedule(name, *size), rereads, stash)
 
 
 @pytest.mark.parametrize("name", NAMES)

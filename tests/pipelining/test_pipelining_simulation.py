@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipeline_orders import as_schedule, random_orders
 
 from ampx.pipelining.runtime.lowering import lower
 from ampx.pipelining.schedules.actions import Action, needs_of, result_of
@@ -68,8 +69,8 @@ def test_in_step_weight_gradients_fill_as_much_as_on_independent_devices(schedul
     [
         ("zero-bubble", (1, 1, 1)),
         ("interleaved-zero-bubble", (1, 1, 1)),
-        ("zero-bubble-v", (1.06, 1.02, 1.04)),
-        ("dualpipe-v", (1.14, 1.04, 1.08)),
+        ("zero-bubble-v", (1, 1, 1)),
+        ("dualpipe-v", (1.06, 1.02, 1.04)),
     ],
 )
 def test_what_lockstep_costs_schedules_with_halved_backwards(name, most):
@@ -77,6 +78,56 @@ def test_what_lockstep_costs_schedules_with_halved_backwards(name, most):
         schedule = make_schedule(name, *size)
         alone = schedule.simulate().makespan
         assert schedule.simulate(mode="lockstep").makespan <= bound * alone
+
+
+@pytest.mark.parametrize("size", [(3, 3), (4, 2), (4, 5), (6, 7), (8, 8), (8, 9)])
+@pytest.mark.parametrize("name", ["zero-bubble", "interleaved-zero-bubble", "zero-bubble-v"])
+def test_few_microbatches_lose_nothing_in_step_where_all_actions_are_equally_long(name, size):
+    """There full ticks take up to 1.19 of it: too few devices have a gap for a weight gradient."""
+    schedule = make_schedule(name, *size)
+    lockstep = schedule.simulate(mode="lockstep", stash="residuals")
+    assert lockstep.makespan <= schedule.simulate().makespan
+
+
+def time_on_grid(schedule, costs):
+    """How long a schedule takes if each column of its grid lasts as long as its longest action."""
+    return sum(
+        max((costs[row[tick].kind] for row in schedule.rows if row[tick]), default=0)
+        for tick in range(schedule.num_ticks)
+    )
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    num_devices=st.integers(1, 4),
+    more_stages=st.integers(0, 2),
+    num_microbatches=st.integers(1, 5),
+    input_grad=st.sampled_from([1.0, 1.5, 2.0]),
+)
+def test_no_order_takes_longer_in_step_than_tick_by_tick_on_its_grid(
+    seed, num_devices, more_stages, num_microbatches, input_grad
+):
+    rows, device_of = random_orders(seed, num_devices + more_stages, num_devices, num_microbatches)
+    schedule = as_schedule(rows, device_of, num_microbatches).aligned()
+    costs = {"F": 1.0, "I": input_grad, "W": 1.0, "B": input_grad + 1}
+    lockstep = schedule.simulate(mode="lockstep", input_grad=input_grad, weight_grad=1.0)
+    alone = schedule.simulate(input_grad=input_grad, weight_grad=1.0)
+    assert lockstep.makespan <= time_on_grid(schedule, costs) + 1e-6
+    assert lockstep.busy == alone.busy
+
+
+def test_what_stages_keep_decides_which_ticks_a_program_has():
+    schedule, recomputing = zero_bubble(4, 4), {"input_grad": 2, "weight_grad": 1}
+    single, full = (schedule.simulate(mode="lockstep", stash=s) for s in ("residuals", "inputs"))
+    assert single.makespan == schedule.num_ticks < full.makespan
+    single, full = (
+        schedule.simulate(mode="lockstep", stash=s, **recomputing) for s in ("residuals", "inputs")
+    )
+    assert full.makespan < single.makespan
+    assert schedule.simulate(mode="lockstep", **recomputing).makespan == full.makespan
+    for call in (schedule.simulate, schedule.liveness):
+        with pytest.raises(ValueError, match=r"stash must be one of .*'inputs'.*got 'all'"):
+            call(mode="lockstep", stash="all")
 
 
 @pytest.mark.parametrize("size", SIZES)
