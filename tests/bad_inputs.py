@@ -747,6 +747,9 @@ add("Schedule.simulate.communication", lambda v: SCHEDULE_1F1B.simulate(communic
 NO_MODE = {"a slip": "asnyc", "a number": 3, "None": None}
 add("Schedule.simulate.mode", lambda v: SCHEDULE_1F1B.simulate(mode=v), NO_MODE)
 add("Schedule.liveness.mode", lambda v: SCHEDULE_1F1B.liveness(mode=v), NO_MODE)
+NO_STASH = {"a slip": "inpust", "a number": 3, "a policy": jax.checkpoint_policies.dots_saveable}
+add("Schedule.simulate.stash", lambda v: SCHEDULE_1F1B.simulate(stash=v), NO_STASH)
+add("Schedule.liveness.stash", lambda v: SCHEDULE_1F1B.liveness(stash=v), NO_STASH, {"None": None})
 add("Schedule.liveness.merge_chunks", lambda v: SCHEDULE_1F1B.liveness(merge_chunks=v), FLAGS)
 NO_TICK = {"a word": "1", "a float": 1.5, "a bool": True, "a list": [1]}
 for name in ("start", "stop"):
