@@ -97,23 +97,19 @@ def time_on_grid(schedule, costs):
     )
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    num_devices=st.integers(1, 4),
-    more_stages=st.integers(0, 2),
-    num_microbatches=st.integers(1, 5),
-    input_grad=st.sampled_from([1.0, 1.5, 2.0]),
-)
-def test_no_order_takes_longer_in_step_than_tick_by_tick_on_its_grid(
-    seed, num_devices, more_stages, num_microbatches, input_grad
-):
-    rows, device_of = random_orders(seed, num_devices + more_stages, num_devices, num_microbatches)
-    schedule = as_schedule(rows, device_of, num_microbatches).aligned()
+@pytest.mark.parametrize("input_grad", [1.0, 1.5, 2.0])
+def test_no_order_takes_longer_in_step_than_tick_by_tick_on_its_grid(input_grad):
     costs = {"F": 1.0, "I": input_grad, "W": 1.0, "B": input_grad + 1}
-    lockstep = schedule.simulate(mode="lockstep", input_grad=input_grad, weight_grad=1.0)
-    alone = schedule.simulate(input_grad=input_grad, weight_grad=1.0)
-    assert lockstep.makespan <= time_on_grid(schedule, costs) + 1e-6
-    assert lockstep.busy == alone.busy
+    equal = 0
+    for seed in range(80):
+        num_devices, num_microbatches = 2 + seed % 3, 2 + seed % 5
+        rows, device_of = random_orders(seed, num_devices + seed % 2, num_devices, num_microbatches)
+        schedule = as_schedule(rows, device_of, num_microbatches).aligned()
+        lockstep = schedule.simulate(mode="lockstep", input_grad=input_grad, weight_grad=1.0)
+        on_grid = time_on_grid(schedule, costs)
+        assert lockstep.makespan <= on_grid + 1e-6
+        equal += lockstep.makespan == pytest.approx(on_grid)
+    assert 0 < equal < 80, "orders of which each kind of ticks is the better one"
 
 
 def test_what_stages_keep_decides_which_ticks_a_program_has():
