@@ -9,8 +9,8 @@ and what they need beside their inputs and outputs, for
     derived   the same in `ampx.fused.fuse`: by rules derived from it, unless the branch moves less
 
 A pass, 4 bytes, reads or writes one float32 array once. Bytes do not depend on the load of the
-machine. With `--rounds`, steps are timed as well: the step
-in the branch over that of optax alone, and the step by derived rules over that in the branch.
+machine. With `--rounds`, steps are timed as well: the step in the branch over that of optax alone,
+and the step by derived rules over that in the branch.
 
 Run `python -m benchmarks.optax_updates` for all transformations, or give names: `adamw lamb`.
 """

@@ -133,12 +133,18 @@ def _find_duration(
     placement: Placement, rows: Rows, lengths: Lengths, communication: float
 ) -> float:
     """How long the ticks take: each as long as the actions in it of its fullest device."""
+    busy = _find_busy(placement, rows, lengths)
+    return float(busy.max(axis=0, initial=0).sum()) + communication * placement.num_ticks
+
+
+def _find_busy(placement: Placement, rows: Rows, lengths: Lengths) -> np.ndarray:
+    """How long each device computes in each tick, of shape (devices, ticks): what has its place."""
     busy = np.zeros((len(rows), placement.num_ticks))
     for device, row in enumerate(rows):
         for action in row:
-            if action is not None:
+            if action in placement.tick_of:
                 busy[device, placement.tick_of[action]] += lengths[action.kind]
-    return float(busy.max(axis=0, initial=0).sum()) + communication * placement.num_ticks
+    return busy
 
 
 def _fill_ticks(
@@ -189,17 +195,11 @@ def _place_weight_gradients(rows: Rows, placement: Placement, lengths: Lengths) 
     All devices together take as long as devices that go on by themselves: 3 * 4 + 3 - 1 units.
     """
     tick_of, num_ticks = placement
-    halves: list[dict[int, Action]] = [{} for _ in rows]  # the `I` of a device by its tick
-    busy = np.zeros((len(rows), num_ticks))
-    for device, row in enumerate(rows):
-        for action in row:
-            if action is not None and action.kind != "W":
-                tick = tick_of[action]
-                busy[device, tick] += lengths[action.kind]
-                if action.kind == "I":
-                    halves[device][tick] = action
+    # The `I` of each device by their ticks.
+    halves = [{tick_of[a]: a for a in row if a is not None and a.kind == "I"} for row in rows]
     if not any(halves):
         return placement
+    busy = _find_busy(placement, rows, lengths)
     has_gap = busy.max(axis=0, initial=0) - busy >= lengths["W"]  # bool[devices, ticks]
     # From the last tick to the first. A weight gradient comes after its `I`, so from each tick on a
     # device needs as many places as it still has `I`. Where one is lacking, all devices get one.
