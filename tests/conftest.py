@@ -138,6 +138,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
+def traced_as_for_gpus(monkeypatch):
+    """Programs have the form that they have on GPUs. They still run on CPUs."""
+    monkeypatch.setattr("ampx.updates.devices.find_device", lambda: ("gpu", "of any kind"))
+
+
+@pytest.fixture
 def standard_promotion():
     """For optimizers of optax, many of which add ints to floats."""
     with jax.numpy_dtype_promotion("standard"):

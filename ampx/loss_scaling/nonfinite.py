@@ -203,7 +203,9 @@ def judge(
         # A finite sum has finite terms. Saturated numbers are finite, too, and are looked for.
         # Outside of `jit` a branch would be compiled anew in every call.
         if saturation_dtype is None and isinstance(is_fine, jax.core.Tracer):
-            counts = run_unless(is_fine, look, lambda types: jnp.zeros(types.shape, types.dtype))
+            counts = run_unless(
+                is_fine, look, lambda types: jnp.zeros(types.shape, types.dtype), is_rare=True
+            )
         else:
             counts = look()
     found = jnp.append(counts, (~is_fine).astype(jnp.int32))

@@ -65,7 +65,7 @@ def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transitio
     elif wants_params:
         with_params = functools.partial(run, params=call.params)
         updates, inner_state, is_bad = run_unless(
-            undone, with_params, stay, call.grads, call.state.loss_scale
+            undone, with_params, stay, call.grads, call.state.loss_scale, is_rare=True
         )
     else:
         updates, inner_state, is_bad = update_unless(

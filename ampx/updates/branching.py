@@ -11,6 +11,11 @@ outside. So updates that the caller adds to parameters are made behind the branc
 (`ampx.jaxprs.sinking`), sums of gradients in front of it (`ampx.jaxprs.hoisting`), and inside each
 norm is one sum (`ampx.jaxprs.late_choices`).
 
+All that is so on CPUs. On GPUs a caller that skips rarely gets a choice behind each number, since
+there that is what costs nothing: see `ampx.updates.devices`. But not where the update holds a
+branch or a loop of its own that makes arrays, as `optax.MultiSteps` does: what comes out of these
+is in memory already, and a choice behind them would be a copy.
+
 Both ways must return the same types. An update may change what its arrays vary over inside
 `shard_map`, or how they lie on an Explicit mesh; then what is handed on gets the same marks.
 """
@@ -27,15 +32,20 @@ from jax import lax
 
 from ampx.jaxprs.hoisting import hoist_sums
 from ampx.jaxprs.late_choices import choose_late
-from ampx.jaxprs.reading import Jaxpr, evaluate, open_jaxpr, trace
+from ampx.jaxprs.reading import Jaxpr, as_closed, evaluate, inner_jaxprs, open_jaxpr, trace
 from ampx.jaxprs.sinking import sink
 from ampx.mesh_axes import mark_varying, match_type, varying_axes
 from ampx.trees import is_float0, is_floating, null_updates
+from ampx.updates.devices import chooses_behind_updates
 from ampx.updates.skipped_derivatives import stop_gradient_if
 
 
 def run_unless(
-    skip: jax.Array, run: Callable[..., Any], stay: Callable[[Any], Any], *gradients: Any
+    skip: jax.Array,
+    run: Callable[..., Any],
+    stay: Callable[[Any], Any],
+    *gradients: Any,
+    is_rare: bool = False,
 ) -> Any:
     """Runs an update unless a step is skipped.
 
@@ -48,8 +58,10 @@ def run_unless(
         only shapes and dtypes may be read, to a tree of the same structure, shapes and dtypes.
       *gradients: trees. Sums of them alone, such as their norm, are computed in front of the
         branch, where XLA merges them with the verdict.
+      is_rare: whether what a branch would save is nothing to count on, so that it may as well be
+        computed in vain where that is cheaper than a branch.
     """
-    return _branch(skip, run, stay, gradients, ())
+    return _branch(skip, run, stay, gradients, (), is_rare)
 
 
 def update_unless(
@@ -59,7 +71,7 @@ def update_unless(
     *gradients: Any,
     params: Any,
 ) -> Any:
-    """As `run_unless`, where the caller is to add the updates to the parameters.
+    """As `run_unless` with skips that are rare, where the caller adds updates to parameters.
 
     Updates that are made element by element of gradients, parameters and new state are computed
     behind the branch and chosen there. XLA fuses that with the addition.
@@ -71,7 +83,7 @@ def update_unless(
       *gradients: as in `run_unless`.
       params: a tree, or None.
     """
-    return _branch(skip, run, stay, gradients, (params,))
+    return _branch(skip, run, stay, gradients, (params,), is_rare=True)
 
 
 def _branch(
@@ -80,6 +92,7 @@ def _branch(
     stay: Callable[[Any], Any],
     gradients: tuple[Any, ...],
     params: tuple[Any, ...],
+    is_rare: bool,
 ) -> Any:
     # Structure and types of what `run` returns.
     found: list[Any] = []
@@ -111,8 +124,9 @@ def _branch(
     operands = [mark_varying(jnp.asarray(given[place]), axes) for place in places]
     jaxpr = choose_late(trace(take, *operands)[0])
     structure, types = found
+    chooses = is_rare and chooses_behind_updates() and not _has_own_branches(jaxpr)
     parts = None
-    if params:
+    if params and not chooses:
         updates = _arrays(jax.tree.leaves(structure.unflatten(types)[0]))
         parts = sink(jaxpr, [n for n, leaf in enumerate(updates) if is_floating(leaf)])
         jaxpr = parts.inside
@@ -121,7 +135,6 @@ def _branch(
     numbers = [atom.aval for atom in open_jaxpr(jaxpr).outvars][len(_arrays(types)) - len(moved) :]
     count = len(jax.tree.leaves(gradients))
     number = sum(place < count for place in places)
-    take_rest = hoist_sums(jaxpr, operands, number, functools.partial(_compute_beside, skip))
 
     def keep() -> list[Any]:
         # Shapes and dtypes alone: what varies over some axes of a mesh only has no full type here.
@@ -137,9 +150,17 @@ def _branch(
         varying = (sorted(aval.manual_axis_type.varying) for aval in numbers)
         return [*arrays, *map(mark_varying, zeros, varying)]
 
-    # What hands old arrays on comes first. With jax before 0.11.2 XLA copies them, and all results
-    # once more, if it is the second branch; and a `cond` has another first branch on GPUs.
-    arrays = lax.switch((~skip).astype(jnp.int32), [keep, take_rest])
+    if chooses:
+        closed = as_closed(jaxpr)
+        guarded = closed.replace(consts=stop_gradient_if(skip, closed.consts))
+        new = _compute_beside(skip, guarded, *operands)
+        arrays = [jnp.where(skip, *pair) for pair in zip(keep(), new, strict=True)]
+    else:
+        take_rest = hoist_sums(jaxpr, operands, number, functools.partial(_compute_beside, skip))
+        # What hands old arrays on comes first. With jax before 0.11.2 XLA copies them, and all
+        # results once more, if it is the second branch; and a `cond` has another first branch on
+        # GPUs.
+        arrays = lax.switch((~skip).astype(jnp.int32), [keep, take_rest])
     if parts is not None and moved:
         values = [*operands, *arrays]
         made = _choose(skip, parts.behind, [values[source] for source in parts.sources])
@@ -147,6 +168,19 @@ def _branch(
     rest = iter(arrays)
     # An empty gradient of an integer is no array, and the same on both ways.
     return structure.unflatten([leaf if is_float0(leaf) else next(rest) for leaf in types])
+
+
+def _has_own_branches(jaxpr: Jaxpr) -> bool:
+    """Whether a branch or a loop inside makes arrays; one that makes numbers alone does not count.
+
+    So does `optax.MultiSteps`, and an update that runs matrix products in a loop.
+    """
+    return any(
+        any(atom.aval.shape for atom in eqn.outvars)
+        if eqn.primitive.name in ("cond", "scan", "while")
+        else any(map(_has_own_branches, inner_jaxprs(eqn)))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
 
 
 def _choose(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:

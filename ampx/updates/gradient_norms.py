@@ -8,7 +8,8 @@ verdict: is every gradient finite? One sum S of squares answers both, nearly alw
 
 The square of 1.9e19 overflows float32, and a step with large finite gradients must not be skipped.
 So the second look, under a `lax.cond`, sums the squares of g / 2**90. It tells the two cases apart,
-and costs a second pass over memory only in the rare step that needs it.
+and costs a second pass over memory only in the rare step that needs it. On a GPU a branch costs
+more than the second sum, which one kernel computes beside the first: XLA has no branch there.
 
 Where a gradient is divided over mapped axes, each device sums the squares of its shard, and the
 sums are added over exactly those axes. A replicated gradient is the same on all devices and is
@@ -30,6 +31,7 @@ from jax import lax
 from ampx.mesh_axes import add_divided, can_add_divided, mark_varying, varying_axes
 from ampx.model_axes import NOT_DIVIDED, ModelAxes, add_over_shards, untracked_of_leaves
 from ampx.trees import is_floating, wider_dtype
+from ampx.updates.devices import chooses_behind_updates
 from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Tail
 
@@ -97,8 +99,12 @@ def measure_and_judge(
         none = mark_varying(jnp.zeros((), jnp.int32), axes)
         return total, jnp.float32(1), none, none
 
+    chooses = squares is None and chooses_behind_updates()
+
     def second_look() -> tuple[jax.Array, ...]:
-        groups = _group_alike(leaves, untracked)
+        pairs = zip(leaves, untracked, strict=True)
+        alone = [_Group([leaf], tuple(axes)) for leaf, axes in pairs]
+        groups = alone if chooses else _group_alike(leaves, untracked)
         # Each reduction gets a scalar of its own, which only a barrier keeps apart. If several
         # reductions share one scalar, XLA's CPU backend broadcasts it to an array in memory, and
         # reserves that memory whether the branch is taken or not.
@@ -120,7 +126,12 @@ def measure_and_judge(
 
     # The counts leave the branch as scalars. Out of a vector, each loop that reads one would slice
     # it at another place, and XLA compiles each such loop for itself.
-    total, unit, infinities, nans = lax.cond(jnp.isfinite(total), all_is_well, second_look)
+    is_well = jnp.isfinite(total)
+    if chooses:
+        pairs = zip(all_is_well(), second_look(), strict=True)
+        total, unit, infinities, nans = [jnp.where(is_well, *pair) for pair in pairs]
+    else:
+        total, unit, infinities, nans = lax.cond(is_well, all_is_well, second_look)
     return JudgedNorm(jnp.sqrt(total) * multiplier * unit, jnp.stack([infinities, nans]))
 
 

@@ -36,7 +36,8 @@ WAYS = {
     "apply": {},  # settings of `fused.apply`
     "clipped": dict(max_norm=1.0),
 }
-# By name: in the tail, by the branch, and outside of `jit`, where nothing is a branch.
+# By name: in the tail, by the branch, by the choice that GPUs get, and outside of `jit`, where
+# nothing is a branch.
 CASES = {
     **{f"fused.{name}-{way}": ("fused", name, way) for name in FUSED for way in WAYS},
     **{
@@ -45,6 +46,7 @@ CASES = {
         for way in ("updates", "clipped")
     },
     **{f"{name}-jit": ("jit", name, "updates") for name in PLAIN},
+    **{f"{name}-gpu": ("gpu", name, "updates") for name in PLAIN},
     **{f"{name}-eager": ("eager", name, "updates") for name in PLAIN},
 }
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -55,6 +57,7 @@ QUICK = (
     "fuse rmsprop-clipped",
     "fuse contrib.cocob-updates",
     "lars-jit",
+    "contrib.ademamix-gpu",
     "adadelta-eager",
 )
 
@@ -72,8 +75,10 @@ def is_float(x):
 @pytest.mark.sampled(8)
 @pytest.mark.slow_but(*QUICK)
 @pytest.mark.parametrize("case", CASES)
-def test_only_what_stays_has_a_derivative(case):
+def test_only_what_stays_has_a_derivative(case, request):
     kind, name, way = CASES[case]
+    if kind == "gpu":
+        request.getfixturevalue("traced_as_for_gpus")
     tx = ampx.static_loss_scale(build(kind, name), 8.0)
     state = tx.init(PARAMS)
     if way != "updates" and not can_apply(state):

@@ -17,8 +17,7 @@ import importlib.resources
 import json
 from typing import Any
 
-import jax
-
+from ampx.updates.devices import find_device
 from ampx.updates.tails import DEFAULT_PLAN, Backend, KernelPlan
 
 FILE = "measured.json"
@@ -33,7 +32,7 @@ def resolve_backend(backend: Backend) -> tuple[Backend, KernelPlan]:
     """
     if backend == "xla" or (backend == "auto" and not _read()):
         return "xla", DEFAULT_PLAN  # devices are not asked: tracing alone needs none
-    platform, kind = _find_device()
+    platform, kind = find_device()
     plan = plan_for(kind) if platform == "gpu" else None
     if backend == "auto":  # without a measurement, and where no kernel won, there is nothing to run
         return ("mosaic_gpu", plan) if plan and plan.work else ("xla", DEFAULT_PLAN)
@@ -47,16 +46,6 @@ def resolve_backend(backend: Backend) -> tuple[Backend, KernelPlan]:
             "lower for another platform 'mosaic_gpu' or 'mosaic_tpu'"
         )
     return _OF_PLATFORM[platform], everything
-
-
-def _find_device() -> tuple[str, str]:
-    """Platform and kind of the device for programs without one: `jax.default_device`, or else 0."""
-    device: Any = getattr(jax.config, "jax_default_device")  # noqa: B009, which no stub has
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
-    if device is not None:
-        return device.platform, device.device_kind
-    return jax.default_backend(), jax.devices()[0].device_kind
 
 
 def plan_for(device_kind: str) -> KernelPlan | None:
