@@ -234,6 +234,9 @@ def compiling(rounds: int) -> None:
         return jax.lax.scan(lambda carry, part: (one(carry, part), None), state, parts)[0]
 
     guarded = optax.apply_if_finite(OPTIMIZER, 5)
+    # Without a clip there is less that a loss scale is measured beside.
+    alone = optax.adamw(1e-3)
+    scaled_alone, guarded_alone = ampx.dynamic_loss_scale(alone), optax.apply_if_finite(alone, 5)
     variants = {
         "optax": (_plain_step(OPTIMIZER), _start(OPTIMIZER)),
         "ampx, dynamic": (_ampx_step(scaled), _start(scaled)),
@@ -242,6 +245,9 @@ def compiling(rounds: int) -> None:
         "optax.MultiSteps, k = 4": (with_multi_steps, _start(multi)),
         "optax.microbatch, apply_if_finite, k = 4": (with_microbatch(guarded), _start(guarded)),
         "train_step, dynamic, k = 4": (_train_step(train), state),
+        "optax, no clip": (_plain_step(alone), _start(alone)),
+        "optax.apply_if_finite, no clip": (_plain_step(guarded_alone), _start(guarded_alone)),
+        "ampx, dynamic, no clip": (_ampx_step(scaled_alone), _start(scaled_alone)),
     }
     measures = {
         name: functools.partial(trace_and_compile, step, start, batch, donate_argnums=0)
@@ -250,7 +256,8 @@ def compiling(rounds: int) -> None:
     seconds = measure_compilation(measures, max(3, rounds // 3))
     rows = []
     for name, own in seconds.items():
-        ratios = np.median(own / seconds["optax"], 0)
+        baseline = "optax, no clip" if name.endswith("no clip") else "optax"
+        ratios = np.median(own / seconds[baseline], 0)
         rows.append([name, *(f"{s:.2f}" for s in np.median(own, 0)), f"{ratios[2]:.2f}"])
     header = ["step", "trace, CPU-s", "compile, CPU-s", "both, CPU-s", "both: ratio to optax"]
     print_table("Trace and compile", header, rows)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from ampx import fused
 from ampx.diagnostics.hlo import parse_computations
@@ -20,7 +21,8 @@ from ampx.fused.kernels import measured
 from ampx.fused.kernels.pallas_updates import KindOfWork
 from benchmarks import torch_updates
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import adopting, goals, gpt2, kernels, rows, tails
+from benchmarks.gpu import adopting, compiling, goals, gpt2, kernels, parts, rows, tails
+from benchmarks.gpu.compiling import Program, Queue, Workers
 from benchmarks.gpu.rows import Bench, Case, Row, Way
 from benchmarks.measuring import Candidate
 
@@ -47,11 +49,12 @@ def standard_promotion():
 
 
 def test_a_row_has_the_time_of_one_step_and_its_ratio_to_another(bench):
-    bench.rounds, bench.repeats = 3, 4
+    bench.rounds = 3
     start = functools.partial(jnp.ones, 1000)
     slow = Way(lambda state, x: jax.lax.fori_loop(0, 3000, lambda _, s: s * x, state), start, 8000)
     fast = Way(lambda state, x: state * x, start, 8000)
-    bench.run([Case("a case", {"slow": slow, "fast": fast}, (jnp.float32(1),), "slow", 1000)])
+    ways = {"slow": slow, "fast": fast}
+    bench.run([Case("a case", ways, lambda: (jnp.float32(1),), "slow", 1000, repeats=4)])
     found = written(bench)
     slow, fast = found["a case", "slow"], found["a case", "fast"]
     assert fast.ratio < 1 == slow.ratio and fast.beside == "slow"
@@ -83,26 +86,28 @@ def test_what_fails_or_comes_too_late_is_a_row_with_a_reason(bench):
     good = Way(lambda state: state + 1, lambda: jnp.zeros(3))
     ways = {"good": good, "bad": Way(fail, lambda: jnp.zeros(3))}
 
-    def no_others():
+    def no_others(repeats):
         raise ImportError("torch is not installed")
 
-    bench.run([Case("a case", ways, (), "good", make_others=no_others)])
+    left_out = {"slow": "not measured: it compiles for minutes"}
+    bench.run([Case("a case", ways, tuple, "good", make_others=no_others, left_out=left_out)])
     found = written(bench)
     assert found["a case", "good"].ratio == 1
     assert found["a case", "bad"].note == "failed: ValueError: no such kernel"
     assert found["a case", "others"].note == "failed: ImportError: torch is not installed"
+    assert found["a case", "slow"].note == left_out["slow"]
     late = Bench("late", bench.path, 0.0, tiny=True)
-    late.run([Case("late", {"good": good}, (), "good")])
-    assert written(bench)["late", "good"].note == "not measured: no time was left"
+    late.run([Case("late", {"good": good}, tuple, "good")])
+    assert written(bench)["late", "good"].note == rows.TOO_LATE
 
 
 def test_what_fails_after_its_first_call_costs_one_case(bench):
-    def fails_later():
+    def fails_later(repeats):
         calls = iter([None])
         yield Candidate("other", lambda _: next(calls), None, ())
 
     good = Way(lambda state: state + 1, lambda: jnp.zeros(3))
-    cases = [Case(f"case {k}", {"good": good}, (), "good") for k in range(2)]
+    cases = [Case(f"case {k}", {"good": good}, tuple, "good") for k in range(2)]
     cases[0].make_others = fails_later
     bench.run(cases)
     found = written(bench)
@@ -116,20 +121,17 @@ def test_a_part_that_dies_leaves_its_rows_and_the_others_run(tmp_path, monkeypat
         bench.write(Row("dies", "a case", "by a kernel", 1.0))
         raise SystemExit("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    def run(command, stdout, **_):
+    def run(command, *_):
         path = command[command.index("--out") + 1]
         try:
             die(Bench("dies", program.Path(path), 1.0))
         except SystemExit as error:
-            stdout.write(f"one line\n{error}\n".encode())
-            return subprocess.CompletedProcess(command, 134)
+            return 134, f"one line\n{error}\n"
 
-    monkeypatch.setattr(subprocess, "run", run)
-    log = tmp_path / "gpu.log"
-    first, second = program._run_part("dies", 1.0, tiny=True, log=log)
+    monkeypatch.setattr(program, "_run", run)
+    first, second = program._run_part("dies", 1.0, True, tmp_path / "gpu.log", tmp_path)
     assert first.candidate == "by a kernel"
     assert second.note == "ended with exit status 134: CUDA_ERROR_ILLEGAL_ADDRESS"
-    assert "one line" in log.read_text()
 
 
 def test_a_process_that_takes_too_long_is_ended_and_what_it_printed_is_kept(tmp_path):
@@ -156,14 +158,187 @@ tests/a.py::two FAILED [ 20%]
     )
 
 
+def test_a_failure_is_printed_even_where_pytest_does_not_end(tmp_path):
+    path = tmp_path / "test_two.py"
+    path.write_text("def test_a():\n assert 1 == 2\n\ndef test_b():\n import os; os._exit(3)\n")
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.failures", str(path)]
+    status, text = program._run([*command, "--rootdir", str(tmp_path)], 60.0, tmp_path / "log")
+    assert status == 3 and "test_two.py::test_a, call" in text and "assert 1 == 2" in text
+
+
+# --- compiling in processes ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_cache():
+    """XLA writes out what it has compiled for a CPU, but not what it took out of a cache."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it asks for the option once
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+def make_queue(folder, cases):
+    folder.mkdir()
+    return Queue.make(folder, [("a part", case) for case in cases])
+
+
+def make_two_ways():
+    def add(number):
+        return Way(lambda state, x: state + x * number, lambda: jnp.zeros(3), cost=number)
+
+    ways = {"one": add(1), "two": add(2)}
+    return [Case("a case", ways, lambda: (jnp.ones(3),), "one", repeats=2)]
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_programs_of_workers_are_loaded_and_timed(bench, tmp_path):
+    queue = make_queue(tmp_path / "programs", make_two_ways())
+    assert [job.way for job in queue.jobs] == ["two", "one"]  # the dearest first
+    compiling.work(queue, lambda part: make_two_ways())
+    assert queue.names("done") == ["0000", "0001"]
+    assert not queue.names("waiting") and not queue.names("taken")
+    [case] = make_two_ways()
+    load = queue.loader("a part")
+    np.testing.assert_array_equal(load(case, "two").step(jnp.ones(3), jnp.ones(3)), 5)
+    bench.run([case], load)
+    found = written(bench)
+    assert found["a case", "one"].ratio == 1 and found["a case", "two"].compile_seconds > 0
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_program_that_cannot_be_compiled_or_loaded_is_a_row_with_a_reason(bench, tmp_path):
+    def fail(state, x):
+        raise ValueError("no such kernel")
+
+    def make():
+        [case] = make_two_ways()
+        case.ways["bad"] = Way(fail, lambda: jnp.zeros(3), cost=0)
+        return [case]
+
+    queue = make_queue(tmp_path / "programs", make())
+    number = queue.take()
+    queue.finish(number, Program((b"not a program", None, None)))
+    compiling.work(queue, lambda part: make())
+    bench.run(make(), queue.loader("a part"))
+    found = written(bench)
+    assert found["a case", "one"].ratio == 1
+    assert found["a case", "bad"].note == "failed: ValueError: no such kernel"
+    assert found["a case", "two"].note.startswith("failed: UnpicklingError")
+
+
+def start_one_that_takes_a_job(queue, then):
+    """A process that does with the files what a worker does, and needs no JAX."""
+    code = f"""
+import os, time
+name = sorted(os.listdir("waiting"))[0]
+os.rename("waiting/" + name, "taken/" + name + "-" + str(os.getpid()))
+{then}
+"""
+    return subprocess.Popen([sys.executable, "-c", code], cwd=queue.folder)
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_worker_that_dies_costs_one_job_and_another_takes_its_place(bench, tmp_path):
+    queue = make_queue(tmp_path / "programs", make_two_ways())
+    started = []
+
+    def start():
+        if not started:
+            started.append(start_one_that_takes_a_job(queue, "os.kill(os.getpid(), 9)"))
+        else:
+            compiling.work(queue, lambda part: make_two_ways())
+            started.append(subprocess.Popen([sys.executable, "-c", ""]))
+        return started[-1]
+
+    workers = Workers(queue, 1, start)
+    workers.wait(60)
+    workers.end()
+    assert len(started) == 2
+    bench.run(make_two_ways(), queue.loader("a part"))
+    found = written(bench)
+    assert found["a case", "one"].ratio == 1
+    note = "failed: the compiler ended its process, with exit status -9"
+    assert found["a case", "two"].note == note
+
+
+def test_at_the_deadline_workers_are_ended(bench, tmp_path):
+    queue = make_queue(tmp_path / "programs", make_two_ways())
+    started = []
+
+    def start():
+        started.append(start_one_that_takes_a_job(queue, "time.sleep(60)"))
+        return started[-1]
+
+    workers = Workers(queue, 1, start)
+    while not queue.names("taken"):
+        time.sleep(0.01)
+    workers.wait(0.1)
+    assert started[0].poll() is None
+    workers.end()
+    assert [process.returncode for process in started] == [-9]
+    bench.run(make_two_ways(), queue.loader("a part"))
+    found = written(bench)
+    assert {found["a case", by].note for by in ("one", "two")} == {rows.TOO_LATE}
+
+
+def test_workers_that_do_not_begin_are_not_replaced(tmp_path):
+    queue = make_queue(tmp_path / "programs", make_two_ways())
+    started = []
+
+    def start():
+        started.append(subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"]))
+        return started[-1]
+
+    Workers(queue, 2, start).wait(60)
+    assert len(started) == 2 and len(queue.names("waiting")) == 2
+
+
+@pytest.mark.slow
+def test_a_worker_is_a_process_and_what_it_prints_is_in_the_log(bench, tmp_path, monkeypatch):
+    def make(name, tiny):
+        """One way of a case that the worker finds in the part; and one that it does not find."""
+        [case] = [case for case in parts.make_cases(name, tiny) if case.name.startswith("decoding")]
+        case.ways = {"a table": case.ways["a table"], "no such way": case.ways["arithmetic"]}
+        return [case]
+
+    monkeypatch.setattr(program, "make_cases", make)
+    log, folder = tmp_path / "gpu.log", tmp_path / "programs"
+    folder.mkdir()
+    with program._workers(folder, ["kernels"], True, log) as workers:
+        workers.wait(60)
+    bench.run(make("kernels", True), workers.queue.loader("kernels"))
+    found = {by: row for (_, by), row in written(bench).items()}
+    assert found["a table"].best > 0
+    assert found["no such way"].note == "failed: KeyError: 'no such way'"
+    assert "Traceback" in log.read_text()
+
+
+def test_many_arrays_are_asked_less():
+    cases = {name: parts.make_cases(name, tiny=False) for name in parts.PARTS}
+    names = [case.name for own in cases.values() for case in own]
+    assert len(names) == len(set(names))
+    by_kernels = [case.name for case in cases["tails, 400 x 125 k"] if tails.KERNELS in case.ways]
+    assert by_kernels == [f"{name}, 400 x 125 k" for name in ("AdamW", "LAMB", tails.NARROW[0])]
+    [thousands] = cases["tails, 2000 x 5 k"]
+    assert set(thousands.ways) == {tails.XLA, tails.OPTAX}
+    assert thousands.left_out == {tails.KERNELS: tails.TOO_MANY}
+
+
 # --- the parts -----------------------------------------------------------------------------------
 
 
-def rehearse(bench, run):
+def rehearse(bench, part, folder):
     """What a part writes; each row has a figure, but for those of torch where that is missing."""
-    bench.seconds = 600.0
+    bench.part, bench.seconds = part, 600.0
     bench.end = time.monotonic() + bench.seconds
-    run(bench)
+    programs = folder / "programs"
+    programs.mkdir()
+    own = functools.partial(parts.make_cases, tiny=True)
+    if not parts.PARTS[part].threads:
+        compiling.work(Queue.make(programs, [(part, case) for case in own(part)]), own)
+    program._be_part(bench, programs)
     found = written(bench)
     without = {key for key, row in found.items() if row.milliseconds is None}
     assert without <= {(case, "others") for case, _ in found if torch_updates.torch is None}
@@ -171,8 +346,9 @@ def rehearse(bench, run):
 
 
 @pytest.mark.slow
-def test_every_fused_optimizer_is_timed_by_xla_and_by_kernels(bench):
-    found = rehearse(bench, functools.partial(tails.run, key="gpt2"))
+@pytest.mark.usefixtures("no_cache")
+def test_every_fused_optimizer_is_timed_by_xla_and_by_kernels(bench, tmp_path):
+    found = rehearse(bench, "tails, GPT-2 small", tmp_path)
     public = {name for name in set(fused.__all__) & set(dir(optax)) if takes_a_rate(name)}
     assert public == {name.lower() for name in tails.OPTIMIZERS if "," not in name}
     for name in [*tails.OPTIMIZERS, *tails.DERIVED, *tails.NARROW]:
@@ -181,10 +357,10 @@ def test_every_fused_optimizer_is_timed_by_xla_and_by_kernels(bench):
             {tails.KERNELS} if name == "NovoGrad" else set()
         )
     ways = {by for case, by in found if case == "AdamW, GPT-2 small"}
-    assert {tails.BRANCH, tails.SELECT, tails.OPTAX, "optax.apply_if_finite"} <= ways
+    assert {tails.SCALED, tails.BRANCH, tails.OPTAX, "optax.apply_if_finite"} <= ways
     assert torch_updates.torch is None or set(torch_updates.NAMES) <= ways
     judged = {goal.what: goal for goal in goals.judge(found.values())}
-    assert sum(goal.worst is not None for goal in judged.values()) == 2 + bool(torch_updates.torch)
+    assert sum(goal.worst is not None for goal in judged.values()) == 3 + bool(torch_updates.torch)
 
 
 def takes_a_rate(name):
@@ -192,8 +368,9 @@ def takes_a_rate(name):
 
 
 @pytest.mark.slow
-def test_settings_norms_and_decoding_are_timed(bench):
-    found = rehearse(bench, kernels.run)
+@pytest.mark.usefixtures("no_cache")
+def test_settings_norms_and_decoding_are_timed(bench, tmp_path):
+    found = rehearse(bench, "kernels", tmp_path)
     cases = {case for case, _ in found}
     assert {kernels.FEW, kernels.MANY, kernels.INT8, "decoding of int8 moments, XLA"} <= cases
     for case in (kernels.FEW, kernels.MANY, kernels.INT8):
@@ -207,14 +384,14 @@ def test_settings_norms_and_decoding_are_timed(bench):
 def test_a_table_decodes_moments_as_arithmetic_does():
     case = kernels._decoding(1 << 10)
     old = jnp.zeros((4, 256))
-    ways = [jax.jit(way.step)(old, *case.data) for way in case.ways.values()]
+    ways = [jax.jit(way.step)(old, *case.make_data()) for way in case.ways.values()]
     np.testing.assert_array_equal(*ways)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-def test_steps_of_gpt_2_are_timed_and_their_conversions_counted(bench):
-    found = rehearse(bench, gpt2.run)
+def test_steps_of_gpt_2_are_timed_and_their_conversions_counted(bench, tmp_path):
+    found = rehearse(bench, "a step of GPT-2 small", tmp_path)
     [case] = {case for case, _ in found}
     counts = {by: int(row.note.split()[0]) for (_, by), row in found.items() if "conv" in row.note}
     assert counts.keys() >= {"float32", gpt2.BY_HAND, gpt2.OPT_1, "O2"}
@@ -250,7 +427,7 @@ def test_the_whole_program_writes_one_table_and_one_file(tmp_path):
     run = subprocess.run(command, cwd=program.ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     result = program.Result.read(out)
-    assert {row.part for row in result.rows} == set(program.PARTS)
+    assert {row.part for row in result.rows} == set(parts.PARTS)
     assert run.stdout.count("\n### ") == 2 and "Adopted" not in run.stdout
 
 
@@ -350,13 +527,21 @@ def test_goals_name_the_worst_case():
         row("AdamW, 1 x 50 M", tails.XLA, 2.0, 0.95),
         row("AdamW, 1 x 50 M", tails.KERNELS, 3.0, 0.6),
         row("AdamW, 1 x 50 M", goals.TORCH, 4.0, 0.5),
+        row("AdamW, 1 x 50 M", tails.OPTAX, 2.0),
+        row("AdamW, 1 x 50 M", tails.SCALED, 3.0),
+        row("AdamW, 1 x 50 M", tails.BRANCH, 4.0),
         row("LAMB, 1 x 50 M", tails.XLA, 2.0, 0.5),
         row("LAMB, 1 x 50 M", tails.KERNELS, 2.0, 0.91),
         row("GPT-2 small", gpt2.OPT_1, 1.03),
         row("GPT-2 small", gpt2.BY_HAND, 1.0),
+        row("GPT-2 small", gpt2.OPT_1 + gpt2.CUDNN, 0.5),
+        row("GPT-2 small", gpt2.BY_HAND + gpt2.CUDNN, 0.5),
     ]
-    share, torch, skip, level = goals.judge(found)
+    share, torch, scale, branch, level, by_cudnn, scaled_step = goals.judge(found)
     assert (share.worst, share.case, share.is_met) == (0.91, "LAMB, 1 x 50 M", True)
     assert (torch.worst, torch.is_met) == (0.5, True)
     assert (level.worst, level.is_met) == (1.03, False)
-    assert (skip.worst, skip.case, skip.is_met) == (None, "not measured", False)
+    assert (by_cudnn.worst, by_cudnn.is_met) == (1.0, True) and "cuDNN" in by_cudnn.what
+    assert (scale.worst, scale.is_met, branch.worst, branch.is_met) == (1.5, False, 0.75, True)
+    assert (scaled_step.worst, scaled_step.case) == (None, "not measured")
+    assert not scaled_step.is_met

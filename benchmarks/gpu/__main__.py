@@ -1,9 +1,15 @@
 """Everything about ampx that only a GPU can tell: `make gpu`, in at most 8 minutes.
 
-It runs the tests that need a GPU, then the parts of the benchmark one after another, each in a
-process of its own: a kernel that goes wrong can end a process, and then the other parts still run.
-At the end there are one table, as Markdown, and one file, `gpu.json`, with all of it. The file is
-written anew after each part, and what tests and parts print, tracebacks too, goes to `gpu.log`.
+Processes compile all programs, and beside them run the tests that need a GPU and the parts that
+compile for themselves. Then, with nothing beside them, the other parts are timed:
+
+    compile workers ──────────────────────────┐
+    tests ──► a step of GPT-2 small ──► float8 ┴─► tails, kernels, ...
+
+Each part has a process of its own: a kernel that goes wrong can end a process, and then the other
+parts still run. At the end there are one table, as Markdown, and one file, `gpu.json`, with all of
+it. The file is written anew after each part, and what tests and parts print, tracebacks too, goes
+to `gpu.log`.
 
 `make gpu ARGS="--adopt"` also writes what won into `ampx/fused/kernels/measured.json`, from which
 the library takes the settings of kernels on this kind of GPU and what `backend="auto"` runs. With
@@ -16,6 +22,7 @@ and times that mean nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -23,36 +30,31 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
-from benchmarks.gpu import adopting, float8, goals, gpt2, kernels, tails
+import jax
+
+from benchmarks.gpu import adopting, goals
+from benchmarks.gpu.compiling import Queue, Workers, work
+from benchmarks.gpu.parts import PARTS, make_cases
 from benchmarks.gpu.rows import COPY, Bench, Row, read_rows
 from benchmarks.measuring import print_table
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 470  # of the whole
 TEST_FILES = ("tests/fused/test_fused_gpu.py", "tests/test_gpu.py")  # the first has the kernels
-
-# What is measured, in this order, and for how many seconds at most. What a part leaves over, later
-# ones may use: they get the same share of what is left.
-PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
-    "tails, 1 x 50 M": (functools.partial(tails.run, key="1"), 30),
-    "tails, GPT-2 small": (functools.partial(tails.run, key="gpt2"), 80),
-    "a step of GPT-2 small": (gpt2.run, 110),
-    "kernels": (kernels.run, 60),
-    "tails, 400 x 125 k": (functools.partial(tails.run, key="400"), 70),
-    "tails, 2000 x 5 k": (functools.partial(tails.run, key="2000"), 55),
-    "float8": (float8.run, 15),
-}
-TESTS = 60  # seconds at most
-WORKERS = 8  # that run them; most of their time goes into tracing and compiling
+TESTS = 90  # seconds at most
+TESTERS = 6  # processes that run them; most of their time goes into tracing and compiling
+COMPILING = 270 / 470  # of all the time, at most; the rest is for what is timed on its own
+COMPILERS, TINY_COMPILERS = 12, 2  # processes
 # A part's own time is kept by itself; this much later it is ended from outside.
 GRACE = 10
 
@@ -105,11 +107,16 @@ def main(arguments: list[str] | None = None) -> None:
         "--adopt", nargs="?", const=True, type=Path, metavar="FILE", help="let the winners be used"
     )
     # What a process runs, and until when: its imports alone take seconds.
+    parser.add_argument("--compile", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--programs", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # of `time.monotonic`
     given = parser.parse_args(arguments)
+    if given.compile:
+        _be_process(functools.partial(_compile, given.compile, given.tiny))
     if given.part:
-        _be_part(Bench(given.part, given.out, given.until - time.monotonic(), given.tiny))
+        bench = Bench(given.part, given.out, given.until - time.monotonic(), given.tiny)
+        _be_process(functools.partial(_be_part, bench, given.programs))
     if isinstance(given.adopt, Path):
         result = Result.read(given.adopt)
     else:
@@ -123,12 +130,27 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"Adopted: {adopting.adopt(result.device, result.versions, result.rows)}")
 
 
-def _be_part(bench: Bench) -> None:
-    """Runs a part and ends the process, without waiting for programs that still compile."""
+def _compile(folder: Path, tiny: bool) -> None:
+    os.nice(10)  # what runs beside the workers has few threads, and is timed
+    work(Queue(folder), functools.partial(make_cases, tiny=tiny))
+
+
+def _be_part(bench: Bench, programs: Path) -> None:
+    cases = make_cases(bench.part, bench.tiny)
+    if threads := PARTS[bench.part].threads:
+        bench.threads = threads
+        bench.run(cases)
+    else:
+        bench.run(cases, Queue(programs).loader(bench.part))
+
+
+def _be_process(run: Callable[[], None]) -> NoReturn:
+    """Runs something and ends the process, without waiting for programs that still compile."""
     status = 0
+    # Programs out of a cache were not compiled, and on a CPU XLA cannot write them out again.
+    jax.config.update("jax_enable_compilation_cache", False)
     try:
-        run, _ = PARTS[bench.part]
-        run(bench)
+        run()
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -152,31 +174,71 @@ def _measure(given: argparse.Namespace) -> Result:
         )
     result = Result(device, versions)
     log = _log(given.out)
+    log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
 
-    def left() -> float:
-        return given.seconds - (time.monotonic() - start)
+    own = [name for name in PARTS if name in given.parts and PARTS[name].threads]
+    compiled = [name for name in PARTS if name in given.parts and not PARTS[name].threads]
+    end = start + given.seconds
+    quiet = start + given.seconds * COMPILING if compiled else end
 
-    if not given.no_tests:
-        result.tests, result.failed = _run_tests(min(TESTS, left()), log, backend)
-        print(f"Tests: {result.tests}", *result.failed, sep="\n", flush=True)
-        result.write(given.out)
-    waiting = sum(PARTS[name][1] for name in given.parts)
-    for name in given.parts:
-        share = PARTS[name][1] / waiting
-        waiting -= PARTS[name][1]
-        began = time.monotonic()
-        result.rows += _run_part(name, share * max(left(), 0), given.tiny, log)
-        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-        result.seconds = time.monotonic() - start
-        result.write(given.out)
+    def run_parts(names: list[str], end: float, programs: Path) -> None:
+        waiting = sum(PARTS[name].seconds for name in names)
+        for name in names:
+            began = time.monotonic()
+            seconds = PARTS[name].seconds / waiting * max(end - began, 0)
+            waiting -= PARTS[name].seconds
+            result.rows += _run_part(name, seconds, given.tiny, log, programs)
+            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+            result.seconds = time.monotonic() - start
+            result.write(given.out)
+
+    jax.config.update("jax_platforms", "cpu")  # this process asks for the names of cases alone
+    with tempfile.TemporaryDirectory() as folder:
+        programs = Path(folder)
+        with _workers(programs, compiled, given.tiny, log) as workers:
+            if not given.no_tests:
+                seconds = min(TESTS, quiet - time.monotonic())
+                result.tests, result.failed = _run_tests(seconds, log, backend)
+                print(f"Tests: {result.tests}", *result.failed, sep="\n", flush=True)
+                result.write(given.out)
+            run_parts(own, quiet, programs)
+            workers.wait(quiet - time.monotonic())
+        if jobs := workers.queue.jobs:
+            count = f"{len(workers.queue.names('done'))} of {len(jobs)}"
+            print(f"compiled by workers: {count}, {time.monotonic() - start:.0f} s", flush=True)
+        run_parts(compiled, end, programs)
     return result
 
 
+@contextlib.contextmanager
+def _workers(folder: Path, parts: list[str], tiny: bool, log: Path) -> Iterator[Workers]:
+    """Processes that compile the programs of parts; at the end they are ended."""
+    queue = Queue.make(folder, [(name, case) for name in parts for case in make_cases(name, tiny)])
+    command = [sys.executable, "-m", "benchmarks.gpu", "--compile", str(folder)]
+    command += ["--tiny"] if tiny else []
+    with tempfile.TemporaryFile() as file:
+        start = functools.partial(
+            subprocess.Popen,
+            command,
+            cwd=ROOT,
+            env=_environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        count = TINY_COMPILERS if tiny else min(COMPILERS, os.cpu_count() or 1)
+        workers = Workers(queue, count, start)
+        try:
+            yield workers
+        finally:
+            workers.end()
+            _keep(log, command, file, "")
+
+
 def _environment() -> dict[str, str]:
-    """That of the processes: ampx from this folder, and memory left for torch."""
+    """That of the processes: ampx from this folder, and memory left for the others and torch."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}
     return memory | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -199,42 +261,53 @@ def _describe_device() -> tuple[str, str, str]:
 
 
 def _run(command: list[str], seconds: float, log: Path, **variables: str) -> tuple[int | None, str]:
-    """Runs a command for at most so many seconds.
+    """Runs a command for at most so many seconds; then it is ended, and all that it has started.
 
     Returns:
       Its exit status, None if it was ended, and all that it printed, which is in the log as well.
     """
     with tempfile.TemporaryFile() as file:  # a pipe might be held open by what a process leaves
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=_environment() | {"PYTHONUNBUFFERED": "1"} | variables,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            status = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=_environment() | {"PYTHONUNBUFFERED": "1"} | variables,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=max(seconds, 0),
-            ).returncode
+            status = process.wait(max(seconds, 0))
         except subprocess.TimeoutExpired:
             status = None
-        file.seek(0)
-        text = file.read().decode(errors="replace")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return status, _keep(log, command, file, f"[{status}]")
+
+
+def _keep(log: Path, command: list[str], file: IO[bytes], status: str) -> str:
+    """Appends what a command has printed to the log, and returns it."""
+    file.seek(0)
+    text = file.read().decode(errors="replace")
     with log.open("a") as kept:
-        kept.write(f"$ {' '.join(command)}\n{text}\n[{status}]\n\n")
-    return status, text
+        kept.write(f"$ {' '.join(command)}\n{text}\n{status}\n\n")
+    return text
 
 
 def _run_tests(seconds: float, log: Path, backend: str) -> tuple[str, list[str]]:
     """Runs the tests that need a GPU: a summary, and a line for each that failed.
 
-    With pytest-xdist in several processes, which take memory as they need it. So a kernel that
-    ends a process is one failure, and the other tests run.
+    With pytest-xdist in several processes. So a kernel that ends a process is one failure, and the
+    other tests run.
     """
     files = [name for name in TEST_FILES if (ROOT / name).exists()]
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-rfE", "-p", "no:cacheprovider"]
+    command += ["--tb=short", "-p", "benchmarks.gpu.failures"]  # the log has what failed, and how
     command += ["-o", "filterwarnings=default"]  # a warning of another version is no fault here
     if importlib.util.find_spec("xdist"):
-        command += ["-n", str(WORKERS)]
-    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        command += ["-n", str(TESTERS)]
+    variables = {}
     if backend == "gpu":  # some compare with a CPU; and tests take that where nothing is named
         variables["JAX_PLATFORMS"] = "cuda,cpu"
     status, text = _run([*command, *files], seconds, log, **variables)
@@ -242,19 +315,21 @@ def _run_tests(seconds: float, log: Path, backend: str) -> tuple[str, list[str]]
     if status is not None:
         return lines[-1], [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
     # Each test has a line: `name PASSED`, and of a worker `[gw0] [ 50%] PASSED name`.
-    ended = [line for line in lines if re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", line)]
+    outcome = r"(PASSED|FAILED|ERROR|SKIPPED)"
+    ended = [line for line in lines if re.search(rf"::.* {outcome}\b|\] {outcome} \S+::", line)]
     failed = [line for line in ended if re.search(r"\b(FAILED|ERROR)\b", line)]
     summary = f"not finished after {seconds:.0f} s: {len(ended)} ended, {len(failed)} of them badly"
     return summary, failed
 
 
-def _run_part(name: str, seconds: float, tiny: bool, log: Path) -> list[Row]:
+def _run_part(name: str, seconds: float, tiny: bool, log: Path, programs: Path) -> list[Row]:
     """Runs one part in a process; what it wrote before it ended, however it ended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.jsonl")
         until = time.monotonic() + seconds
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(path)]
-        command += ["--until", str(until), *(["--tiny"] if tiny else [])]
+        command += ["--programs", str(programs), "--until", str(until)]
+        command += ["--tiny"] if tiny else []
         status, text = _run(command, seconds + GRACE, log)
         rows = read_rows(path)
     if status is None:

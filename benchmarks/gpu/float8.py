@@ -10,26 +10,29 @@ import jax.numpy as jnp
 
 import ampx
 from benchmarks import float8
-from benchmarks.gpu.rows import Bench, Case, Way
+from benchmarks.gpu.rows import Case, Way
 from benchmarks.measuring import Candidate
 
 SIZE = 4096
 
 
-def run(bench: Bench) -> None:
+def make_cases(tiny: bool) -> list[Case]:
     """Each recipe of `autocast(dots=...)`, with the kernels that ran."""
-    size = 32 if bench.tiny else SIZE
-    x, weight, cotangent = (
-        jax.random.normal(key, (size, size)) for key in jax.random.split(jax.random.key(0), 3)
-    )
+    size = 32 if tiny else SIZE
+
+    def make_data() -> Any:
+        keys = jax.random.split(jax.random.key(0), 3)
+        x, weight, cotangent = (jax.random.normal(key, (size, size)) for key in keys)
+        return weight, x, cotangent
+
     case = Case(
         f"product of {size} x {size} and its gradients",
         {recipe or "bfloat16": _way(recipe, size) for recipe in float8.RECIPES},
-        (weight, x, cotangent),
+        make_data,
         "bfloat16",
         describe=_list_kernels,
     )
-    bench.run([case])
+    return [case]
 
 
 def _way(recipe: str | None, size: int) -> Way:

@@ -37,7 +37,9 @@ def judge(rows: Iterable[Row]) -> list[Goal]:
     for row in rows:
         if row.milliseconds is not None:
             times[row.case][row.candidate] = row
-    shares, torchs, skips, levels = {}, {}, {}, {}
+    shares, torchs, scales, branches = {}, {}, {}, {}
+    levels: dict[str, dict[str, float]] = {"": {}, gpt2.CUDNN: {}}  # by what attention is
+    scaled: dict[str, float] = {}
     for case, own in times.items():
         if "skipped" in case:  # such a step has nothing to do
             continue
@@ -46,15 +48,26 @@ def judge(rows: Iterable[Row]) -> list[Goal]:
             shares[case] = share
         if ours and TORCH in own:
             torchs[case] = min(_ms(row) for row in ours) / _ms(own[TORCH])
-        if tails.BRANCH in own and tails.SELECT in own:
-            skips[case] = _ms(own[tails.BRANCH]) / _ms(own[tails.SELECT])
-        if gpt2.OPT_1 in own and gpt2.BY_HAND in own:
-            levels[case] = _ms(own[gpt2.OPT_1]) / _ms(own[gpt2.BY_HAND])
+        if tails.SCALED in own and tails.BRANCH in own:
+            branches[case] = _ms(own[tails.SCALED]) / _ms(own[tails.BRANCH])
+            if tails.OPTAX in own:
+                scales[case] = _ms(own[tails.SCALED]) / _ms(own[tails.OPTAX])
+        for attention, ratios in levels.items():
+            level, by_hand = gpt2.OPT_1 + attention, gpt2.BY_HAND + attention
+            if level in own and by_hand in own:
+                ratios[case] = _ms(own[level]) / _ms(own[by_hand])
+            if level in own and (scale := gpt2.OPT_1_SCALED + attention) in own:
+                scaled[case + attention] = _ms(own[scale]) / _ms(own[level])
     return [
         _goal("copy bandwidth that fused.apply reaches, XLA or kernels", 0.9, shares, least=True),
         _goal(f"fused.apply, XLA or kernels / {TORCH}", 1.0, torchs),
-        _goal("one branch around optax's update / a select for each array", 1.0, skips),
-        _goal("GPT-2 small, O1 / casts by hand", 1.02, levels),
+        _goal("dynamic_loss_scale of optax's AdamW / optax's, clipped", 1.05, scales),
+        _goal("dynamic_loss_scale of optax's AdamW / the same behind a branch", 1.0, branches),
+        *(
+            _goal(f"GPT-2 small, O1 / casts by hand{attention}", 1.02, ratios)
+            for attention, ratios in levels.items()
+        ),
+        _goal("GPT-2 small, O1 with a dynamic loss scale / without", 1.02, scaled),
     ]
 
 

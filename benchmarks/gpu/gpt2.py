@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from benchmarks.gpu.rows import Bench, Case, Way
+from benchmarks.gpu.rows import Case, Way
 from benchmarks.measuring import Candidate
 from benchmarks.torch_updates import torch
 from benchmarks.zoo import cross_entropy
 
-RATE, BY_HAND, OPT_1 = 3e-4, "by hand", "O1"
+RATE, BY_HAND, OPT_1, OPT_1_SCALED = 3e-4, "by hand", "O1", "O1, dynamic loss scale"
 CUDNN = ", attention by cuDNN"
 
 
@@ -237,14 +237,15 @@ def make_ways(size: Size) -> dict[str, Way]:
 
         return Way(step, make_state)
 
-    def level(name: str, loss: Any, tx: Any = tx) -> Way:
-        recipe = ampx.opt_level(name, half_dtype=jnp.bfloat16, loss_scale=None)
+    def level(name: str, loss: Any, tx: Any = tx, loss_scale: Any = None) -> Way:
+        recipe = ampx.opt_level(name, half_dtype=jnp.bfloat16, loss_scale=loss_scale)
         step = ampx.train_step(loss, tx, policy=recipe)
         return Way(lambda state, tokens: step(state, tokens)[0], lambda: step.init(start()))
 
     ways = {
         BY_HAND: plain(functools.partial(loss, dtype=jnp.bfloat16)),
         OPT_1: level("O1", loss),
+        OPT_1_SCALED: level("O1", loss, loss_scale="dynamic"),
         "float32": plain(loss),
         "O2": level("O2", loss),
         "O1, fused AdamW": level("O1", loss, ampx.fused.adamw(RATE, weight_decay=0.1)),
@@ -253,22 +254,23 @@ def make_ways(size: Size) -> dict[str, Way]:
         by_cudnn = functools.partial(loss, cudnn=True)
         ways[BY_HAND + CUDNN] = plain(functools.partial(by_cudnn, dtype=jnp.bfloat16))
         ways[OPT_1 + CUDNN] = level("O1", by_cudnn)
+        ways[OPT_1_SCALED + CUDNN] = level("O1", by_cudnn, loss_scale="dynamic")
     return ways
 
 
-def run(bench: Bench) -> None:
+def make_cases(tiny: bool) -> list[Case]:
     """All ways of a step, with what they convert."""
-    size = TINY if bench.tiny else SMALL
-    bench.repeats, bench.threads = 2, 3  # steps are long, and so is it to choose kernels for them
+    size = TINY if tiny else SMALL
     case = Case(
         f"GPT-2 small, {size.rows} rows of {size.length} tokens",
         make_ways(size),
-        (make_batch(size),),
+        lambda: (make_batch(size),),
         BY_HAND,
-        make_others=functools.partial(torch_steps, size, bench.repeats),
+        make_others=functools.partial(torch_steps, size),
         describe=count_conversions,
+        repeats=2,  # steps are long
     )
-    bench.run([case])
+    return [case]
 
 
 def count_conversions(candidate: Candidate) -> str:

@@ -22,7 +22,7 @@ from ampx.fused.kernels.pallas_updates import make_kernel_squares
 from ampx.fused.moments.int8_blocks import BLOCK, from_codes
 from ampx.updates.gradient_norms import sum_squares
 from ampx.updates.tails import DEFAULT_PLAN, KernelPlan, Tail, unwrap_results
-from benchmarks.gpu.rows import Bench, Case, Way
+from benchmarks.gpu.rows import Case, Way
 from benchmarks.gpu.tails import Tree, make_trees
 
 DEFAULT = "default"
@@ -51,26 +51,25 @@ def cases_of(plan: KernelPlan) -> tuple[str, ...]:
     return (FEW, MANY, INT8) if plan.vector == DEFAULT_PLAN.vector else (FEW,)
 
 
-def run(bench: Bench) -> None:
-    """Settings, norms and decoding; first what compiles soon."""
-    if bench.tiny:
+def make_cases(tiny: bool) -> list[Case]:
+    """Settings, norms and decoding."""
+    if tiny:
         few, many = Tree(FEW, ((2048,),) * 2), Tree(MANY, ((300,),) * 4)
     else:
         # Both are larger than a GPU's cache.
         few, many = Tree(FEW, ((2048, 4096),) * 8), Tree(MANY, ((125_000,),) * 64)
     int8 = functools.partial(ampx.fused.adamw, mu_dtype="int8", nu_dtype="int8")
-    norms = {key: _norm(tree) for key, tree in make_trees(bench.tiny).items()}
-    if not bench.tiny:  # it compiles for half a minute
+    norms = {key: _norm(tree) for key, tree in make_trees(tiny).items()}
+    if not tiny:  # it compiles for half a minute
         del norms["2000"].ways[KERNELS]
-    cases = [
+    return [
         _settings(FEW, few, ampx.fused.adamw, 28),
         *(norms[key] for key in ("1", "gpt2", "2000")),
-        _decoding(1 << 12 if bench.tiny else 1 << 26),
+        _decoding(1 << 12 if tiny else 1 << 26),
         _settings(INT8, few, int8, 16),
         _settings(MANY, many, ampx.fused.adamw, 28),
         norms["400"],
     ]
-    bench.run(cases)
 
 
 def _settings(name: str, tree: Tree, make: Any, size: float) -> Case:
@@ -89,13 +88,16 @@ def _settings(name: str, tree: Tree, make: Any, size: float) -> Case:
             results, opt_state = tx.update(grads, opt_state, params, tail=tail)
             return unwrap_results(results)[0], opt_state
 
-        return Way(step, make_state, size * tree.elements)
+        return Way(step, make_state, size * tree.elements, 3 * len(tree.shapes))
 
     plans = {by: plan for by, plan in {**BLOCKS, **LAUNCHES}.items() if name in cases_of(plan)}
     others = {by: way(plan) for by, plan in plans.items() if plan != DEFAULT_PLAN}
     ways = {DEFAULT: way(DEFAULT_PLAN), **others}
-    data = tree.make(1, 1e-3), jnp.ones(())
-    return Case(name, ways, data, DEFAULT, tree.elements)
+
+    def make_data() -> Any:
+        return tree.make(1, 1e-3), jnp.ones(())
+
+    return Case(name, ways, make_data, DEFAULT, tree.elements)
 
 
 def _norm(tree: Tree) -> Case:
@@ -103,20 +105,24 @@ def _norm(tree: Tree) -> Case:
     squares = make_kernel_squares(backend, DEFAULT_PLAN)
     assert squares is not None
 
-    def way(sum_all: Any) -> Way:
+    def way(sum_all: Any, cost: float) -> Way:
         def step(total: jax.Array, grads: Any) -> jax.Array:
             return total + sum(sum_all(grads))
 
-        return Way(step, lambda: jnp.zeros(()), 4.0 * tree.elements)
+        return Way(step, lambda: jnp.zeros(()), 4.0 * tree.elements, cost)
 
-    ways = {XLA: way(sum_squares), KERNELS: way(squares)}
-    return Case(f"{NORM}, {tree.name}", ways, (tree.make(1, 1e-3),), XLA, tree.elements)
+    arrays = len(tree.shapes)
+    ways = {XLA: way(sum_squares, arrays), KERNELS: way(squares, 3 * arrays)}
+    return Case(f"{NORM}, {tree.name}", ways, lambda: (tree.make(1, 1e-3),), XLA, tree.elements)
 
 
 def _decoding(elements: int) -> Case:
     """From codes of second moments to float32, by integer arithmetic and by a table."""
-    bits = jax.random.bits(jax.random.key(0), (elements // BLOCK, BLOCK), jnp.uint8)
-    scales = jax.random.uniform(jax.random.key(1), (elements // BLOCK, 1))
+    shape = elements // BLOCK, BLOCK
+
+    def make_data() -> Any:
+        bits = jax.random.bits(jax.random.key(0), shape, jnp.uint8)
+        return bits, jax.random.uniform(jax.random.key(1), (shape[0], 1))
 
     def by_table(codes: jax.Array, scales: jax.Array) -> jax.Array:
         table = from_codes(jnp.arange(256, dtype=jnp.uint8), jnp.ones(()))
@@ -126,7 +132,7 @@ def _decoding(elements: int) -> Case:
         def step(_: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
             return decode(codes, scales)
 
-        return Way(step, functools.partial(jnp.zeros, bits.shape), 5.0 * elements)
+        return Way(step, functools.partial(jnp.zeros, shape), 5.0 * elements)
 
     ways = {"arithmetic": way(from_codes), "a table": way(by_table)}
-    return Case("decoding of int8 moments, XLA", ways, (bits, scales), "arithmetic", elements)
+    return Case("decoding of int8 moments, XLA", ways, make_data, "arithmetic", elements)

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from benchmarks.measuring import Candidate, take_turns
 
 COPY = "copy of one large array"
+TOO_LATE = "not measured: no time was left"
 _COPIED = 1 << 27  # float32 of the array whose copy measures the bandwidth: ten times a GPU's cache
 
 
@@ -49,7 +50,7 @@ class Row:
       beside: what that is.
       of_copy: the time that the fewest possible bytes take at a copy's bandwidth, over the time.
       temporaries: bytes a parameter beside inputs and outputs.
-      compile_seconds: to trace, to lower and to compile, with other programs beside it.
+      compile_seconds: to trace, to lower and to compile, while other programs were compiled.
       note: why there is no figure, or what else there is to say.
     """
 
@@ -86,37 +87,58 @@ class Way:
       make_state: what makes the first state, just before the step is timed: the states of all ways
         together may be larger than a GPU's memory.
       bytes_needed: that a step must read and write at least; 0 where memory is not what limits it.
+      cost: of compiling it, roughly: its arrays, and three times as much where kernels take them.
     """
 
     step: Callable[..., Any]
     make_state: Callable[[], Any]
     bytes_needed: float = 0.0
+    cost: float = 1.0
 
 
 @dataclasses.dataclass
 class Case:
-    """Ways that are timed side by side.
+    """Ways that are timed side by side. To make one touches no device.
 
     Attributes:
       name: as tables print it.
       ways: by name; all make the same step.
-      data: what each step is called with, besides its state.
+      make_data: makes what each step is called with, besides its state.
       beside: the way that the ratios are to.
       elements: parameters, which temporaries are divided by; 0 leaves that column empty.
-      make_others: makes candidates that are no programs of JAX. One call of each runs as many
-        steps as a program does.
+      make_others: makes candidates that are no programs of JAX, of as many steps a call as it is
+        given.
       bytes_of_others: as `bytes_needed`, by name.
       describe: what to note of each candidate of JAX, after it was timed.
+      repeats: steps of one program.
+      left_out: by name, why a way is not asked.
     """
 
     name: str
     ways: dict[str, Way]
-    data: tuple[Any, ...]
+    make_data: Callable[[], tuple[Any, ...]]
     beside: str
     elements: int = 0
-    make_others: Callable[[], Iterable[Candidate]] = tuple
+    make_others: Callable[[int], Iterable[Candidate]] = lambda repeats: ()
     bytes_of_others: dict[str, float] = dataclasses.field(default_factory=dict)
     describe: Callable[[Candidate], str] = lambda candidate: ""
+    repeats: int = 30
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+class NoProgram(Exception):
+    """There is no program of a way; its row says why."""
+
+
+def compile_way(case: Case, name: str) -> Candidate:
+    """Compiles a way from shapes alone; its state and its data are still to be made."""
+    start = time.perf_counter()
+    way = case.ways[name]
+    state, data = jax.eval_shape(way.make_state), jax.eval_shape(case.make_data)
+    step = jax.jit(looped(way.step, case.repeats), donate_argnums=0)
+    compiled = step.lower(state, *data).compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return Candidate(name, compiled, None, (), temporaries, time.perf_counter() - start)
 
 
 @dataclasses.dataclass
@@ -128,38 +150,46 @@ class Bench:
       path: the file for its rows.
       seconds: that it may take; what comes too late is not measured, and its row says so.
       tiny: whether this is a rehearsal, with sizes that a CPU can manage and times without meaning.
-      repeats: steps of one program.
+      threads: that make programs at the same time; with fewer, the first are ready earlier.
       rounds: of side-by-side timing.
-      threads: that compile at the same time; with fewer, the first programs are ready earlier.
     """
 
     part: str
     path: Path
     seconds: float
     tiny: bool = False
-    repeats: int = 30
-    rounds: int = 6
     threads: int = 8
+    rounds: int = 6
     end: float = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.end = time.monotonic() + self.seconds
         if self.tiny:
-            self.repeats, self.rounds = 2, 1
+            self.rounds = 1
 
     def write(self, *rows: Row) -> None:
         """Appends rows to the file, at once: a part that dies leaves those that it had."""
         with self.path.open("a") as file:
             file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
 
-    def run(self, cases: list[Case]) -> None:
-        """Compiles all ways of all cases, several at once; then times one case after another."""
+    def run(self, cases: list[Case], make: Callable[[Case, str], Candidate] = compile_way) -> None:
+        """Makes the programs of all cases, several at once; then times one case after another.
+
+        Args:
+          cases: in this order.
+          make: compiles a way, or loads what was compiled elsewhere.
+        """
         pool = concurrent.futures.ThreadPoolExecutor(self.threads)
         futures = {}
+        copies = {}  # beside all cases stands the same one
         for case in cases:
+            if case.repeats not in copies:
+                copy = Case(COPY, {COPY: self._copy()}, tuple, COPY, repeats=case.repeats)
+                copies[case.repeats] = pool.submit(compile_way, copy, COPY)
+            futures[case.name, COPY] = copies[case.repeats]
+            for name in case.ways:
+                futures[case.name, name] = pool.submit(make, case, name)
             case.ways = {COPY: self._copy(), **case.ways}
-            for name, way in case.ways.items():
-                futures[case.name, name] = pool.submit(self._compile, name, way, case.data)
         concurrent.futures.wait(futures.values(), timeout=self._left(0.7))
         pool.shutdown(wait=False, cancel_futures=True)  # what is being compiled comes too late
         # A thread that still traces would hold Python for 5 ms at a time, as long as some programs
@@ -176,30 +206,31 @@ class Bench:
     def _copy(self) -> Way:
         size = _COPIED >> 12 if self.tiny else _COPIED
         full = functools.partial(jnp.full, size, 0.5, jnp.float32)
-        return Way(lambda state, *_: 0.999 * state, full, 8.0 * size)
-
-    def _compile(self, name: str, way: Way, data: tuple[Any, ...]) -> Candidate:
-        start = time.perf_counter()
-        step = jax.jit(looped(way.step, self.repeats), donate_argnums=0)
-        compiled = step.lower(jax.eval_shape(way.make_state), *data).compile()
-        temporaries = compiled.memory_analysis().temp_size_in_bytes
-        return Candidate(name, compiled, None, data, temporaries, time.perf_counter() - start)
+        return Way(lambda state: 0.999 * state, full, 8.0 * size)
 
     def _time(self, case: Case, futures: dict[str, concurrent.futures.Future], note: str) -> None:
-        notes: dict[str, str] = {}
+        notes = dict(case.left_out)
         candidates = []
+        make_data = functools.cache(case.make_data)  # once, unless it fails
         for name, future in futures.items():
             if not future.done() or future.cancelled() or not self._left():
-                notes[name] = "not measured: no time was left"
+                notes[name] = TOO_LATE
                 continue
             try:
                 candidate = future.result()
+                if name == COPY:  # which the next case takes, too
+                    candidate = dataclasses.replace(candidate, seconds=[])
+                else:
+                    candidate.data = make_data()
                 candidate.state = jax.block_until_ready(_distinct(case.ways[name].make_state()))
                 candidates.append(candidate)
+            except NoProgram as error:
+                notes[name] = str(error)
             except Exception as error:
                 notes[name] = describe(error)
         try:
-            for candidate in case.make_others():  # one that fails leaves those before it
+            # One that fails leaves those before it.
+            for candidate in case.make_others(case.repeats):
                 candidates.append(candidate)
         except Exception as error:
             notes["others"] = describe(error)
@@ -224,11 +255,11 @@ class Bench:
             elif name != COPY:
                 self.write(Row(self.part, case.name, name, note=notes[name]))
         for candidate in candidates:
-            candidate.state = candidate.step = None  # which the next case needs the memory of
+            candidate.state = candidate.step = candidate.data = None  # the next case needs memory
 
     def _row(self, case: Case, by_name: dict[str, Candidate], name: str) -> Row:
         candidate = by_name[name]
-        seconds = [own / self.repeats for own in candidate.seconds]
+        seconds = [own / case.repeats for own in candidate.seconds]
         row = Row(self.part, case.name, name, statistics.median(seconds) * 1e3, min(seconds) * 1e3)
         if case.beside in by_name:
             row.ratio, row.beside = _ratio(candidate, by_name[case.beside]), case.beside

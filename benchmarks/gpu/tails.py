@@ -2,8 +2,8 @@
 
 A tail unscales, checks, clips, updates, and keeps or skips. It runs on few large and on many small
 arrays, and on those of GPT-2 small. AdamW is also run by what people use today: optax's clip and
-AdamW, `apply_if_finite` around them, a loss scale around them, once with one branch around the
-update and once with a choice behind each array, and torch's fused AdamW.
+AdamW, `apply_if_finite` around them, a loss scale around them, once as it is on GPUs and once with
+the branch that it is on CPUs, and torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -19,24 +20,26 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.loss_scaling.nonfinite import Verdict, count_nonfinite
+from ampx.updates import devices
 from ampx.updates.clipping import clipped
 from ampx.updates.tails import Backend
 from benchmarks.fused_traffic import DERIVED, FLOORS, OPTIMIZERS, by_apply, by_update
 from benchmarks.gpu.gpt2 import SMALL, shapes_of
-from benchmarks.gpu.rows import Bench, Case, Row, Way
+from benchmarks.gpu.rows import Case, Way
 from benchmarks.torch_updates import NAMES, torch_candidates
 
 SCALE, RATE, DECAY, MAX_NORM = 1024.0, 1e-3, 0.1, 1.0
 XLA, KERNELS, OPTAX = "fused.apply, XLA", "fused.apply, kernels", "optax, clip + the same"
 KERNELS_ALONE = "fused.apply without scale and clip, kernels"
 DERIVED_KERNELS = "fused.fuse of optax's, kernels"
+BY_KERNELS = (KERNELS, KERNELS_ALONE, DERIVED_KERNELS)
 TOO_MANY = "not measured: kernels for thousands of arrays compile for minutes"
-BRANCH = "dynamic_loss_scale of optax's, one branch"
-SELECT = "dynamic_loss_scale of optax's, a select for each array"
+SCALED = "dynamic_loss_scale of optax's"
+BRANCH = "dynamic_loss_scale of optax's, behind a branch"
 # Kernels take a tenth of a second an array to compile, and XLA's updates a third of that. So many
-# arrays are not asked all that few are asked: AdamW alone by kernels, and thousands by none.
-FIRST = ("AdamW", "LAMB", "AdamW, int8 moments")  # to be compiled
+# arrays are not asked all that few are asked: these optimizers alone by kernels, and of thousands
+# AdamW alone, by none.
+FIRST = ("AdamW", "LAMB", "AdamW, int8 moments")  # to be timed
 MANY, THOUSAND = 200, 1000
 
 
@@ -81,24 +84,26 @@ def make_trees(tiny: bool) -> dict[str, Tree]:
     return {key: Tree(names[key], tuple(own)) for key, own in shapes.items()}
 
 
-def run(bench: Bench, key: str) -> None:
+def make_cases(tiny: bool, key: str) -> list[Case]:
     """All tails on one tree."""
-    tree = make_trees(bench.tiny)[key]
-    grads = tree.make(1, 1e-3 * SCALE)
-    cases = [_adamw(tree, grads, bench)]
-    cases += [_optimizer(tree, grads, name) for name in OPTIMIZERS if name != "AdamW"]
-    cases += [_derived(tree, grads, name) for name in DERIVED]
-    cases += [_stored_narrowly(tree, name) for name in NARROW]
-    cases.sort(key=lambda case: case.name.removesuffix(f", {tree.name}") not in FIRST)
-    if len(tree.shapes) >= THOUSAND:
-        cases = cases[:1]
-        bench.write(Row(bench.part, cases[0].name, KERNELS, note=TOO_MANY))
-    elif len(tree.shapes) > MANY:
-        for case in cases[1:]:
-            case.ways.pop(KERNELS, None)
+    tree = make_trees(tiny)[key]
+    cases = [_adamw(tree)]
+    if len(tree.shapes) < THOUSAND:
+        cases += [_optimizer(tree, name) for name in OPTIMIZERS if name != "AdamW"]
+        cases += [_derived(tree, name) for name in DERIVED]
+        cases += [_stored_narrowly(tree, name) for name in NARROW]
+    first = [f"{name}, {tree.name}" for name in FIRST]
+    cases.sort(key=lambda case: case.name not in first)
+    if len(tree.shapes) > MANY:
+        for case in cases:
+            if case.name not in first:
+                case.ways.pop(KERNELS, None)
     if key == "gpt2":
         cases.append(_skipped(tree))
-    bench.run(cases)
+    for case in cases:
+        for name, way in case.ways.items():
+            way.cost = len(tree.shapes) * (3 if name in BY_KERNELS else 1)
+    return cases
 
 
 # --- ways ----------------------------------------------------------------------------------------
@@ -121,22 +126,22 @@ def _way(tree: Tree, step: Any, tx: Any, size: float, dtype: Any = jnp.float32) 
     return Way(step, make_state, size * tree.elements)
 
 
-def _by_select(tx: Any) -> Callable[..., Any]:
-    """A step that chooses between old and new array by array.
-
-    It does so where updates are to begin before the last gradients have been reduced.
-    """
-
-    def step(state: Any, grads: Any) -> Any:
-        params, opt_state = state
-        verdict = Verdict(count_nonfinite(grads), axes=(), overlaps=True)
-        updates, opt_state = tx.update(grads, opt_state, params, verdict=verdict)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
+def _grads(tree: Tree, scale: float = 1e-3 * SCALE, dtype: Any = jnp.float32) -> Any:
+    """What makes the data of a case: gradients, times the loss scale."""
+    return lambda: (tree.make(1, scale, dtype),)
 
 
-def _adamw(tree: Tree, grads: Any, bench: Bench) -> Case:
+def _behind_a_branch(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same step in the form that it has on CPUs, where a skip is a branch."""
+
+    def traced(*args: Any) -> Any:
+        with unittest.mock.patch.object(devices, "find_device", lambda: ("cpu", "")):
+            return step(*args)
+
+    return traced
+
+
+def _adamw(tree: Tree) -> Case:
     """AdamW by everything that there is."""
     adamw = optax.adamw(RATE, weight_decay=DECAY)
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
@@ -151,24 +156,33 @@ def _adamw(tree: Tree, grads: Any, bench: Bench) -> Case:
         "fused.fuse of optax's, XLA": way(by_apply(derived, MAX_NORM, "xla"), derived, both),
         DERIVED_KERNELS: way(by_apply(derived, MAX_NORM, _kernels()), derived, both),
         OPTAX: way(by_update(chain), chain, both),
-        BRANCH: way(by_update(wrapped), wrapped, both),
-        SELECT: way(_by_select(wrapped), wrapped, both),
+        SCALED: way(by_update(wrapped), wrapped, both),
+        BRANCH: way(_behind_a_branch(by_update(wrapped)), wrapped, both),
         "optax.apply_if_finite": way(by_update(guarded), guarded, both),
         "tx.update of a fused optimizer": way(by_update(behind), behind, both),
         "fused.apply without scale and clip, XLA": way(by_apply(ours, None, "xla"), ours, alone),
         KERNELS_ALONE: way(by_apply(ours, None, _kernels()), ours, alone),
         "optax without clip": way(by_update(adamw), adamw, alone),
     }
+    left_out = {}
     if len(tree.shapes) >= THOUSAND:  # these compile for minutes
-        ways = {name: ways[name] for name in (XLA, OPTAX)}
+        ways, left_out = {name: ways[name] for name in (XLA, OPTAX)}, {KERNELS: TOO_MANY}
     elif len(tree.shapes) > MANY:
         del ways[KERNELS_ALONE], ways[DERIVED_KERNELS]
-    others = functools.partial(torch_candidates, tree.shapes, bench.repeats)
+    others = functools.partial(torch_candidates, tree.shapes)
     sizes = {
         by: (both if has_clip else alone) * tree.elements for by, (has_clip, _) in NAMES.items()
     }
-    name = f"AdamW, {tree.name}"
-    return Case(name, ways, (grads,), OPTAX, tree.elements, others, sizes)
+    return Case(
+        f"AdamW, {tree.name}",
+        ways,
+        _grads(tree),
+        OPTAX,
+        tree.elements,
+        others,
+        sizes,
+        left_out=left_out,
+    )
 
 
 def _beside_optax(tree: Tree, ours: Any, chain: Any, size: float) -> dict[str, Way]:
@@ -180,7 +194,7 @@ def _beside_optax(tree: Tree, ours: Any, chain: Any, size: float) -> dict[str, W
     }
 
 
-def _optimizer(tree: Tree, grads: Any, name: str) -> Case:
+def _optimizer(tree: Tree, name: str) -> Case:
     """Another of the optimizers that optax has, too."""
     ours, theirs = _scaled(OPTIMIZERS[name](ampx.fused)), OPTIMIZERS[name](optax)
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), theirs)
@@ -188,19 +202,20 @@ def _optimizer(tree: Tree, grads: Any, name: str) -> Case:
     ways = _beside_optax(tree, ours, chain, size)
     if name == "NovoGrad":  # no kernel takes it
         del ways[KERNELS]
-    return Case(f"{name}, {tree.name}", ways, (grads,), OPTAX, tree.elements)
+    return Case(f"{name}, {tree.name}", ways, _grads(tree), OPTAX, tree.elements)
 
 
-def _derived(tree: Tree, grads: Any, name: str) -> Case:
+def _derived(tree: Tree, name: str) -> Case:
     """An optimizer that only optax has, with rules derived from its program."""
     theirs = DERIVED[name]
     ours, wrapped = _scaled(ampx.fused.fuse(theirs)), _scaled(theirs)
     chain = optax.chain(optax.clip_by_global_norm(MAX_NORM), theirs)
-    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(theirs.init(jnp.ones(1000)))) // 1000
+    state = jax.eval_shape(theirs.init, jax.ShapeDtypeStruct((1000,), jnp.float32))
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) // 1000
     size = 4 + 4 + 2 * (4 + kept)  # the gradient twice; the parameter and its state in and out
     ways = _beside_optax(tree, ours, chain, size)
-    ways[BRANCH] = _way(tree, by_update(wrapped), wrapped, size)
-    return Case(f"{name}, {tree.name}", ways, (grads,), OPTAX, tree.elements)
+    ways[SCALED] = _way(tree, by_update(wrapped), wrapped, size)
+    return Case(f"{name}, {tree.name}", ways, _grads(tree), OPTAX, tree.elements)
 
 
 def _skipped(tree: Tree) -> Case:
@@ -211,11 +226,11 @@ def _skipped(tree: Tree) -> Case:
     ways = {
         XLA: _way(tree, by_apply(ours, MAX_NORM, "xla"), ours, size),
         KERNELS: _way(tree, by_apply(ours, MAX_NORM, _kernels()), ours, size),
-        BRANCH: _way(tree, by_update(wrapped), wrapped, size),
-        SELECT: _way(tree, _by_select(wrapped), wrapped, size),
+        SCALED: _way(tree, by_update(wrapped), wrapped, size),
+        BRANCH: _way(tree, _behind_a_branch(by_update(wrapped)), wrapped, size),
     }
-    grads = tree.make(1, jnp.inf)
-    return Case(f"AdamW, every step skipped, {tree.name}", ways, (grads,), BRANCH, tree.elements)
+    name = f"AdamW, every step skipped, {tree.name}"
+    return Case(name, ways, _grads(tree, jnp.inf), SCALED, tree.elements)
 
 
 def _narrow_forms() -> dict[str, tuple[Any, Any, float]]:
@@ -251,5 +266,5 @@ def _stored_narrowly(tree: Tree, name: str) -> Case:
         by: _way(tree, by_apply(scaled, MAX_NORM, backend), scaled, size, dtype)
         for by, backend in ((XLA, "xla"), (KERNELS, _kernels()))
     }
-    grads = tree.make(1, 1e-3 * SCALE, jnp.bfloat16)
-    return Case(f"{name}, {tree.name}", ways, (grads,), XLA, tree.elements)
+    grads = _grads(tree, dtype=jnp.bfloat16)
+    return Case(f"{name}, {tree.name}", ways, grads, XLA, tree.elements)
