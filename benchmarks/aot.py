@@ -228,7 +228,7 @@ def _compare(
     steps = {"optax": functools.partial(_optax_step, theirs)} if theirs else {}
     for backend in ("xla", KERNELS[target]):
         steps[backend] = functools.partial(_step, tx, max_norm, backend)
-    rows = {backend: _measured(target, step, params, state) for backend, step in steps.items()}
+    rows = {backend: measure_step(target, step, params, state) for backend, step in steps.items()}
     for backend, row in rows.items():
         _print_row(target, title, backend, row)
     found = rows[KERNELS[target]].faults(rows["xla"], _held(params, state))
@@ -248,7 +248,7 @@ def _run_scaled(target: str, title: str, theirs: Any) -> list[str]:
     rows = {}
     for way, (step, own) in steps.items():
         state = jax.eval_shape(own.init, params)
-        rows[way] = _measured(target, step, params, state, elements=ELEMENTS)
+        rows[way] = measure_step(target, step, params, state, elements=ELEMENTS)
         _print_row(target, title, way, rows[way])
     row, held = rows[BRANCH], _held(params, state)
     wrong = {
@@ -281,7 +281,7 @@ def _held(params: Any, state: Any) -> float:
     return sum(a.size * a.dtype.itemsize for a in arrays) / ELEMENTS
 
 
-def _measured(
+def measure_step(
     target: str,
     step: Any,
     params: Any,

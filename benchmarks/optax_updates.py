@@ -51,6 +51,11 @@ def find_names() -> list[str]:
     return [*CHAINS, *(name for name in NAMES if set(TAKES.get(name, ())) <= {"value"})]
 
 
+def make_named(name: str) -> optax.GradientTransformation:
+    """The transformation of one of `find_names()`."""
+    return CHAINS[name]() if name in CHAINS else make(name)
+
+
 def take_ordinary(branches: list[Traffic]) -> Traffic:
     """The branch of a conditional that an ordinary step takes: see `fused_traffic.Branch`.
 
@@ -63,7 +68,7 @@ def take_ordinary(branches: list[Traffic]) -> Traffic:
 
 def build_steps(name: str) -> dict[str, tuple[Step, Any]]:
     """The steps of a row, each with the transformation that makes its state."""
-    tx = optax.with_extra_args_support(CHAINS[name]() if name in CHAINS else make(name))
+    tx = optax.with_extra_args_support(make_named(name))
     extra_args = {"value": jnp.float32(1.0)} if TAKES.get(name) else {}
 
     def alone(state: Any, grads: Any) -> Any:
