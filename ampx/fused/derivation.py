@@ -33,6 +33,7 @@ from ampx.fused.update_rules import KERNEL_PRIMITIVES, Operations, Slots, Update
 from ampx.jaxprs import building, primitives, reading, source_info
 from ampx.jaxprs.late_choices import choose_late
 from ampx.jaxprs.reading import Atom, Equation, Jaxpr
+from ampx.jaxprs.spread_numbers import spread_late
 from ampx.mesh_axes import match_type
 from ampx.trees import is_floating
 
@@ -253,7 +254,7 @@ def derive(
         raise NotDerivable(f"its update cannot be traced: {error}") from error
     # Functions with derivatives of their own stay calls, which are refused: a step may be
     # differentiated.
-    jaxpr = choose_late(building.inline_calls(traced))
+    jaxpr = spread_late(choose_late(building.inline_calls(traced)))
     return _Program(jaxpr, slots, stored, len(grads)).derive()
 
 

@@ -78,7 +78,7 @@ def apply_step(tx, backend="xla", **settings):
 def near(actual, expected, rtol=3e-6):
     def check(a, b):
         if not jnp.issubdtype(b.dtype, jax.dtypes.extended):
-            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * (1e-9 + np.abs(b).max()))
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * (1e-9 + np.max(np.abs(b), initial=0)))
 
     jax.tree.map(check, actual, expected)
 
@@ -332,6 +332,10 @@ RULES = {
         1,
     ),
     "a bound": (lambda g, p: (-jnp.clip(g, -0.5, 0.5) * (jnp.abs(p) <= 1),), 0),
+    "a rate of each element": (
+        lambda g, p: (-jnp.sqrt(1 - jnp.full_like(g, RATE)) * jnp.ones_like(g) * 0.1 * g,),
+        0,
+    ),
     "whole numbers": (lambda g, p: (-0.1 * jnp.round(g).astype(jnp.int32).astype(g.dtype),), 0),
 }
 
@@ -340,6 +344,16 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_rules_of_ones_own(name, backend):
     compare(of_rule(*RULES[name]), backend=backend, steps=2)
+
+
+@pytest.mark.parametrize("name", ["adan", "adamw", "rmsprop"])
+def test_a_parameter_without_elements_has_a_rule(name):
+    """Of an empty array JAX makes `jnp.where(is_first, 0, x)` a zero."""
+    params = {"w": PARAMS["w"], "none": jnp.zeros((0, 3))}
+    tx, plain = fused.fuse(make(name), strict=True), make(name)
+    expected, _ = plain.update(normal(0, params), plain.init(params), params)
+    found, _, _ = apply_step(tx)(params, tx.init(params), normal(0, params))
+    near(found, optax.apply_updates(params, expected))
 
 
 def test_a_slot_belongs_to_the_parameter_with_the_longest_path():
