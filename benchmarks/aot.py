@@ -287,8 +287,18 @@ def measure_step(
     params: Any,
     state: Any,
     elements: float = math.inf,
+    grads: Any = jnp.bfloat16,
 ) -> Row:
-    """Compiles a step with donated parameters and state; reads memory and counts its program."""
+    """Compiles a step with donated parameters and state; reads memory and counts its program.
+
+    Args:
+      target: one of `TARGETS`.
+      step: `(params, state, grads) -> (params, state)`.
+      params: abstract values of `SHAPES`.
+      state: those of the state.
+      elements: see `counted`.
+      grads: the dtype of gradients.
+    """
     sharding = jax.sharding.SingleDeviceSharding(make_topology(target).devices[0])
 
     def shaped(tree: Any, dtype: Any = None) -> Any:
@@ -296,7 +306,7 @@ def measure_step(
             lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding), tree
         )
 
-    arguments = shaped(params), shaped(state), shaped(params, jnp.bfloat16)
+    arguments = shaped(params), shaped(state), shaped(params, grads)
     with _kernels_know_the_tpu(target):
         compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
     memory, counts = compiled.memory_analysis(), counted(compiled.as_text(), elements=elements)

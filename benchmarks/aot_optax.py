@@ -50,7 +50,7 @@ def count_all(name: str) -> list[Row]:
         return applied.params, state
 
     params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
-    count = functools.partial(measure_step, "h100", elements=ELEMENTS)
+    count = functools.partial(measure_step, "h100", elements=ELEMENTS, grads=jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
         state = jax.eval_shape(scaled.init, params)
         rows = [count(functools.partial(by_update, tx), params, state.inner_state)]
@@ -75,7 +75,7 @@ def main() -> None:
         + [f"{row.moved:.0f} ({row.temporaries:.1f})" for row in count_all(name)]
         for name in names
     ]
-    print_table("Bytes a parameter for an H100, with gradients in bfloat16", header, rows)
+    print_table("Bytes a parameter for an H100", header, rows)
 
 
 if __name__ == "__main__":
