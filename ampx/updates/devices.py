@@ -35,4 +35,15 @@ def chooses_behind_updates() -> bool:
 
     A skip costs as much as a step then. But few steps are skipped.
     """
-    return find_device()[0] == "gpu"
+    return has_started() and find_device()[0] == "gpu"
+
+
+def has_started() -> bool:
+    """Whether JAX knows its devices. To ask for them would start it, for good.
+
+    `jax.eval_shape` must not do that: `jax.distributed.initialize` may be still to come.
+    """
+    # There is no public way to ask. Without this one tracing starts JAX.
+    from jax._src import xla_bridge
+
+    return getattr(xla_bridge, "backends_are_initialized", lambda: True)()

@@ -78,7 +78,9 @@ def apply_step(tx, backend="xla", **settings):
 def near(actual, expected, rtol=3e-6):
     def check(a, b):
         if not jnp.issubdtype(b.dtype, jax.dtypes.extended):
-            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * (1e-9 + np.max(np.abs(b), initial=0)))
+            np.testing.assert_allclose(
+                a, b, rtol=rtol, atol=rtol * (1e-9 + np.max(np.abs(b), initial=0))
+            )
 
     jax.tree.map(check, actual, expected)
 

@@ -5,6 +5,8 @@ Here programs have that form on CPUs. `test_gpu.py` runs them on a GPU.
 
 import functools
 import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +126,19 @@ def test_every_optimizer_of_optax_is_as_without_a_scale_and_a_skip_keeps_every_b
             assert (after.loss_scale < state.loss_scale) == (not math.isfinite(bad))
     for a, b in zip(*map(jax.tree.leaves, (params, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_to_trace_starts_no_backend():
+    """`jax.distributed.initialize` must come before that, and may come after `jax.eval_shape`."""
+    program = """
+import jax, optax, ampx
+from jax._src.xla_bridge import backends_are_initialized
+step = ampx.train_step(lambda p, x: (p * x).sum(), optax.adamw(1e-3), loss_scale="dynamic")
+x = jax.ShapeDtypeStruct((3,), "float32")
+jax.eval_shape(step, jax.eval_shape(step.init, x), x)
+assert not backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("judge", ["plain", "fused"])
