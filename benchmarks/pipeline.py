@@ -1,13 +1,14 @@
 """How long do a pipeline's devices wait, what memory do they need, and what does lockstep cost?
 
-Five tables:
+Six tables:
 
 1. Bubbles, by simulation: the share of time that devices idle, for each schedule, and what waiting
    for a common tick costs.
 2. Trace and compile time of a step, beside the step of the same model on one device.
-3. Time of those steps on a machine with fewer cores than devices: the work of all devices together.
-4. Temporary memory by number of micro-batches, as the compiler reports it.
-5. Time of real steps on virtual devices whose stages *sleep* instead of computing. A sleep takes
+3. The same of the demo's step.
+4. Time of those steps on a machine with fewer cores than devices: the work of all devices together.
+5. Temporary memory by number of micro-batches, as the compiler reports it.
+6. Time of real steps on virtual devices whose stages *sleep* instead of computing. A sleep takes
    the same time on any machine and needs no core, so four devices run in parallel on two cores.
    What is left to measure is the schedule and the program that executes it. With stages that
    sleep four times as long, what is the same for each tick counts a quarter.
@@ -31,6 +32,7 @@ from jax.sharding import AxisType
 
 import ampx
 from ampx import pipelining
+from ampx.examples import language_model, text
 from benchmarks import model
 from benchmarks.distributed import ROOT, plain_environment
 from benchmarks.measuring import (
@@ -230,6 +232,34 @@ def compiling(rounds: int) -> None:
     )
 
 
+def compiling_demo(rounds: int) -> None:
+    """Prints how long the demo's pipelines compile, beside the demo on one device."""
+    corpus = text.load_corpus()
+    divided = dict(mesh=f"stage={STAGES}", microbatches=8)
+    settings: dict[str, dict[str, Any]] = {
+        "one device": {},
+        "one device, accumulating": dict(microbatches=8),
+    }
+    for name in ("gpipe", "1f1b", "interleaved", "zero-bubble"):
+        settings[name] = dict(schedule=name, **divided)
+    seconds: dict[str, list[float]] = {name: [] for name in settings}
+    for _ in range(rounds):
+        for name, own in settings.items():
+            jax.clear_caches()
+            config = language_model.Config(steps=1, layers=8, **own)
+            seconds[name].append(language_model.train(config, corpus=corpus).compile_seconds)
+    first = np.array(seconds["one device"])
+    rows = [
+        [name, f"{np.median(own):.1f}", f"{np.median(np.array(own) / first):.2f}"]
+        for name, own in seconds.items()
+    ]
+    print_table(
+        f"Trace and compile of the demo's step: 8 layers in {STAGES} stages, 8 micro-batches",
+        ["step", "s", "ratio to one device"],
+        rows,
+    )
+
+
 def time_work(rounds: int) -> None:
     """Times the same steps on fewer cores than devices: all that a pipeline does, one by one."""
     makers, batch = _steps()
@@ -321,6 +351,7 @@ def bubbles() -> None:
 if __name__ == "__main__":
     bubbles()
     compiling(max(2, int(sys.argv[1]) // 4))
+    compiling_demo(max(2, int(sys.argv[1]) // 4))
     time_work(max(3, int(sys.argv[1]) // 2))
     memory()
     time_asleep(max(3, int(sys.argv[1]) // 2), FORWARD, (8, 16))
