@@ -204,7 +204,7 @@ def judge(
         # Outside of `jit` a branch would be compiled anew in every call.
         if saturation_dtype is None and isinstance(is_fine, jax.core.Tracer):
             counts = run_unless(
-                is_fine, look, lambda types: jnp.zeros(types.shape, types.dtype), is_rare=True
+                is_fine, look, lambda types: jnp.zeros(types.shape, types.dtype), may_choose=True
             )
         else:
             counts = look()

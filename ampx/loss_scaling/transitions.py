@@ -3,7 +3,8 @@
     form          around                       a skip is
     plain         any optax transformation     one branch around the whole update; updates
                                                that are elementwise in new state and known
-                                               arrays are made and chosen behind it
+                                               arrays are made and chosen behind it (on
+                                               GPUs all of them are: `ampx.updates.devices`)
     leaf by leaf  one with a reduction that    a select behind each leaf
                   overlaps with updates
     fused         an optimizer of ampx.fused   a select where each number is made
@@ -65,7 +66,7 @@ def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transitio
     elif wants_params:
         with_params = functools.partial(run, params=call.params)
         updates, inner_state, is_bad = run_unless(
-            undone, with_params, stay, call.grads, call.state.loss_scale, is_rare=True
+            undone, with_params, stay, call.grads, call.state.loss_scale, may_choose=True
         )
     else:
         updates, inner_state, is_bad = update_unless(

@@ -11,10 +11,10 @@ outside. So updates that the caller adds to parameters are made behind the branc
 (`ampx.jaxprs.sinking`), sums of gradients in front of it (`ampx.jaxprs.hoisting`), and inside each
 norm is one sum (`ampx.jaxprs.late_choices`).
 
-All that is so on CPUs. On GPUs a caller that skips rarely gets a choice behind each number, since
+All that is so on CPUs. On GPUs a caller that allows it gets a choice behind each number, since
 there that is what costs nothing: see `ampx.updates.devices`. But not where the update holds a
 branch or a loop of its own that makes arrays, as `optax.MultiSteps` does: what comes out of these
-is in memory already, and a choice behind them would be a copy.
+is in memory already, and a choice behind them would be a copy. And not where it prints.
 
 Both ways must return the same types. An update may change what its arrays vary over inside
 `shard_map`, or how they lie on an Explicit mesh; then what is handed on gets the same marks.
@@ -32,12 +32,22 @@ from jax import lax
 
 from ampx.jaxprs.hoisting import hoist_sums
 from ampx.jaxprs.late_choices import choose_late
-from ampx.jaxprs.reading import Jaxpr, as_closed, evaluate, inner_jaxprs, open_jaxpr, trace
+from ampx.jaxprs.reading import (
+    Jaxpr,
+    as_closed,
+    evaluate,
+    has_effects,
+    inner_jaxprs,
+    open_jaxpr,
+    trace,
+)
 from ampx.jaxprs.sinking import sink
 from ampx.mesh_axes import mark_varying, match_type, varying_axes
 from ampx.trees import is_float0, is_floating, null_updates
 from ampx.updates.devices import chooses_behind_updates
 from ampx.updates.skipped_derivatives import stop_gradient_if
+
+_OWN_BRANCHES = {"cond", "scan", "while"}
 
 
 def run_unless(
@@ -45,7 +55,7 @@ def run_unless(
     run: Callable[..., Any],
     stay: Callable[[Any], Any],
     *gradients: Any,
-    is_rare: bool = False,
+    may_choose: bool = False,
 ) -> Any:
     """Runs an update unless a step is skipped.
 
@@ -58,10 +68,10 @@ def run_unless(
         only shapes and dtypes may be read, to a tree of the same structure, shapes and dtypes.
       *gradients: trees. Sums of them alone, such as their norm, are computed in front of the
         branch, where XLA merges them with the verdict.
-      is_rare: whether what a branch would save is nothing to count on, so that it may as well be
-        computed in vain where that is cheaper than a branch.
+      may_choose: whether `run` may be computed in vain as well, and old or new chosen behind it,
+        where that is cheaper than a branch.
     """
-    return _branch(skip, run, stay, gradients, (), is_rare)
+    return _branch(skip, run, stay, gradients, (), may_choose)
 
 
 def update_unless(
@@ -71,7 +81,7 @@ def update_unless(
     *gradients: Any,
     params: Any,
 ) -> Any:
-    """As `run_unless` with skips that are rare, where the caller adds updates to parameters.
+    """As `run_unless` that may choose, where the caller is to add the updates to parameters.
 
     Updates that are made element by element of gradients, parameters and new state are computed
     behind the branch and chosen there. XLA fuses that with the addition.
@@ -83,7 +93,7 @@ def update_unless(
       *gradients: as in `run_unless`.
       params: a tree, or None.
     """
-    return _branch(skip, run, stay, gradients, (params,), is_rare=True)
+    return _branch(skip, run, stay, gradients, (params,), may_choose=True)
 
 
 def _branch(
@@ -92,7 +102,7 @@ def _branch(
     stay: Callable[[Any], Any],
     gradients: tuple[Any, ...],
     params: tuple[Any, ...],
-    is_rare: bool,
+    may_choose: bool,
 ) -> Any:
     # Structure and types of what `run` returns.
     found: list[Any] = []
@@ -124,7 +134,7 @@ def _branch(
     operands = [mark_varying(jnp.asarray(given[place]), axes) for place in places]
     jaxpr = choose_late(trace(take, *operands)[0])
     structure, types = found
-    chooses = is_rare and chooses_behind_updates() and not _has_own_branches(jaxpr)
+    chooses = may_choose and chooses_behind_updates() and not _needs_a_branch(jaxpr)
     parts = None
     if params and not chooses:
         updates = _arrays(jax.tree.leaves(structure.unflatten(types)[0]))
@@ -170,15 +180,16 @@ def _branch(
     return structure.unflatten([leaf if is_float0(leaf) else next(rest) for leaf in types])
 
 
-def _has_own_branches(jaxpr: Jaxpr) -> bool:
-    """Whether a branch or a loop inside makes arrays; one that makes numbers alone does not count.
+def _needs_a_branch(jaxpr: Jaxpr) -> bool:
+    """Whether an update makes arrays in a branch or loop of its own, or does more than to compute.
 
-    So does `optax.MultiSteps`, and an update that runs matrix products in a loop.
+    The first is so in `optax.MultiSteps`, and where products of matrices stand in a loop; a branch
+    that makes numbers does not count. The second is so where it prints or calls back.
     """
     return any(
-        any(atom.aval.shape for atom in eqn.outvars)
-        if eqn.primitive.name in ("cond", "scan", "while")
-        else any(map(_has_own_branches, inner_jaxprs(eqn)))
+        has_effects(eqn)
+        or (eqn.primitive.name in _OWN_BRANCHES and any(atom.aval.shape for atom in eqn.outvars))
+        or any(map(_needs_a_branch, inner_jaxprs(eqn)))
         for eqn in open_jaxpr(jaxpr).eqns
     )
 

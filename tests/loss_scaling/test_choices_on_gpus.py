@@ -102,6 +102,24 @@ def test_what_holds_a_branch_of_its_own_stays_behind_a_branch(inner):
 
 
 @pytest.mark.usefixtures("traced_as_for_gpus")
+def test_what_prints_does_so_in_steps_that_are_taken():
+    seen = []
+
+    def update(updates, state, params=None):
+        del params
+        jax.debug.callback(lambda x: seen.append(float(x)), updates["b"][0])
+        return updates, state
+
+    tx = dynamic(optax.GradientTransformation(lambda _: (), update))
+    step = jax.jit(functools.partial(by_update, tx))
+    state = tx.init(PARAMS)
+    for grads in (grads_of(0), with_bad(jnp.nan), grads_of(1)):
+        _, state = step(PARAMS, state, grads)
+    jax.effects_barrier()
+    assert len(seen) == 2 and np.isfinite(seen).all()
+
+
+@pytest.mark.usefixtures("traced_as_for_gpus")
 @pytest.mark.sampled(4)
 @pytest.mark.slow_but(*QUICK)
 @pytest.mark.parametrize("name", PLAIN)
