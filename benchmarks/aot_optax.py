@@ -68,6 +68,7 @@ def main() -> None:
     names = parser.parse_args().names or find_names()
     if not is_installed("h100"):
         raise SystemExit("jax[cuda12] or jax[cuda13] is not installed")
+    jax.devices()  # a step has the form of the devices that are known when it is traced
     header = ["transformation", "optax"]
     header += [f"{form}, {what}" for form in FORMS for what in ("updates", "parameters")]
     rows = [

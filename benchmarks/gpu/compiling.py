@@ -137,6 +137,7 @@ def work(queue: Queue, make_cases: Callable[[str], list[Case]]) -> None:
       make_cases: makes the cases of a part.
     """
     make_cases = functools.cache(make_cases)
+    jax.devices()  # a step has the form of the devices that are known when it is traced
     while (number := queue.take()) is not None:
         part, name, way = queue.jobs[number]
         try:
