@@ -190,7 +190,7 @@ class Bench:
             for name in case.ways:
                 futures[case.name, name] = pool.submit(make, case, name)
             case.ways = {COPY: self._copy(), **case.ways}
-        concurrent.futures.wait(futures.values(), timeout=self._left(0.7))
+        concurrent.futures.wait(futures.values(), timeout=self._left(0.8))
         pool.shutdown(wait=False, cancel_futures=True)  # what is being compiled comes too late
         # A thread that still traces would hold Python for 5 ms at a time, as long as some programs
         # take.
