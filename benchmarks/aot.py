@@ -33,11 +33,12 @@ from jax.experimental import topologies
 
 import ampx
 from ampx.diagnostics.hlo import Instruction, parse_computations
-from ampx.updates import devices
 from ampx.updates.tails import Tail
 from benchmarks.fused_traffic import DERIVED, OPTIMIZERS, sizes_of_arrays
+from benchmarks.measuring import traced_for
 
 TARGETS = {"h100": "NVIDIA H100", "v5e": "TPU v5e"}
+PLATFORMS = {"h100": "gpu", "v5e": "tpu"}
 NOT_INSTALLED = 3
 SHAPES = {f"w{k}": (2048, 2048) for k in range(4)} | {f"b{k}": (2048,) for k in range(4)}
 ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())
@@ -204,9 +205,13 @@ def compile_for(target: str) -> None:
     """Compiles everything for one accelerator, prints the rows of its table, exits with faults."""
     if not is_installed(target):
         sys.exit(NOT_INSTALLED)
-    if target == "h100":  # a step has the form of the devices that are known when it is traced
-        jax.devices()
-        devices.find_device = lambda: ("gpu", TARGETS[target])
+    with traced_for(PLATFORMS[target]):
+        faults = _find_faults(target)
+    if faults:
+        sys.exit("\n".join(faults))
+
+
+def _find_faults(target: str) -> list[str]:
     faults: list[str] = []
     for name, tx in BRANCHES.items():
         faults += _run_scaled(target, name, tx)
@@ -216,8 +221,7 @@ def compile_for(target: str) -> None:
         if theirs is None or name in SCALED_TOO:
             title, scaled = f"{name}, scale, clip", ampx.dynamic_loss_scale(tx)
             faults += _compare(target, title, scaled, dtype, max_norm=1.0)
-    if faults:
-        sys.exit("\n".join(faults))
+    return faults
 
 
 def _compare(

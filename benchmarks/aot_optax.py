@@ -12,9 +12,7 @@ names: `adamw lamb`. Bytes are counted as by `benchmarks.aot`.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
-import unittest.mock
 from typing import Any
 
 # Set before a backend starts: no driver is needed to compile.
@@ -25,10 +23,9 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.updates import devices
-from ampx.updates.tails import Tail
 from benchmarks.aot import ELEMENTS, SHAPES, Row, is_installed, measure_step
-from benchmarks.measuring import print_table
+from benchmarks.fused_traffic import Step, by_params, by_update
+from benchmarks.measuring import print_table, traced_for
 from benchmarks.optax_updates import TAKES, find_names, make_named
 
 FORMS = {"choice": "gpu", "branch": "cpu"}  # by the platform that has the form
@@ -39,25 +36,22 @@ def count_all(name: str) -> list[Row]:
     tx = optax.with_extra_args_support(make_named(name))
     scaled = ampx.dynamic_loss_scale(tx)
     extra_args = {"value": jnp.float32(1.0)} if TAKES.get(name) else {}
-
-    def by_update(tx: Any, params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params, **extra_args)
-        return optax.apply_updates(params, updates), state
-
-    def by_params(params: Any, state: Any, grads: Any) -> Any:
-        tail = Tail(new_params=True)
-        applied, state = scaled.update(grads, state, params, tail=tail, **extra_args)
-        return applied.params, state
-
     params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
-    count = functools.partial(measure_step, "h100", elements=ELEMENTS, grads=jnp.float32)
+
+    def count(step: Step, tx: Any) -> Row:
+        def apart(params: Any, state: Any, grads: Any) -> Any:
+            return step((params, state), grads)
+
+        state = jax.eval_shape(tx.init, params)
+        return measure_step("h100", apart, params, state, ELEMENTS, jnp.float32)
+
     with jax.numpy_dtype_promotion("standard"):
-        state = jax.eval_shape(scaled.init, params)
-        rows = [count(functools.partial(by_update, tx), params, state.inner_state)]
+        rows = [count(by_update(tx, **extra_args), tx)]
         for platform in FORMS.values():
-            with unittest.mock.patch.object(devices, "find_device", lambda own=platform: (own, "")):
-                rows.append(count(functools.partial(by_update, scaled), params, state))
-                rows.append(count(lambda *args: by_params(*args), params, state))
+            with traced_for(platform):
+                rows += [
+                    count(make(scaled, **extra_args), scaled) for make in (by_update, by_params)
+                ]
     return rows
 
 
@@ -68,7 +62,6 @@ def main() -> None:
     names = parser.parse_args().names or find_names()
     if not is_installed("h100"):
         raise SystemExit("jax[cuda12] or jax[cuda13] is not installed")
-    jax.devices()  # a step has the form of the devices that are known when it is traced
     header = ["transformation", "optax"]
     header += [f"{form}, {what}" for form in FORMS for what in ("updates", "parameters")]
     rows = [

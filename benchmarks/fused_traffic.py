@@ -26,6 +26,7 @@ import optax
 
 from ampx import dynamic_loss_scale, fused
 from ampx.diagnostics.hlo import Instruction, parse_computations
+from ampx.updates.tails import Tail
 from benchmarks.measuring import print_table
 
 _ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
@@ -110,13 +111,25 @@ def sizes_of_arrays(kind: str) -> Iterator[tuple[int, float]]:
 Step = Callable[[Any, Any], Any]
 
 
-def by_update(tx: optax.GradientTransformationExtraArgs) -> Step:
+def by_update(tx: optax.GradientTransformationExtraArgs, **extra_args: Any) -> Step:
     """A step by `tx.update` and `optax.apply_updates`."""
 
     def step(state, grads):
         params, opt_state = state
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def by_params(scaled: optax.GradientTransformationExtraArgs, **extra_args: Any) -> Step:
+    """A step by a loss scale that makes the new parameters itself, as in `ampx.train_step`."""
+
+    def step(state, grads):
+        params, opt_state = state
+        tail = Tail(new_params=True)
+        applied, opt_state = scaled.update(grads, opt_state, params, tail=tail, **extra_args)
+        return applied.params, opt_state
 
     return step
 

@@ -14,15 +14,19 @@ by spinning for a while after their work, and hold the cores that the next candi
 cores, the one behind torch took a tenth longer.
 """
 
+import contextlib
 import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+
+from ampx.updates import devices
 
 REST = 0.02  # seconds; longer than threads spin
 
@@ -130,6 +134,17 @@ def measure_compilation(
         for name, measure in candidates.items():
             seconds[name].append(measure())
     return {name: np.array(own) for name, own in seconds.items()}
+
+
+@contextlib.contextmanager
+def traced_for(platform: str) -> Iterator[None]:
+    """Programs that are traced inside have the form that they have on a platform.
+
+    On GPUs a step is skipped by another form than on CPUs: see `ampx.updates.devices`.
+    """
+    jax.devices()  # before JAX has started, all programs have the form of CPUs
+    with unittest.mock.patch.object(devices, "find_device", lambda: (platform, "")):
+        yield
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:

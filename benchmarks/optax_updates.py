@@ -16,7 +16,6 @@ Run `python -m benchmarks.optax_updates` for all transformations, or give names:
 """
 
 import argparse
-import functools
 import pathlib
 import sys
 import warnings
@@ -27,8 +26,8 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.updates.tails import Tail, prefers_tail, takes_tail
-from benchmarks.fused_traffic import Branch, Step, Traffic, traffic
+from ampx.updates.tails import prefers_tail, takes_tail
+from benchmarks.fused_traffic import Branch, Step, Traffic, by_params, by_update, traffic
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 
 # The list of optax's transformations belongs to the tests that train with each of them.
@@ -70,22 +69,10 @@ def build_steps(name: str) -> dict[str, tuple[Step, Any]]:
     """The steps of a row, each with the transformation that makes its state."""
     tx = optax.with_extra_args_support(make_named(name))
     extra_args = {"value": jnp.float32(1.0)} if TAKES.get(name) else {}
-
-    def alone(state: Any, grads: Any) -> Any:
-        params, opt_state = state
-        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-        return optax.apply_updates(params, updates), opt_state
-
-    def skipping(scaled: Any, state: Any, grads: Any) -> Any:
-        params, opt_state = state
-        tail = Tail(new_params=True)
-        applied, opt_state = scaled.update(grads, opt_state, params, tail=tail, **extra_args)
-        return applied.params, opt_state
-
     forms = {"skipping": tx, "derived": ampx.fused.fuse(tx)}
     scales = {form: ampx.dynamic_loss_scale(own, init_scale=1024.0) for form, own in forms.items()}
-    steps = {form: (functools.partial(skipping, own), own) for form, own in scales.items()}
-    return {"optax": (alone, tx), **steps}
+    steps = {form: (by_params(own, **extra_args), own) for form, own in scales.items()}
+    return {"optax": (by_update(tx, **extra_args), tx), **steps}
 
 
 def find_way(tx: Any) -> str:

@@ -121,17 +121,28 @@ def test_a_part_that_dies_leaves_its_rows_and_the_others_run(tmp_path, monkeypat
         bench.write(Row("dies", "a case", "by a kernel", 1.0))
         raise SystemExit("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    def run(command, *_):
-        path = command[command.index("--out") + 1]
-        try:
-            die(Bench("dies", program.Path(path), 1.0))
-        except SystemExit as error:
-            return 134, f"one line\n{error}\n"
+    class Process:
+        """That of the part; it is this one."""
 
-    monkeypatch.setattr(program, "_run", run)
-    first, second = program._run_part("dies", 1.0, True, tmp_path / "gpu.log", tmp_path)
+        def __init__(self, command, stdout, **_):
+            self.path, self.stdout = command[command.index("--out") + 1], stdout
+
+        def wait(self, _):
+            try:
+                die(Bench("dies", program.Path(self.path), 1.0))
+            except SystemExit as error:
+                self.stdout.write(f"one line\n{error}\n".encode())
+                return 134
+
+        def poll(self):
+            return 134
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    log = tmp_path / "gpu.log"
+    first, second = program._run_part("dies", 1.0, True, log, tmp_path)
     assert first.candidate == "by a kernel"
     assert second.note == "ended with exit status 134: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert "one line" in log.read_text()
 
 
 def test_a_process_that_takes_too_long_is_ended_and_what_it_printed_is_kept(tmp_path):

@@ -102,9 +102,11 @@ def measure_and_judge(
     chooses = squares is None and chooses_behind_updates()
 
     def second_look() -> tuple[jax.Array, ...]:
-        pairs = zip(leaves, untracked, strict=True)
-        alone = [_Group([leaf], tuple(axes)) for leaf, axes in pairs]
-        groups = alone if chooses else _group_alike(leaves, untracked)
+        if chooses:
+            pairs = zip(leaves, untracked, strict=True)
+            groups = [_Group([leaf], tuple(axes)) for leaf, axes in pairs]
+        else:
+            groups = _group_alike(leaves, untracked)
         # Each reduction gets a scalar of its own, which only a barrier keeps apart. If several
         # reductions share one scalar, XLA's CPU backend broadcasts it to an array in memory, and
         # reserves that memory whether the branch is taken or not.

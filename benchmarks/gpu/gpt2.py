@@ -242,17 +242,15 @@ def make_ways(size: Size) -> dict[str, Way]:
         step = ampx.train_step(loss, tx, policy=recipe)
         return Way(lambda state, tokens: step(state, tokens)[0], lambda: step.init(start()))
 
-    # In the order in which they are compiled: the last may come too late.
-    ways = {
-        BY_HAND: plain(functools.partial(loss, dtype=jnp.bfloat16)),
-        OPT_1: level("O1", loss),
-        OPT_1_SCALED: level("O1", loss, loss_scale="dynamic"),
-    }
+    attentions = {"": loss}
     if jax.default_backend() == "gpu":
-        by_cudnn = functools.partial(loss, cudnn=True)
-        ways[BY_HAND + CUDNN] = plain(functools.partial(by_cudnn, dtype=jnp.bfloat16))
-        ways[OPT_1 + CUDNN] = level("O1", by_cudnn)
-        ways[OPT_1_SCALED + CUDNN] = level("O1", by_cudnn, loss_scale="dynamic")
+        attentions[CUDNN] = functools.partial(loss, cudnn=True)
+    # In the order in which they are compiled: the last may come too late.
+    ways = {}
+    for attention, own in attentions.items():
+        ways[BY_HAND + attention] = plain(functools.partial(own, dtype=jnp.bfloat16))
+        ways[OPT_1 + attention] = level("O1", own)
+        ways[OPT_1_SCALED + attention] = level("O1", own, loss_scale="dynamic")
     ways["O1, fused AdamW"] = level("O1", loss, ampx.fused.adamw(RATE, weight_decay=0.1))
     ways["O2"] = level("O2", loss)
     ways["float32"] = plain(loss)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +19,19 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.updates import devices
 from ampx.updates.clipping import clipped
 from ampx.updates.tails import Backend
-from benchmarks.fused_traffic import DERIVED, FLOORS, OPTIMIZERS, by_apply, by_update
+from benchmarks.fused_traffic import (
+    DERIVED,
+    FLOORS,
+    OPTIMIZERS,
+    by_apply,
+    by_params,
+    by_update,
+)
 from benchmarks.gpu.gpt2 import SMALL, shapes_of
 from benchmarks.gpu.rows import Case, Way
+from benchmarks.measuring import traced_for
 from benchmarks.torch_updates import NAMES, torch_candidates
 
 SCALE, RATE, DECAY, MAX_NORM = 1024.0, 1e-3, 0.1, 1.0
@@ -135,7 +141,7 @@ def _behind_a_branch(step: Callable[..., Any]) -> Callable[..., Any]:
     """The same step in the form that it has on CPUs, where a skip is a branch."""
 
     def traced(*args: Any) -> Any:
-        with unittest.mock.patch.object(devices, "find_device", lambda: ("cpu", "")):
+        with traced_for("cpu"):
             return step(*args)
 
     return traced
@@ -158,6 +164,11 @@ def _adamw(tree: Tree) -> Case:
         OPTAX: way(by_update(chain), chain, both),
         SCALED: way(by_update(wrapped), wrapped, both),
         BRANCH: way(_behind_a_branch(by_update(wrapped)), wrapped, both),
+        f"{SCALED}, new parameters": way(by_params(wrapped), wrapped, both),
+        f"{BRANCH}, new parameters": way(_behind_a_branch(by_params(wrapped)), wrapped, both),
+        f"{XLA}, behind a branch": way(
+            _behind_a_branch(by_apply(scaled, MAX_NORM, "xla")), scaled, both
+        ),
         "optax.apply_if_finite": way(by_update(guarded), guarded, both),
         "tx.update of a fused optimizer": way(by_update(behind), behind, both),
         "fused.apply without scale and clip, XLA": way(by_apply(ours, None, "xla"), ours, alone),
