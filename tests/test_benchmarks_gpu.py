@@ -1,9 +1,11 @@
 """`make gpu`, rehearsed on a CPU: every part with small sizes, the table, and the rules."""
 
+import dataclasses
 import functools
 import inspect
 import json
 import math
+import pickle
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from benchmarks import torch_updates
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import adopting, compiling, goals, gpt2, kernels, parts, rows, tails
 from benchmarks.gpu.compiling import Program, Queue, Workers
-from benchmarks.gpu.rows import Bench, Case, Row, Way
+from benchmarks.gpu.rows import TOO_LATE, Bench, Case, Row, Way
 from benchmarks.measuring import Candidate
 
 
@@ -195,9 +197,9 @@ def make_queue(folder, cases):
     return Queue.make(folder, [("a part", case) for case in cases])
 
 
-def make_two_ways():
+def make_two_ways(cost=1):
     def add(number):
-        return Way(lambda state, x: state + x * number, lambda: jnp.zeros(3), cost=number)
+        return Way(lambda state, x: state + x * number, lambda: jnp.zeros(3), cost=cost * number)
 
     ways = {"one": add(1), "two": add(2)}
     return [Case("a case", ways, lambda: (jnp.ones(3),), "one", repeats=2)]
@@ -206,7 +208,7 @@ def make_two_ways():
 @pytest.mark.usefixtures("no_cache")
 def test_programs_of_workers_are_loaded_and_timed(bench, tmp_path):
     queue = make_queue(tmp_path / "programs", make_two_ways())
-    assert [job.way for job in queue.jobs] == ["two", "one"]  # the dearest first
+    assert [job.way for job in queue.jobs] == ["one", "two"]
     compiling.work(queue, lambda part: make_two_ways())
     assert queue.names("done") == ["0000", "0001"]
     assert not queue.names("waiting") and not queue.names("taken")
@@ -226,17 +228,26 @@ def test_a_program_that_cannot_be_compiled_or_loaded_is_a_row_with_a_reason(benc
     def make():
         [case] = make_two_ways()
         case.ways["bad"] = Way(fail, lambda: jnp.zeros(3), cost=0)
+        case.ways["dear"] = dataclasses.replace(case.ways["two"], cost=5000)
+        case.ways["late"] = dataclasses.replace(case.ways["two"], cost=999)
         return [case]
 
     queue = make_queue(tmp_path / "programs", make())
-    number = queue.take()
-    queue.finish(number, Program((b"not a program", None, None)))
+    # What takes minutes is first; then come the cheapest.
+    assert [job.way for job in queue.jobs] == ["dear", "bad", "one", "two", "late"]
     compiling.work(queue, lambda part: make())
+    done = queue.folder / "done"
+    for number in (0, 2):
+        (done / f"{number:04}").write_bytes(pickle.dumps(Program((b"not a program", None, None))))
+    for number in (3, 4):
+        (done / f"{number:04}").unlink()
     bench.run(make(), queue.loader("a part"))
     found = written(bench)
-    assert found["a case", "one"].ratio == 1
     assert found["a case", "bad"].note == "failed: ValueError: no such kernel"
-    assert found["a case", "two"].note.startswith("failed: UnpicklingError")
+    assert found["a case", "dear"].note.startswith("failed: UnpicklingError")
+    assert found["a case", "late"].note == TOO_LATE
+    for cheap in ("one", "two"):  # these are compiled where they are timed
+        assert found["a case", cheap].ratio and not found["a case", cheap].note
 
 
 def start_one_that_takes_a_job(queue, then):
@@ -269,13 +280,13 @@ def test_a_worker_that_dies_costs_one_job_and_another_takes_its_place(bench, tmp
     assert len(started) == 2
     bench.run(make_two_ways(), queue.loader("a part"))
     found = written(bench)
-    assert found["a case", "one"].ratio == 1
+    assert found["a case", "two"].milliseconds is not None
     note = "failed: the compiler ended its process, with exit status -9"
-    assert found["a case", "two"].note == note
+    assert found["a case", "one"].note == note
 
 
 def test_at_the_deadline_workers_are_ended(bench, tmp_path):
-    queue = make_queue(tmp_path / "programs", make_two_ways())
+    queue = make_queue(tmp_path / "programs", make_two_ways(cost=500))
     started = []
 
     def start():
@@ -289,7 +300,7 @@ def test_at_the_deadline_workers_are_ended(bench, tmp_path):
     assert started[0].poll() is None
     workers.end()
     assert [process.returncode for process in started] == [-9]
-    bench.run(make_two_ways(), queue.loader("a part"))
+    bench.run(make_two_ways(cost=500), queue.loader("a part"))
     found = written(bench)
     assert {found["a case", by].note for by in ("one", "two")} == {rows.TOO_LATE}
 

@@ -191,9 +191,11 @@ class Bench:
                 futures[case.name, name] = pool.submit(make, case, name)
             case.ways = {COPY: self._copy(), **case.ways}
         concurrent.futures.wait(futures.values(), timeout=self._left(0.8))
-        pool.shutdown(wait=False, cancel_futures=True)  # what is being compiled comes too late
-        # A thread that still traces would hold Python for 5 ms at a time, as long as some programs
-        # take.
+        pool.shutdown(wait=False, cancel_futures=True)
+        # A compiler beside what is timed would use the GPU, too, to choose kernels. A thread that
+        # still traces would hold Python for 5 ms at a time, as long as some programs take.
+        begun = [future for future in futures.values() if future.running()]
+        concurrent.futures.wait(begun, timeout=self._left(0.9))
         sys.setswitchinterval(1e-4)
         for case in cases:
             late = sum(not future.done() for future in futures.values())

@@ -272,6 +272,9 @@ def _stored_narrowly(tree: Tree, name: str) -> Case:
     """AdamW in fewer bytes, with gradients in bfloat16."""
     tx, dtype, kept = _narrow_forms()[name]
     scaled = _scaled(tx)
+    # One program makes the state: many operations on arrays of many shapes would be compiled one by
+    # one.
+    scaled = scaled._replace(init=jax.jit(scaled.init))
     size = 2 * kept + 4  # all that is kept in and out, and the half gradient twice
     ways = {
         by: _way(tree, by_apply(scaled, MAX_NORM, backend), scaled, size, dtype)
