@@ -7,6 +7,9 @@ parameter and, in brackets, those of temporaries, with updates that the caller a
 
 Run `python -m benchmarks.aot_optax` where `jax[cuda12]` or `jax[cuda13]` is installed, perhaps with
 names: `adamw lamb`. Bytes are counted as by `benchmarks.aot`.
+
+A model has many small arrays, for which a GPU takes as long as it takes to launch a kernel.
+`--launches` counts the kernels that clip and AdamW launch for those of GPT-2 small.
 """
 
 from __future__ import annotations
@@ -23,8 +26,17 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from benchmarks.aot import ELEMENTS, SHAPES, Row, is_installed, measure_step
+from benchmarks.aot import (
+    ELEMENTS,
+    SHAPES,
+    Row,
+    counted,
+    is_installed,
+    make_topology,
+    measure_step,
+)
 from benchmarks.fused_traffic import Step, by_params, by_update
+from benchmarks.gpu.tails import BY_KERNELS, make_cases, make_trees
 from benchmarks.measuring import print_table, traced_for
 from benchmarks.optax_updates import TAKES, find_names, make_named
 
@@ -55,13 +67,38 @@ def count_all(name: str) -> list[Row]:
     return rows
 
 
+def print_launches() -> None:
+    """Prints how many kernels each tail of `make gpu` launches for the arrays of GPT-2 small."""
+    tree = make_trees(tiny=False)["gpt2"]
+    sharding = jax.sharding.SingleDeviceSharding(make_topology("h100").devices[0])
+    rows = []
+    for name, way in make_cases(tiny=False, key="gpt2")[0].ways.items():
+        if name in BY_KERNELS:  # these are XLA's where there is no GPU
+            continue
+        with traced_for("gpu"):
+            state, grads = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                jax.eval_shape(lambda make=way.make_state: (make(), tree.make(0, 1.0))),
+            )
+            compiled = jax.jit(way.step, donate_argnums=0).lower(state, grads).compile()
+        found = counted(compiled.as_text(), elements=tree.elements)
+        rows.append([name, str(found.kernels), f"{found.size / tree.elements:.1f}"])
+    title = f"AdamW for the {len(tree.shapes)} arrays of GPT-2 small on an H100"
+    print_table(title, ["everything behind the gradients", "kernels", "bytes a parameter"], rows)
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot_optax")
     parser.add_argument("names", nargs="*", help="of transformations; all by default")
-    names = parser.parse_args().names or find_names()
+    parser.add_argument("--launches", action="store_true", help="count kernels for GPT-2 small")
+    arguments = parser.parse_args()
     if not is_installed("h100"):
         raise SystemExit("jax[cuda12] or jax[cuda13] is not installed")
+    if arguments.launches:
+        print_launches()
+        return
+    names = arguments.names or find_names()
     header = ["transformation", "optax"]
     header += [f"{form}, {what}" for form in FORMS for what in ("updates", "parameters")]
     rows = [

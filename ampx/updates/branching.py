@@ -30,14 +30,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ampx.jaxprs import primitives
 from ampx.jaxprs.hoisting import hoist_sums
 from ampx.jaxprs.late_choices import choose_late
 from ampx.jaxprs.reading import (
     Jaxpr,
     as_closed,
+    called_body,
     evaluate,
     has_effects,
     inner_jaxprs,
+    is_literal,
     open_jaxpr,
     trace,
 )
@@ -48,6 +51,7 @@ from ampx.updates.devices import chooses_behind_updates
 from ampx.updates.skipped_derivatives import stop_gradient_if
 
 _OWN_BRANCHES = {"cond", "scan", "while"}
+_BY_ELEMENTS = primitives.ELEMENTWISE | primitives.AXIS_TYPE_CASTS | {"optimization_barrier"}
 
 
 def run_unless(
@@ -164,7 +168,8 @@ def _branch(
         closed = as_closed(jaxpr)
         guarded = closed.replace(consts=stop_gradient_if(skip, closed.consts))
         new = _compute_beside(skip, guarded, *operands)
-        arrays = [jnp.where(skip, *pair) for pair in zip(keep(), new, strict=True)]
+        chosen = _read_from_array(skip) if _is_elementwise(jaxpr, number) else skip
+        arrays = [jnp.where(chosen, *pair) for pair in zip(keep(), new, strict=True)]
     else:
         take_rest = hoist_sums(jaxpr, operands, number, functools.partial(_compute_beside, skip))
         # What hands old arrays on comes first. With jax before 0.11.2 XLA copies them, and all
@@ -192,6 +197,37 @@ def _needs_a_branch(jaxpr: Jaxpr) -> bool:
         or any(map(_needs_a_branch, inner_jaxprs(eqn)))
         for eqn in open_jaxpr(jaxpr).eqns
     )
+
+
+def _is_elementwise(jaxpr: Jaxpr, count: int) -> bool:
+    """Whether an update computes element by element, but for what it makes of gradients alone.
+
+    Args:
+      jaxpr: the update.
+      count: how many of its operands, from the first, are gradients.
+    """
+    opened = open_jaxpr(jaxpr)
+    of_gradients = set(opened.invars[:count])
+    for eqn in opened.eqns:
+        atoms = [atom for atom in eqn.invars if not is_literal(atom)]
+        if of_gradients.issuperset(atoms):
+            of_gradients.update(eqn.outvars)
+        elif eqn.primitive.name not in _BY_ELEMENTS and any(atom.aval.shape for atom in atoms):
+            body = called_body(eqn)
+            if body is None or not _is_elementwise(body, 0):
+                return False
+    return True
+
+
+def _read_from_array(number: jax.Array) -> jax.Array:
+    """The number, as an element of an array of which no compiler knows what is in it.
+
+    On GPUs XLA merges the loops over arrays of one shape that read an array in common, and not
+    those that read a number in common. Of GPT-2's arrays most are so small that a GPU takes as
+    long to launch their loops as to run them. Not for loops that end in reductions: what is to be
+    reduced would be written out for all arrays at once.
+    """
+    return lax.optimization_barrier(jnp.stack([number, number]))[0]
 
 
 def _choose(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:

@@ -82,6 +82,36 @@ def test_nothing_is_a_branch(step, inner, request):
     assert count_branches(*args) == 0
 
 
+def jitted(direction):
+    """A user's transformation that adds a jitted function of each parameter."""
+    added = jax.jit(direction)
+    return optax.stateless(
+        lambda grads, params: jax.tree.map(lambda g, p: g + added(p), grads, params)
+    )
+
+
+@pytest.mark.usefixtures("traced_as_for_gpus")
+@pytest.mark.parametrize(
+    ("inner", "is_elementwise"),
+    [
+        (optax.adamw(0.1), True),
+        (CHAIN, True),  # its sums are of gradients alone
+        (jitted(jnp.tanh), True),
+        (optax.lamb(0.1), False),
+        (optax.adafactor(0.1), False),
+        (jitted(lambda p: p / jnp.sum(p)), False),
+    ],
+    ids=["adamw", "clip, adamw", "jitted", "lamb", "adafactor", "jitted sum"],
+)
+def test_only_elementwise_updates_choose_by_an_array(inner, is_elementwise):
+    """XLA for GPUs merges loops that share an array, and writes out what a merged one reduces."""
+    tx = dynamic(inner)
+    jaxpr = jax.make_jaxpr(functools.partial(by_update, tx))(PARAMS, tx.init(PARAMS), grads_of(0))
+    barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    shared = [a.aval for eqn in barriers for a in eqn.outvars if a.aval.dtype == bool]
+    assert [aval.shape for aval in shared] == [(2,)] * is_elementwise
+
+
 @pytest.mark.usefixtures("traced_as_for_gpus")
 @pytest.mark.parametrize(
     "inner", [ampx.multi_steps, optax.MultiSteps], ids=["multi_steps", "optax"]
