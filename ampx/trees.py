@@ -213,9 +213,11 @@ def is_float0(leaf: Any) -> bool:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Whether a leaf holds real or complex floating numbers."""
+    """Whether a leaf holds real or complex floating numbers; not functions and names of modules."""
     dtype = getattr(leaf, "dtype", None)
-    return jnp.issubdtype(jnp.result_type(leaf) if dtype is None else dtype, jnp.inexact)
+    return (
+        isinstance(leaf, float | complex) if dtype is None else jnp.issubdtype(dtype, jnp.inexact)
+    )
 
 
 def convert_numbers(tree: Any) -> Any:

@@ -228,8 +228,14 @@ def rebuild(
 ) -> Jaxpr:
     """Puts other equations into a copy of `jaxpr`, which keeps constants, effects and names."""
     opened = open_jaxpr(jaxpr)
+    names = opened.debug_info
+    # There may be more or fewer arguments and results than names, which JAX_ENABLE_CHECKS refuses.
+    if len(invars) != len(opened.invars):
+        names = names._replace(arg_names=None)
+    if len(outvars) != len(opened.outvars):
+        names = names._replace(result_paths=None)
     body = opened.replace(
-        invars=list(invars), outvars=list(outvars), eqns=list(eqns), debug_info=opened.debug_info
+        invars=list(invars), outvars=list(outvars), eqns=list(eqns), debug_info=names
     )
     return body if jaxpr is opened else core.ClosedJaxpr(body, jaxpr.consts)
 

@@ -189,6 +189,7 @@ def current_loss_scale(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array
       TypeError: if `opt_state` is no optimizer state but a tree of nothing but arrays, such as the
         parameters, or `loss_id` is no int.
       IndexError: if `loss_id` is not one of the losses.
+      ValueError: if the loss scale is inside `optax.MultiSteps`.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -197,6 +198,15 @@ def current_loss_scale(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array
       Array(65536., dtype=float32)
     """
     check_opt_state("opt_state", opt_state)
+    # It empties its sum by a product with 0, and infinity times 0 is NaN: no step would ever be
+    # good again.
+    for accumulator in find_nodes(opt_state, optax.MultiStepsState):
+        if find_nodes(accumulator.inner_opt_state, LossScaleState):
+            raise ValueError(
+                "the loss scale is inside optax.MultiSteps, whose sum of gradients stays NaN after "
+                "the first overflow: put it around, as in dynamic_loss_scale(optax.MultiSteps("
+                "optimizer, k)), or take ampx.multi_steps(dynamic_loss_scale(optimizer), k)"
+            )
     return scale_or_one(opt_state, loss_id)
 
 

@@ -416,10 +416,7 @@ def with_dropout():
 def over_calls(around):
     """Gradients times the scale are summed over calls, outside of the loss scale or inside."""
     inner = optax.adam(0.1)
-    outside = optax.MultiSteps(dynamic(inner), 4)
-    if around == "optax outside":
-        tx = optax.GradientTransformation(outside.init, outside.update)
-    elif around == "optax inside":
+    if around == "optax inside":
         inside = optax.MultiSteps(inner, 4)
         tx = dynamic(optax.GradientTransformation(inside.init, inside.update))
     else:
@@ -518,7 +515,6 @@ SOUND = {
     ),
     "fused": lambda: step_of(dynamic(ampx.fused.adamw(RATE))),
     "two losses": two_losses,
-    "MultiSteps outside": lambda: over_calls("optax outside"),
     "MultiSteps inside": lambda: over_calls("optax inside"),
     "multi_steps": lambda: over_calls("ampx"),
     "accumulation": lambda: with_value_and_grad(

@@ -314,3 +314,15 @@ def test_a_branch_in_a_scan_equals_calls_one_by_one():
     scanned, _ = jax.jit(lambda c, g: jax.lax.scan(body, c, g))(start, stacked)
     for a, b in zip(*map(jax.tree.leaves, (scanned, (params, state))), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [CHAIN, optax.lars(0.1), ampx.fused.fuse(optax.rmsprop(0.1))],
+    ids=["clip", "lars", "fuse"],
+)
+@pytest.mark.parametrize("step", [applied, updated])
+def test_programs_that_were_taken_apart_stand_the_checks_of_jax(step, inner):
+    with jax.enable_checks(True):
+        tx = dynamic(inner)
+        jax.make_jaxpr(functools.partial(step, tx))(tx.init(PARAMS), grads_of(), PARAMS)

@@ -132,6 +132,13 @@ def test_a_result_that_flax_has_taken_apart_is_named():
     tx.update(named, tx.init(named), named)
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: ampx.multi_steps(tx, 2), ampx.master_weights])
+def test_who_takes_gradients_alone_says_what_to_give(wrap):
+    tx = wrap(SGD)
+    with pytest.raises(ValueError, match="got a GradResult .*: give the grads of a GradResult"):
+        tx.update(grads_of(PARAMS, X), tx.init(PARAMS), PARAMS)
+
+
 def test_a_state_is_no_loss_scale():
     state = dynamic(SGD).init(PARAMS)
     with pytest.raises(TypeError, match="got LossScaleState: give ampx.current_loss_scale"):

@@ -23,7 +23,7 @@ def dynamic(inner=None, **options):
 NESTED = {
     "bare": dynamic,
     "chain": lambda: optax.chain(optax.identity(), dynamic(), optax.scale(1.0)),
-    "optax.MultiSteps": lambda: optax.MultiSteps(dynamic(), 1),
+    "optax.MultiSteps": lambda: dynamic(optax.MultiSteps(optax.adam(0.1), 1)),
     "multi_steps": lambda: ampx.multi_steps(dynamic(), 1),
     "inject_hyperparams": lambda: optax.inject_hyperparams(
         lambda learning_rate: dynamic(optax.adam(learning_rate))
@@ -31,6 +31,18 @@ NESTED = {
     "inside": lambda: dynamic(optax.inject_hyperparams(optax.adam)(learning_rate=0.1)),
     "partition": lambda: optax.partition({"a": dynamic(), "b": optax.sgd(0.1)}, {"w": "a"}),
 }
+
+
+@pytest.mark.parametrize("scale", [dynamic(), ampx.static_loss_scale(optax.sgd(0.1), 8.0)])
+def test_a_scale_inside_of_optax_s_accumulator_is_refused(scale):
+    """It clears its sum by a product with 0, so that after an infinity no step is good again."""
+    tx = optax.chain(optax.MultiSteps(scale, 2).gradient_transformation())
+    state = tx.init(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"stays NaN .* dynamic_loss_scale\(optax.MultiSteps"):
+        ampx.current_loss_scale(state)
+    for factor in (INF, 8.0, 8.0):
+        _, state = tx.update(jnp.full(2, factor), state, jnp.ones(2))
+    assert jnp.isnan(optax.tree.get(state, "acc_grads")).all()
 
 
 @pytest.mark.slow_but("optax.MultiSteps", "partition")

@@ -353,3 +353,34 @@ def test_a_state_is_carried_over_to_a_module_with_more_layers():
     extended = ampx.extend_state(step.tx, state.opt_state, grown)
     expected = step.init(grown).opt_state
     assert jax.tree.structure(extended) == jax.tree.structure(expected)
+
+
+@pytest.mark.parametrize("make_model", [make_mlp, make_own])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        functools.partial(ampx.dynamic_loss_scale, init_scale=8.0),
+        functools.partial(ampx.static_loss_scale, scale=8.0),
+    ],
+    ids=["dynamic", "static"],
+)
+def test_a_step_of_your_own_may_hand_the_whole_module_to_the_optimizer(wrap, make_model):
+    """As the loops in Equinox's documentation do; its gradients are None for what is no array."""
+
+    def train(tx, scale):
+        @eqx.filter_jit
+        def step(model, state):
+            grads = eqx.filter_grad(lambda model: scale * loss_fn(model, BATCH))(model)
+            updates, state = tx.update(grads, state, model)
+            return eqx.apply_updates(model, updates), state
+
+        model = make_model()
+        state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+        for _ in range(2):
+            model, state = step(model, state)
+        return eqx.filter(model, eqx.is_inexact_array)
+
+    plain = optax.adamw(0.1)
+    ours, theirs = train(wrap(plain), 8.0), train(plain, 1.0)
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
