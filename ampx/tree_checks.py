@@ -161,7 +161,9 @@ def check_structure(name: str, tree: Any, like_name: str, like: Any) -> list[tup
     if pairs is None or any(_is_container(b) and not _is_left_out(a) for _, a, b in pairs):
         # Loss scales alone take a whole result.
         is_result = has_mark(tree, "holds_scaled_gradients")
-        advice = "give the grads of a GradResult" if is_result else "give those that belong together"
+        advice = (
+            "give the grads of a GradResult" if is_result else "give those that belong together"
+        )
         raise ValueError(
             f"{name} must be a tree like {like_name}, which has {_list_paths(like)}, got "
             f"{describe_tree(tree)}: {advice}"

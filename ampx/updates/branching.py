@@ -34,6 +34,7 @@ from ampx.jaxprs import primitives
 from ampx.jaxprs.hoisting import hoist_sums
 from ampx.jaxprs.late_choices import choose_late
 from ampx.jaxprs.reading import (
+    Equation,
     Jaxpr,
     as_closed,
     called_body,
@@ -50,7 +51,10 @@ from ampx.trees import is_float0, is_floating, null_updates
 from ampx.updates.devices import chooses_behind_updates
 from ampx.updates.skipped_derivatives import stop_gradient_if
 
-_OWN_BRANCHES = {"cond", "scan", "while"}
+# A loop whose end depends on what it computes may have none where that is NaN, and a callback may
+# refuse it. Neither must run in vain.
+_NEVER_IN_VAIN = {"while", "pure_callback"}
+_OWN_BRANCHES = {"cond", "scan"}
 _BY_ELEMENTS = primitives.ELEMENTWISE | primitives.AXIS_TYPE_CASTS | {"optimization_barrier"}
 
 
@@ -186,17 +190,30 @@ def _branch(
 
 
 def _needs_a_branch(jaxpr: Jaxpr) -> bool:
-    """Whether an update makes arrays in a branch or loop of its own, or does more than to compute.
+    """Whether an update must not be computed in vain, or costs more to choose than to branch.
 
-    The first is so in `optax.MultiSteps`, and where products of matrices stand in a loop; a branch
-    that makes numbers does not count. The second is so where it prints or calls back.
+    The first is so where it prints, calls back, or loops until something is reached. The second is
+    so where it makes arrays in a branch or loop of its own, as `optax.MultiSteps` does, and
+    products of matrices in a loop; a branch that makes numbers does not count. It is also so where
+    it keeps state in the host's memory: there a choice would be computed, too.
     """
-    return any(
-        has_effects(eqn)
-        or (eqn.primitive.name in _OWN_BRANCHES and any(atom.aval.shape for atom in eqn.outvars))
-        or any(map(_needs_a_branch, inner_jaxprs(eqn)))
-        for eqn in open_jaxpr(jaxpr).eqns
-    )
+
+    def needs_one(eqn: Equation) -> bool:
+        name = eqn.primitive.name
+        results: list[Any] = [atom.aval for atom in eqn.outvars]
+        return (
+            has_effects(eqn)
+            or name in _NEVER_IN_VAIN
+            or (name in _OWN_BRANCHES and any(aval.shape for aval in results))
+            or any(map(_is_in_host_memory, results))
+            or any(map(_needs_a_branch, inner_jaxprs(eqn)))
+        )
+
+    return any(map(needs_one, open_jaxpr(jaxpr).eqns))
+
+
+def _is_in_host_memory(aval: Any) -> bool:
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
 
 
 def _is_elementwise(jaxpr: Jaxpr, count: int) -> bool:

@@ -131,6 +131,40 @@ def test_what_holds_a_branch_of_its_own_stays_behind_a_branch(inner):
     assert not {"pow", "integer_pow"} & {e.primitive.name for e in open_jaxpr(jaxpr).eqns}
 
 
+def root(square):
+    """By Newton's steps, which never end where the square is NaN."""
+    return jax.lax.while_loop(
+        lambda x: ~(abs(x * x - square) <= 1e-3 * square),
+        lambda x: (x + square / x) / 2,
+        jnp.float32(1),
+    )
+
+
+def host_root(square):
+    return jax.pure_callback(np.sqrt, jax.ShapeDtypeStruct((), jnp.float32), square)
+
+
+def fetched(square):
+    where = jax.memory.Space
+    return jax.device_put(jax.device_put(jnp.sqrt(square), where.Host), where.Device)
+
+
+@pytest.mark.usefixtures("traced_as_for_gpus")
+@pytest.mark.parametrize(
+    ("function", "count"), [(jnp.sqrt, 0), (root, 1), (host_root, 1), (fetched, 1)]
+)
+def test_what_must_not_run_in_vain_stays_behind_a_branch(function, count):
+    """A loop that waits for a number, a callback, and what would be chosen in the host's memory."""
+
+    def update(updates, params):
+        factor = function(optax.tree.norm(updates))
+        return jax.tree.map(lambda u: u / (1 + factor), updates)
+
+    tx = dynamic(optax.stateless(update))
+    args = functools.partial(by_update, tx), PARAMS, tx.init(PARAMS), grads_of(0)
+    assert count_branches(*args) == count
+
+
 @pytest.mark.usefixtures("traced_as_for_gpus")
 def test_what_prints_does_so_in_steps_that_are_taken():
     seen = []
