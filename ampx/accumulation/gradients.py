@@ -184,13 +184,18 @@ def value_and_grad(
         recipe: Recipe | None,
         params: Any,
         batch: Any,
-        *,
+        *others: Any,
         loss_scale: ArrayLike = 1.0,
         key: jax.Array | None = None,
         model_state: Any = None,
         wrt: Any = None,
         differentiate: bool = True,
     ) -> GradResult:
+        if others:
+            raise TypeError(
+                f"the loss takes parameters and one batch, got {2 + len(others)} arguments without "
+                "a name: give what belongs to the batch as one tree, such as (x, y)"
+            )
         # `params` become the arrays to differentiate by, and `fun` a function of them. From the
         # outside in it makes an nnx module, or the tree of a flat buffer, of these arrays, casts
         # it to the computing dtype, and calls `loss_fn`.

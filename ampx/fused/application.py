@@ -180,11 +180,12 @@ def apply(
     if num_losses == 1:  # else one tree for each of several losses
         check_gradients("grads", grads, params)
     if not can_apply(opt_state):
+        found = opt_state.inner_state if opt_state is scaled else opt_state
         raise TypeError(
             "opt_state: fused.apply needs a fused optimizer, such as ampx.fused.adamw or another "
             "in ampx.fused.fuse, and around it nothing but a loss scale, got a state of type "
-            f"{type(opt_state).__name__}: clip with max_norm, and where fuse finds no rules use "
-            "tx.update and ampx.apply_updates"
+            f"{type(found).__name__}: clip with max_norm, and where fuse finds no rules use "
+            "tx.update and ampx.apply_updates; fuse(tx, strict=True) says why it finds none"
         )
     backend, plan = resolve_backend(backend)
     # What sums squares in the first pass, if kernels do it; the rest of the way it is the tail's.

@@ -123,6 +123,8 @@ class Queue:
         A cheap one that is missing, or that cannot be loaded, it compiles.
         """
         numbers = {job: number for number, job in enumerate(self.jobs)}
+        # One at a time: a way may be traced in the form of another device (`measuring.traced_for`).
+        tracing = threading.Lock()
         if jax.default_backend() == "gpu":
             # XLA finds what launches our kernels by a variable of the environment, which this
             # import sets. Where a kernel is traced it is imported anyway.
@@ -138,7 +140,8 @@ class Queue:
                 if case.ways[name].cost > _CHEAP:
                     raise
                 describe(error)  # for the log
-            return compile_way(case, name)
+            with tracing:
+                return compile_way(case, name)
 
         def load_compiled(name: str, number: int) -> Candidate:
             path = self.folder / "done" / f"{number:04}"

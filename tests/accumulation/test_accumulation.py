@@ -639,3 +639,9 @@ def test_nnx_with_sparse_rows_is_refused():
     grads_of = ampx.value_and_grad(lambda m, b: 0.0, sparse_rows={"kernel": lambda b: b})
     with pytest.raises(ValueError, match="not an nnx module"):
         grads_of(*tiny())
+
+
+def test_a_batch_in_parts_is_refused():
+    grads_of = ampx.value_and_grad(lambda w, x, y: jnp.mean((w * x - y) ** 2))
+    with pytest.raises(TypeError, match=r"got 3 arguments .* as one tree, such as \(x, y\)"):
+        grads_of(jnp.ones(2), jnp.ones(2), jnp.ones(2))
