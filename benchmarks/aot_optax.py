@@ -36,7 +36,7 @@ from benchmarks.aot import (
     measure_step,
 )
 from benchmarks.fused_traffic import Step, by_params, by_update
-from benchmarks.gpu.tails import BY_KERNELS, make_cases, make_trees
+from benchmarks.gpu.tails import BY_KERNELS, make_cases
 from benchmarks.measuring import print_table, traced_for
 from benchmarks.optax_updates import TAKES, find_names, make_named
 
@@ -69,22 +69,22 @@ def count_all(name: str) -> list[Row]:
 
 def print_launches() -> None:
     """Prints how many kernels each tail of `make gpu` launches for the arrays of GPT-2 small."""
-    tree = make_trees(tiny=False)["gpt2"]
+    case = make_cases(tiny=False, key="gpt2")[0]
     sharding = jax.sharding.SingleDeviceSharding(make_topology("h100").devices[0])
     rows = []
-    for name, way in make_cases(tiny=False, key="gpt2")[0].ways.items():
+    for name, way in case.ways.items():
         if name in BY_KERNELS:  # these are XLA's where there is no GPU
             continue
         with traced_for("gpu"):
-            state, grads = jax.tree.map(
+            state, data = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                jax.eval_shape(lambda make=way.make_state: (make(), tree.make(0, 1.0))),
+                (jax.eval_shape(way.make_state), jax.eval_shape(case.make_data)),
             )
-            compiled = jax.jit(way.step, donate_argnums=0).lower(state, grads).compile()
-        found = counted(compiled.as_text(), elements=tree.elements)
-        rows.append([name, str(found.kernels), f"{found.size / tree.elements:.1f}"])
-    title = f"AdamW for the {len(tree.shapes)} arrays of GPT-2 small on an H100"
-    print_table(title, ["everything behind the gradients", "kernels", "bytes a parameter"], rows)
+            compiled = jax.jit(way.step, donate_argnums=0).lower(state, *data).compile()
+        found = counted(compiled.as_text(), elements=case.elements)
+        rows.append([name, str(found.kernels), f"{found.size / case.elements:.1f}"])
+    header = ["everything behind the gradients", "kernels", "bytes a parameter"]
+    print_table(f"{case.name}, for an H100", header, rows)
 
 
 def main() -> None:

@@ -133,21 +133,19 @@ class Queue:
         def load(case: Case, name: str) -> Candidate:
             try:
                 return load_compiled(name, numbers[Job(part, case.name, name)])
-            except NoProgram as error:
-                if str(error) != TOO_LATE or case.ways[name].cost > _CHEAP:
-                    raise
+            except NoProgram:
+                raise
             except Exception as error:
-                if case.ways[name].cost > _CHEAP:
-                    raise
-                describe(error)  # for the log
-            with tracing:
-                return compile_way(case, name)
+                if case.ways[name].cost <= _CHEAP:
+                    describe(error)  # for the log
+                    with tracing:
+                        return compile_way(case, name)
+                if isinstance(error, FileNotFoundError):
+                    raise NoProgram(TOO_LATE) from None
+                raise
 
         def load_compiled(name: str, number: int) -> Candidate:
-            path = self.folder / "done" / f"{number:04}"
-            if not path.exists():
-                raise NoProgram(TOO_LATE)
-            program: Program = pickle.loads(path.read_bytes())
+            program: Program = pickle.loads((self.folder / "done" / f"{number:04}").read_bytes())
             if program.failure:
                 raise NoProgram(program.failure)
             step = serialize_executable.deserialize_and_load(
