@@ -16,7 +16,7 @@ the rules. See `Derivation.suits_branch`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import optax
 from ampx.checking import as_bool, check_transformation
 from ampx.fused.coefficients import numbers_class
 from ampx.fused.derivation import Derivation, NotDerivable, derive, find_slots
+from ampx.fused.derived_states import find_derived, mark_derived, unmark_derived
 from ampx.fused.leaf_updates import Leaf, compute_dtype
 from ampx.fused.transformation import as_array, hold_counts, update_leaves
 from ampx.jaxprs import reading
@@ -38,20 +39,6 @@ from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
 from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Tail, TailResult, takes_tail
-
-
-class DerivedState(NamedTuple):
-    """`inner_state`: that of the transformation which `fuse` was given."""
-
-    inner_state: Any
-    takes_tail_whole = True  # see `ampx.updates.tails.takes_tail`
-    prefers_branch = False
-
-
-class BranchingState(DerivedState):
-    """The same, of one that XLA runs with fewer bytes as it is written."""
-
-    prefers_branch = True
 
 
 class _FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -81,8 +68,10 @@ def fuse(
       strict: whether to refuse a transformation of which no rules can be derived.
 
     Returns:
-      A transformation with the state `DerivedState(inner_state)`, which holds the state of `tx`; or
-      with the state of `tx` itself where no rules can be derived.
+      A transformation with the state of `tx`, leaf by leaf and path by path, so checkpoints go both
+      ways. Where rules can be derived, one of its classes is a marked one of the same fields: to go
+      on with the state of `tx`, write
+      `jax.tree.unflatten(jax.tree.structure(fuse(tx).init(params)), jax.tree.leaves(state))`.
 
     Raises:
       TypeError: if `tx` is no transformation.
@@ -111,7 +100,7 @@ def fuse(
         if takes_tail(state):  # an optimizer of `ampx.fused`, or what hands a tail on to one
             return state
         try:
-            derivation = _derive_without_gradients(inner, state, params)
+            prefers_branch = _suits_branch(inner, state, params)
         except NotDerivable as reason:
             if not strict:
                 return state
@@ -119,20 +108,20 @@ def fuse(
                 f"fuse: no rule for each parameter can be derived from tx: {reason}. With "
                 "strict=False it runs as it is written"
             ) from None
-        return BranchingState(state) if derivation.suits_branch else DerivedState(state)
+        return mark_derived(state, prefers_branch=prefers_branch)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, tail: Tail | None = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        is_derived = isinstance(state, DerivedState)
-        check_update("fuse", None, updates, state, params, may_be_many=not is_derived)
-        if not is_derived:
+        mark = find_derived(state)
+        check_update("fuse", None, updates, state, params, may_be_many=mark is None)
+        if mark is None:
             given = {} if tail is None else {"tail": tail}
             return inner.update(updates, state, params, **given, **extra_args)
-        own = state.inner_state
+        own = unmark_derived(state)
         if tail is None:
             updates, own = inner.update(updates, own, params, **extra_args)
-        elif params is None or (state.prefers_branch and tail.skip is None and not tail.in_kernels):
+        elif params is None or (mark.prefers_branch and tail.skip is None and not tail.in_kernels):
             updates, own = _update_as_written(inner, updates, own, params, tail, extra_args)
         else:
             try:
@@ -143,9 +132,27 @@ def fuse(
                         f"fuse: no rule can be derived in this update: {reason}"
                     ) from None
                 updates, own = _update_as_written(inner, updates, own, params, tail, extra_args)
-        return updates, type(state)(own)
+        return updates, mark_derived(own, prefers_branch=mark.prefers_branch)
 
     return _FusedTransformation(init, update)
+
+
+def _suits_branch(tx: Any, state: Any, params: Any) -> bool:
+    """Whether XLA does better with the transformation as it is written.
+
+    `optax.tree.map_params` calls `init` with a mark in the place of parameters, and expects the
+    classes that their state has. So where there are no arrays, one array of ours stands for them.
+
+    Raises:
+      NotDerivable: if there are no rules.
+    """
+    if not jax.tree.leaves(params):
+        params = np.zeros((2, 2), np.float32)
+        try:
+            state = tx.init(params)
+        except Exception:  # of a transformation that asks for parameters by name: most have rules
+            return False
+    return _derive_without_gradients(tx, state, params).suits_branch
 
 
 def _derive_without_gradients(tx: Any, state: Any, params: Any) -> Derivation:

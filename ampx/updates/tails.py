@@ -167,8 +167,30 @@ class TakesTail:
     """A mark on the state of an optimizer that answers the extra argument `tail`.
 
     Fused optimizers have states of optax's own types, so that checkpoints go both ways; the mark is
-    a second base class: `class FusedAdamState(optax.ScaleByAdamState, TakesTail)`.
+    a second base class: `class FusedAdamState(optax.ScaleByAdamState, TakesTail)`. Any class that
+    sets `tail_levels` is marked.
+
+    Attributes:
+      tail_levels: how many tuples around the marked part belong to the same optimizer.
     """
+
+    tail_levels = 1  # the parts of an optimizer of optax's stand in one tuple
+
+
+def find_tail_mark(state: Any, level: int = 0) -> Any:
+    """The part of an optimizer's state that marks the whole of it as one that answers a `Tail`.
+
+    Tuples are looked into, as chains make them. In a longer chain the optimizer's state stands in
+    one tuple more than its mark tells: the chain takes no tail. That is right, since the parts
+    before and after the optimizer would compute with gradients.
+
+    Returns:
+      The part, or None.
+    """
+    if getattr(type(state), "tail_levels", None) == level:
+        return state
+    inside = (find_tail_mark(part, level + 1) for part in state) if type(state) is tuple else ()
+    return next((part for part in inside if part is not None), None)
 
 
 def takes_tail(state: Any) -> bool:
@@ -177,25 +199,20 @@ def takes_tail(state: Any) -> bool:
     An optax transformation is a pair of closures and tells nothing about itself. Its state does,
     and can be looked into through wrappers:
 
-    - a fused optimizer has a tuple of states as optax's own has, one of them marked `TakesTail`;
-    - one of `fused.fuse` has a state whose class sets `takes_tail_whole`: another mark, since in a
-      chain this state is one part of a tuple, too;
+    - the state of a fused optimizer, or of one in `fused.fuse`, has a mark: see `find_tail_mark`;
     - a wrapper of ampx sets `hands_on_tail` in the class of its state if it hands a tail on;
     - of optax's wrappers, `inject_hyperparams` and `partition` hand on extra arguments, and do
       nothing else with updates.
-
-    A chain is a tuple of tuples: its parts are not marked themselves, so it takes no tail. That is
-    right, since the parts before and after the optimizer would compute with gradients.
     """
+    if find_tail_mark(state) is not None:
+        return True
     hands_on = is_marked(state, "hands_on_tail")
     if hands_on or isinstance(state, optax.InjectStatefulHyperparamsState):
         return takes_tail(state.inner_state)
     if isinstance(state, optax.transforms.PartitionState):
         groups: Any = state.inner_states.values()  # each is an optax.MaskedState around its own
         return all(takes_tail(group.inner_state) for group in groups)
-    if is_marked(state, "takes_tail_whole"):
-        return True
-    return type(state) is tuple and any(isinstance(part, TakesTail) for part in state)
+    return False
 
 
 def prefers_tail(state: Any, tail: Tail | None) -> bool:
@@ -214,6 +231,8 @@ def hold_wrappers(skip: jax.Array, new: Any, old: Any) -> Any:
     optimizers and wrappers of ampx have already kept their own parts of the state; to choose again
     between old and new moments here would cost a pass over all of them.
     """
+    if find_tail_mark(new) is not None:
+        return new
     if isinstance(new, optax.InjectStatefulHyperparamsState):
         # Counts and hyperparameters are scalars of the wrapper; all below it is left to itself.
         inner = hold_wrappers(skip, new.inner_state, old.inner_state)

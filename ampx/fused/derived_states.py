@@ -1,0 +1,100 @@
+"""The states of `ampx.fused.fuse`: optax's own, of which one part bears a mark.
+
+    state of optax.rmsprop(...):        (ScaleByRmsState(nu), EmptyState())
+    state of fuse(optax.rmsprop(...)):  (DerivedScaleByRmsState(nu), EmptyState())
+
+The marked class is made out of the one at hand, and has its fields. So both states have the same
+leaves at the same paths, and checkpoints go both ways. The mark also tells how many tuples around
+it belong to the same transformation (see `ampx.updates.tails.takes_tail`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ampx.updates.tails import find_tail_mark
+
+
+class BareState(NamedTuple):
+    """Around a bare state, in which nothing can be marked: it has no NamedTuple.
+
+    `inner_state`: that of the transformation which `fuse` was given.
+    """
+
+    inner_state: Any
+
+
+class _Marked:
+    """What all marked classes have in common.
+
+    Attributes:
+      unmarked: the class that was marked.
+      tail_levels: see `ampx.updates.tails.TakesTail`.
+      prefers_branch: whether XLA runs the transformation with fewer bytes as it is written.
+    """
+
+    __slots__ = ()
+    unmarked: Any
+    tail_levels: int
+    prefers_branch: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickles, which otherwise name a class by its module."""
+        parts: Any = self
+        return _remake, (self.unmarked, self.tail_levels, self.prefers_branch, tuple(parts))
+
+
+def mark_derived(state: Any, *, prefers_branch: bool) -> Any:
+    """Marks the first NamedTuple in the state of a whole transformation that was given to `fuse`.
+
+    It is looked for in the tuples that chains make, and nowhere else.
+    """
+    marked = _mark_first(state, 0, prefers_branch)
+    return _mark_first(BareState(state), 0, prefers_branch) if marked is None else marked
+
+
+def find_derived(state: Any) -> _Marked | None:
+    """The marked part of the state of a whole transformation in `fuse`; None if it has no rules."""
+    part = find_tail_mark(state)
+    return part if isinstance(part, _Marked) else None
+
+
+def unmark_derived(state: Any) -> Any:
+    """The state as it was before `mark_derived`."""
+    part = find_derived(state)
+    if part is None:
+        return state
+    plain = part.unmarked._make(part)
+    return plain.inner_state if part.unmarked is BareState else _replace(state, part, plain)
+
+
+def _mark_first(node: Any, levels: int, prefers_branch: bool) -> Any:
+    """None if there is nothing to mark."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return _remake(type(node), levels, prefers_branch, node)
+    for part in node if type(node) is tuple else ():
+        marked = _mark_first(part, levels + 1, prefers_branch)
+        if marked is not None:
+            return _replace(node, part, marked)
+    return None
+
+
+def _replace(node: Any, old: Any, new: Any) -> Any:
+    """The node with the same object replaced, in it or in the tuples inside of it."""
+    if node is old:
+        return new
+    return tuple(_replace(part, old, new) for part in node) if type(node) is tuple else node
+
+
+def _remake(kind: Any, levels: int, prefers_branch: bool, parts: Iterable[Any]) -> Any:
+    return _marked_class(kind, levels, prefers_branch)._make(parts)
+
+
+@functools.cache  # to JAX, states of two classes are two structures
+def _marked_class(kind: Any, levels: int, prefers_branch: bool) -> Any:
+    marks = {"unmarked": kind, "tail_levels": levels, "prefers_branch": prefers_branch}
+    own = {"__slots__": (), "__module__": __name__, "__doc__": kind.__doc__}
+    bases = (kind,) if issubclass(kind, _Marked) else (_Marked, kind)  # `fuse` inside of `fuse`
+    return type(f"Derived{kind.__name__}", bases, own | marks)
