@@ -10,8 +10,8 @@ it belong to the same transformation (see `ampx.updates.tails.takes_tail`).
 
 from __future__ import annotations
 
+import copyreg
 import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ampx.updates.tails import find_tail_mark
@@ -26,7 +26,11 @@ class BareState(NamedTuple):
     inner_state: Any
 
 
-class _Marked:
+class _MarkedClass(type):
+    """The class of all marked classes, by which pickles know them: no module has them by name."""
+
+
+class _Marked(metaclass=_MarkedClass):
     """What all marked classes have in common.
 
     Attributes:
@@ -39,11 +43,6 @@ class _Marked:
     unmarked: Any
     tail_levels: int
     prefers_branch: bool
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For pickles, which otherwise name a class by its module."""
-        parts: Any = self
-        return _remake, (self.unmarked, self.tail_levels, self.prefers_branch, tuple(parts))
 
 
 def mark_derived(state: Any, *, prefers_branch: bool) -> Any:
@@ -73,7 +72,7 @@ def unmark_derived(state: Any) -> Any:
 def _mark_first(node: Any, levels: int, prefers_branch: bool) -> Any:
     """None if there is nothing to mark."""
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return _remake(type(node), levels, prefers_branch, node)
+        return _marked_class(type(node), levels, prefers_branch)._make(node)
     for part in node if type(node) is tuple else ():
         marked = _mark_first(part, levels + 1, prefers_branch)
         if marked is not None:
@@ -88,13 +87,16 @@ def _replace(node: Any, old: Any, new: Any) -> Any:
     return tuple(_replace(part, old, new) for part in node) if type(node) is tuple else node
 
 
-def _remake(kind: Any, levels: int, prefers_branch: bool, parts: Iterable[Any]) -> Any:
-    return _marked_class(kind, levels, prefers_branch)._make(parts)
-
-
 @functools.cache  # to JAX, states of two classes are two structures
 def _marked_class(kind: Any, levels: int, prefers_branch: bool) -> Any:
     marks = {"unmarked": kind, "tail_levels": levels, "prefers_branch": prefers_branch}
     own = {"__slots__": (), "__module__": __name__, "__doc__": kind.__doc__}
     bases = (kind,) if issubclass(kind, _Marked) else (_Marked, kind)  # `fuse` inside of `fuse`
     return type(f"Derived{kind.__name__}", bases, own | marks)
+
+
+def _reduce(kind: Any) -> tuple[Any, ...]:
+    return _marked_class, (kind.unmarked, kind.tail_levels, kind.prefers_branch)
+
+
+copyreg.pickle(_MarkedClass, _reduce)

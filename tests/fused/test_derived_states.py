@@ -75,7 +75,10 @@ def test_a_step_goes_on_from_a_pickle_and_from_a_copy(kind):
     step = jax.jit(lambda p, s: fused.apply(tx, GRADS, s, p)[:2])
     params, state = step(PARAMS, state)
     expected = step(params, state)
-    for again in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state), copy.copy(state)):
+    structure = pickle.loads(pickle.dumps(jax.tree.structure(state)))
+    again = pickle.loads(pickle.dumps(state))
+    for again in (again, copy.deepcopy(state), copy.copy(state)):
+        assert jax.tree.structure(again) == structure
         assert jax.tree.structure(again) == jax.tree.structure(state)
         assert_bit_equal(step(params, again), expected)
     assert step._cache_size() == 1
