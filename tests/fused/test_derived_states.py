@@ -76,8 +76,8 @@ def test_a_step_goes_on_from_a_pickle_and_from_a_copy(kind):
     params, state = step(PARAMS, state)
     expected = step(params, state)
     structure = pickle.loads(pickle.dumps(jax.tree.structure(state)))
-    again = pickle.loads(pickle.dumps(state))
-    for again in (again, copy.deepcopy(state), copy.copy(state)):
+    unpickled = pickle.loads(pickle.dumps(state))
+    for again in (unpickled, copy.deepcopy(state), copy.copy(state)):
         assert jax.tree.structure(again) == structure
         assert jax.tree.structure(again) == jax.tree.structure(state)
         assert_bit_equal(step(params, again), expected)
