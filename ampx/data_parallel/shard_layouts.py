@@ -44,10 +44,14 @@ class Layout:
       is_known: whether the entries are. If only the names of the mesh axes are known, they stand at
         the first axis of the array. That is as good as the truth for all that is elementwise and
         for sums over the whole array, and for nothing else.
+      flat_of: of an array that was flattened, what it was before: its shape, that of the part, and
+        its layout. A device holds numbers that are no neighbours, so nothing is known about where
+        they lie, and only what was flattened alike lies alike.
     """
 
     entries: Entries = ()
     is_known: bool = True
+    flat_of: tuple[tuple[int, ...], tuple[int, ...], Layout] | None = None
 
     def __post_init__(self) -> None:
         entries = self.entries
@@ -76,6 +80,10 @@ class Layout:
         entries = list(self.of_rank(max(dim + 1, len(self.entries))))
         entries[dim] = (*entries[dim], *axes)
         return dataclasses.replace(self, entries=tuple(entries))
+
+    def flattened(self, whole: tuple[int, ...], part: tuple[int, ...]) -> Layout:
+        """The layout when every device flattens its part, from the shapes before."""
+        return Layout((self.axes,), is_known=False, flat_of=(whole, part, self))
 
     def divided_further(
         self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]
@@ -134,7 +142,10 @@ def merge(layouts: Sequence[Layout]) -> Layout | None:
         if any(longest[: len(part)] != part for part in parts):
             return None
         entries.append(longest)
-    merged = Layout(tuple(entries), all(each.is_known for each in layouts))
+    flat_of = {each.flat_of for each in layouts if each != WHOLE}
+    if len(flat_of) > 1:
+        return None
+    merged = Layout(tuple(entries), all(each.is_known for each in layouts), *flat_of)
     return None if len(set(merged.axes)) < len(merged.axes) else merged
 
 

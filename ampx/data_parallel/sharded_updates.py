@@ -5,8 +5,8 @@ then executed one after the other on `Part`s, which know how a value is divided.
 a shard among its operands is one of four kinds:
 
     elementwise      a * b, sqrt(a)    on the shards; a whole operand is cut to a shard first
-    moves axes       transpose         on the shard; the result is divided along other axes
-    reduction        sum(a * a)        on the shard; if it is over a divided axis, completed over
+    moves axes       transpose, ravel  on the shard; the result is divided along other axes
+    reduction        sum(a * a), vdot  on the shard; if it is over a divided axis, completed over
                                        the devices, and then every device holds the whole
     anything else    sort, a @ b       refused: it would see a part and take it for the whole
 
@@ -93,6 +93,12 @@ def convert_part(part: Part, wanted: Layout, name: str) -> Any:
 
 def _check_is_known(name: str, *layouts: Layout) -> None:
     for layout in layouts:
+        if layout.flat_of is not None:
+            raise NotImplementedError(
+                f"{name} depends on the order of the numbers of a flattened parameter, of which "
+                "zero1 gives a device some: take this transformation out of zero1, to run on whole "
+                "gradients"
+            )
         if not layout.is_known:
             raise NotImplementedError(
                 f"{name} depends on how a parameter is divided, and along which of its axes "
@@ -101,8 +107,11 @@ def _check_is_known(name: str, *layouts: Layout) -> None:
             )
 
 
-def _describe(eqn: Equation) -> str:
-    return f"{eqn.primitive.name} ({source_info.line_of(eqn)})"
+def _multiplies_all(eqn: Equation) -> bool:
+    """Whether a product sums over all axes of two arrays of one shape, each with its like."""
+    (left, right), _ = eqn.params["dimension_numbers"]
+    results: Sequence[Any] = eqn.outvars
+    return left == right and not results[0].aval.shape
 
 
 class _Partition:
@@ -110,6 +119,7 @@ class _Partition:
 
     def __init__(self, axes: frozenset[str]) -> None:
         self.axes = axes
+        self.line = ""  # of the call that is being entered; JAX's own functions have no lines
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Part]) -> list[Part]:
         def apply(eqn: Equation, operands: list[Part]) -> Sequence[Part]:
@@ -118,13 +128,19 @@ class _Partition:
 
         return folds.fold(jaxpr, inputs, apply, constant=Part)
 
+    def _describe(self, eqn: Equation) -> str:
+        return f"{eqn.primitive.name} ({source_info.line_of(eqn) or self.line})"
+
     def _apply(self, eqn: Equation, operands: Sequence[Part]) -> Sequence[Part]:
         name = eqn.primitive.name
         # What is called is entered rather than called: nothing is differentiated here, so custom
         # derivative rules do not matter, and a jitted norm is a norm.
         if name in primitives.CALLS | primitives.CUSTOM_RULES:
             (body,) = reading.bodies_of(eqn)
-            return self.run(body, operands)
+            outer, self.line = self.line, source_info.line_of(eqn) or self.line
+            results = self.run(body, operands)
+            self.line = outer
+            return results
         if all(part.layout == WHOLE for part in operands):
             return self._whole(eqn, operands)
         if name in primitives.ELEMENTWISE:
@@ -139,12 +155,16 @@ class _Partition:
             return [self._broadcast(eqn, operands[0])]
         if name == "transpose":
             return [self._transpose(eqn, operands[0])]
+        if name == "reshape" and (flat := self._reshape(eqn, operands[0])) is not None:
+            return [flat]
+        if name == "dot_general" and _multiplies_all(eqn):
+            return [self._multiply_all(eqn, operands)]
         if name == "cond" and operands[0].layout == WHOLE:
             return self._branches(eqn, operands)
         raise NotImplementedError(
-            f"{_describe(eqn)} cannot be computed on shards: zero1 is for transformations that are "
-            "elementwise, with norms and other reductions; take this one out of zero1, to run on "
-            "whole gradients"
+            f"{self._describe(eqn)} cannot be computed on shards: zero1 is for transformations "
+            "that are elementwise, with norms and other reductions; take this one out of zero1, to "
+            "run on whole gradients"
         )
 
     def _whole(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
@@ -152,38 +172,43 @@ class _Partition:
         summed = self.axes.intersection(reading.collective_axes(eqn))
         if summed and eqn.primitive.name in primitives.PSUMS and any(map(is_floating, values)):
             raise NotImplementedError(
-                f"{_describe(eqn)} sums over {sorted(summed)} inside zero1, which completes every "
-                "sum over a parameter by itself: the result would be several times too large. Give "
-                "zero1 the model_axes, and no axes to the transformation inside it"
+                f"{self._describe(eqn)} sums over {sorted(summed)} inside zero1, which completes "
+                "every sum over a parameter by itself: the result would be several times too "
+                "large. Give zero1 the model_axes, and no axes to the transformation inside it"
             )
-        fills = eqn.primitive.name == "broadcast_in_dim"
+        fills = eqn.primitive.name in ("broadcast_in_dim", "reshape")
         is_uniform = (fills or eqn.primitive.name in primitives.ELEMENTWISE) and all(
             part.is_uniform or not jnp.ndim(part.value) for part in operands
         )
         return [Part(value, WHOLE, is_uniform) for value in reading.bind(eqn, values)]
 
     def _elementwise(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
+        values, layout = self._align(eqn, operands)
+        return [Part(value, layout) for value in reading.bind(eqn, values)]
+
+    def _align(self, eqn: Equation, operands: Sequence[Part]) -> tuple[list[Any], Layout]:
+        """The operands as shards that lie alike, and how."""
         layout = merge([part.layout for part in operands])
         if layout is None:
             entries = sorted({part.layout.entries for part in operands if part.layout != WHOLE})
             raise NotImplementedError(
-                f"{_describe(eqn)} takes shards divided as {' and '.join(map(str, entries))}, and "
-                "zero1 does not move data between devices for it: take this transformation out of "
-                "zero1, to run on whole gradients"
+                f"{self._describe(eqn)} takes shards divided as "
+                f"{' and '.join(map(str, entries))}, and zero1 does not move data between devices "
+                "for it: take this transformation out of zero1, to run on whole gradients"
             )
 
-        # Scalars need no cut. All other operands of an elementwise equation have the same whole
-        # shape, so one that is whole here can be cut along the axes of the shards.
+        # Scalars need no cut. All other operands have the same whole shape, so one that is whole
+        # here can be cut along the axes of the shards.
         def align(part: Part) -> Any:
             if not jnp.ndim(part.value):
                 return part.value
             if not part.is_uniform and part.layout != layout:
-                _check_is_known(_describe(eqn), layout)
+                _check_is_known(self._describe(eqn), layout)
             return cut(part.value, part.layout, layout)
 
         values = [align(part) for part in operands]
         varying = sorted({*layout.axes, *varying_axes(values)})
-        return [Part(value, layout) for value in reading.bind(eqn, mark_varying(values, varying))]
+        return mark_varying(values, varying), layout
 
     def _barrier(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
         # Result i is operand i. All operands of a barrier must vary over the same axes, so those
@@ -202,7 +227,7 @@ class _Partition:
         gone = eqn.params["axes"]
         left = Layout(tuple(entry for dim, entry in enumerate(entries) if dim not in gone))
         if len(gone) < len(entries):
-            _check_is_known(_describe(eqn), part.layout)
+            _check_is_known(self._describe(eqn), part.layout)
         if axes := tuple(axis for dim in gone for axis in entries[dim]):
             value = _OVER_DEVICES[eqn.primitive.name](value, axes)
         return Part(value, left)
@@ -211,6 +236,8 @@ class _Partition:
         # Axis i of the operand becomes axis broadcast_dimensions[i] of the result. The shape in the
         # equation is that of the whole result; along a divided axis it becomes the shard's.
         dimensions = eqn.params["broadcast_dimensions"]
+        if part.layout.flat_of is not None:
+            _check_is_known(self._describe(eqn), part.layout)
         shape, layout = list(eqn.params["shape"]), Layout(is_known=part.layout.is_known)
         for dim, entry in enumerate(part.layout.entries):
             if entry:
@@ -223,6 +250,24 @@ class _Partition:
         entries = part.layout.of_rank(part.value.ndim)
         layout = Layout(tuple(entries[dim] for dim in permutation), part.layout.is_known)
         return Part(lax.transpose(part.value, permutation), layout)
+
+    def _reshape(self, eqn: Equation, part: Part) -> Part | None:
+        """Flattens a parameter, as norms and inner products do, or takes that back; else None."""
+        new, layout = eqn.params["new_sizes"], part.layout
+        if layout.flat_of is not None:
+            whole, own, before = layout.flat_of
+            return Part(part.value.reshape(own), before) if new == whole else None
+        if len(new) > 1:
+            return None
+        operands: Sequence[Any] = eqn.invars
+        whole = operands[0].aval.shape
+        return Part(part.value.reshape(-1), layout.flattened(whole, part.value.shape))
+
+    def _multiply_all(self, eqn: Equation, operands: Sequence[Part]) -> Part:
+        """The inner product of two arrays: that of two shards, added up over the devices."""
+        values, layout = self._align(eqn, operands)
+        (product,) = reading.bind(eqn, values)
+        return Part(lax.psum(product, layout.axes))
 
     def _branches(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:
         """A `lax.cond` or `switch` whose index every device holds.
@@ -243,7 +288,7 @@ class _Partition:
                     found.append([part.layout for part in outputs])
                     return [part.value for part in outputs]
                 return [
-                    mark_varying(convert_part(part, layout, _describe(eqn)), layout.axes)
+                    mark_varying(convert_part(part, layout, self._describe(eqn)), layout.axes)
                     for part, layout in zip(outputs, agreed, strict=True)
                 ]
 
