@@ -118,7 +118,8 @@ class Explanation:
     def products_in_half(self) -> tuple[int, int]:
         """How many matrix products and convolutions run in half, and how many there are."""
         products = self._list_products()
-        half = sum(all(after == self.half_dtype for _, after in r.operands) for r in products)
+        # Behind the two operands a product of groups has their sizes.
+        half = sum(all(after == self.half_dtype for _, after in r.operands[:2]) for r in products)
         return half, len(products)
 
     def products_in_float8(self) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
 from ampx.autocasting.values import Demand, describe_input
 from ampx.checking import as_bool, as_dtype, check_callable, check_choice
 from ampx.jaxprs import pure_calls, reading
-from ampx.jaxprs.pure_calls import PureCall, split_arrays
+from ampx.jaxprs.pure_calls import PureCall, as_function_of_arrays, unfix
 from ampx.jaxprs.reading import Jaxpr
 from ampx.jaxprs.sharing import is_differentiated, share_bodies
 
@@ -74,18 +74,14 @@ class Traced(NamedTuple):
         results = reading.evaluate(rewritten, *self.arrays)
         # A result that is written into the jaxpr comes as a number, as Python's `True`.
         arrays = [r if isinstance(r, jax.Array) else jnp.asarray(r) for r in results]
-        return jax.tree.unflatten(self.structure, arrays)
+        return unfix(jax.tree.unflatten(self.structure, arrays))
 
 
 def trace_and_plan(call: PureCall, settings: Settings, output: Output) -> Traced:
     """Traces a call in the dtypes it is given and plans its precision."""
-    arrays, merge = split_arrays(call.operands)
+    of_arrays, arrays = as_function_of_arrays(call)
     # float64 arrays of numpy become float32 here, as in any JAX function.
     arrays = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arrays]
-
-    def of_arrays(*arrays: Any) -> Any:
-        return call.fun(*merge(arrays))
-
     with tracing_for(settings.half_dtype):
         jaxpr, shapes = reading.trace(of_arrays, *arrays)
     results, state = (jax.tree.leaves(part) for part in shapes)

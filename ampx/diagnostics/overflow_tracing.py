@@ -41,7 +41,7 @@ from ampx.diagnostics.overflow_blame import (
 from ampx.diagnostics.overflow_reports import OverflowReport
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.interpreter import Place
-from ampx.jaxprs.pure_calls import PureCall, is_array, split_arrays
+from ampx.jaxprs.pure_calls import PureCall, as_function_of_arrays, is_array
 from ampx.jaxprs.reading import Jaxpr
 from ampx.trees import path_name
 
@@ -190,7 +190,7 @@ def _trace_program(
     """Traces a call, under autocast if there are settings for it, and names its outputs."""
     leaves = jax.tree.leaves(call.operands)
     names = [name for name, leaf in zip(leaf_names, leaves, strict=True) if is_array(leaf)]
-    arrays, merge = split_arrays(call.operands)
+    of_arrays, arrays = as_function_of_arrays(call)
     for name, array in zip(names, arrays, strict=True):
         if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct):
             raise TypeError(
@@ -200,7 +200,7 @@ def _trace_program(
     # JAX makes float32 of float64 here, as it does in the call itself.
     arrays = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arrays]
     if settings is None:
-        jaxpr, shapes = reading.trace(lambda *arrays: call.fun(*merge(arrays)), *arrays)
+        jaxpr, shapes = reading.trace(of_arrays, *arrays)
     else:
         program = trace_and_plan(call, settings, output)
         jaxpr = program.rewriter.rewrite(program.jaxpr, program.plan)

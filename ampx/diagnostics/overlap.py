@@ -25,7 +25,6 @@ from ampx.checking import as_bool, check_callable, join_first
 from ampx.diagnostics.dataflow import Culprit, Flow, ReductionRecord
 from ampx.diagnostics.hlo import CompiledReduction, find_waits_of_outputs
 from ampx.jaxprs import pure_calls
-from ampx.jaxprs.pure_calls import split_arrays
 from ampx.summaries import show_fields, show_table
 from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich, spread
 from ampx.trees import path_name
@@ -253,11 +252,11 @@ def check_overlap(
     check_callable("step", step, "step(*args)")
     compiled = as_bool("compiled", compiled)
     call = pure_calls.as_pure_call(step, args, kwargs)
-    arrays, merge = split_arrays(call.operands)
+    run, arrays = pure_calls.as_function_of_arrays(call)
 
     # State of nnx objects that the step changes is an output like others: `1/...` in paths.
     def of_arrays(*arrays: Any) -> Any:
-        result, state = call.fun(*merge(arrays))
+        result, state = run(*arrays)
         return (result, state) if jax.tree.leaves(state) else result
 
     # A jitted step is traced by its own jit: that has static arguments and options of its own.

@@ -75,6 +75,15 @@ def _count_flops(eqn: Equation) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         summed = math.prod(operands[0].aval.shape[axis] for axis in contracted)
         return 2 * math.prod(results[0].aval.shape) * summed
+    if name == "ragged_dot_general":
+        # All groups together have the rows of one product. A gradient of the weights sums over
+        # rows: a result for each group, of which each row enters one.
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        summed = math.prod(operands[0].aval.shape[axis] for axis in contracted)
+        is_by_group = set(contracted) & set(numbers.lhs_ragged_dimensions)
+        groups = operands[2].aval.shape[-1] if is_by_group else 1
+        return 2 * math.prod(results[0].aval.shape) * summed // max(groups, 1)
     if name == "conv_general_dilated":
         kernel = operands[1].aval.shape
         features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]

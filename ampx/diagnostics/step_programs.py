@@ -23,7 +23,7 @@ import numpy as np
 
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.interpreter import Place
-from ampx.jaxprs.pure_calls import is_array, split_arrays
+from ampx.jaxprs.pure_calls import is_array
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.trees import path_name
 
@@ -86,8 +86,8 @@ class StepProgram(NamedTuple):
 def trace_step(fun: Callable[..., Any], args: Any, kwargs: Any) -> StepProgram:
     """Traces a call of a step; nothing is run."""
     call = pure_calls.as_pure_call(fun, args, kwargs)
-    arrays, merge = split_arrays(call.operands)
-    jaxpr, shapes = reading.trace(lambda *arrays: call.fun(*merge(arrays)), *arrays)
+    of_arrays, arrays = pure_calls.as_function_of_arrays(call)
+    jaxpr, shapes = reading.trace(of_arrays, *arrays)
     # The operands of a call without nnx objects are (args, kwargs): one name more.
     own = 1 if call.operands[0] is args else 0
     found = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import register_pytree_node
 
 from ampx.flax_modules import find_imported, is_nnx_object
 
@@ -41,6 +43,44 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
         return jax.tree.unflatten(structure, merged)
 
     return [leaves[place] for place in places], merge
+
+
+class Fixed:
+    """A leaf that JAX does not trace, such as a function in an Equinox module, as a part of a tree.
+
+    It has no leaves, so that a traced function may return it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+register_pytree_node(Fixed, lambda fixed: ((), fixed), lambda fixed, _: fixed)
+
+
+def as_function_of_arrays(call: PureCall) -> tuple[Callable[..., Any], list[Any]]:
+    """A function to trace, and the arrays among the operands of a call, which it takes.
+
+    It returns what the call does, with each leaf that JAX does not trace as a `Fixed`.
+    """
+    arrays, merge = split_arrays(call.operands)
+
+    def fix(leaf: Any) -> Any:
+        is_number = isinstance(leaf, numbers.Number | np.generic)
+        return (
+            leaf if is_number or is_array(leaf) or hasattr(leaf, "__jax_array__") else Fixed(leaf)
+        )
+
+    return lambda *arrays: jax.tree.map(fix, call.fun(*merge(arrays))), arrays
+
+
+def unfix(tree: Any) -> Any:
+    """A tree with all leaves in the places of `Fixed`."""
+    return jax.tree.map(
+        lambda node: node.value if isinstance(node, Fixed) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, Fixed),
+    )
 
 
 def is_array(leaf: Any) -> bool:

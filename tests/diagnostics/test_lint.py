@@ -603,6 +603,18 @@ def test_shares_of_products_are_those_counted_by_hand():
     assert str(lint_step(lambda p, x: p @ x)(np.ones((2, 2)), np.ones((2, 2)))) == "Nothing found."
 
 
+def test_products_of_groups_count_as_one_product_of_all_rows():
+    def loss(params, batch):
+        return jnp.sum(jax.lax.ragged_dot(batch["x"], params, batch["sizes"]))
+
+    params = np.ones((3, 4, 5), np.float32)
+    batch = {"x": np.ones((8, 4), np.float32), "sizes": np.array([2, 0, 6], np.int32)}
+    both = lint_step(jax.grad(lambda params, x: loss(params, batch | {"x": x}), argnums=(0, 1)))
+    (count,) = both(params, batch["x"]).products
+    assert count[:2] == ("float32", 3 * 2 * 8 * 4 * 5)  # forward, and the gradients of both
+    assert ampx.explain(loss)(params, batch).products_in_half() == (1, 1)
+
+
 def summed_by_hand(tx, joined=False):
     """Gradients are summed, each or all at once, and judged by the optimizer that gets them."""
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import ampx
+from ampx.diagnostics.overlap import check_overlap
 
 BATCH = {
     "x": np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32),
@@ -384,3 +385,30 @@ def test_a_step_of_your_own_may_hand_the_whole_module_to_the_optimizer(wrap, mak
     ours, theirs = train(wrap(plain), 8.0), train(plain, 1.0)
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+# --- what looks into a program --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "module", "tree"])
+def test_a_step_that_returns_such_leaves_can_be_looked_into(name):
+    step = ampx.train_step(loss_fn, TX, loss_scale="dynamic")
+    state = step.init(MODELS[name]())
+    for of_step in (step, eqx.filter_jit(step)):
+        assert ampx.lint_step(of_step)(state, BATCH).findings == ()
+        assert "finite" in str(ampx.trace_overflow(of_step)(state, BATCH))
+        bad = {**BATCH, "x": np.full_like(BATCH["x"], np.inf)}
+        assert "batch/x" in str(ampx.trace_overflow(of_step)(state, bad))
+    with pytest.raises(ValueError, match="nothing to overlap"):  # and not of its leaves
+        check_overlap(step, state, BATCH)
+
+
+@pytest.mark.parametrize("name", ["mlp", "module", "tree"])
+def test_autocast_returns_such_leaves_as_they_are(name):
+    model = MODELS[name]()
+    same, loss = ampx.autocast(lambda m, batch: (m, loss_fn(m, batch)))(model, BATCH)
+    assert jax.tree.structure(same) == jax.tree.structure(model)
+    for found, own in zip(jax.tree.leaves(same), jax.tree.leaves(model), strict=True):
+        if not eqx.is_array_like(own):
+            assert found is own
+    assert loss.shape == ()
