@@ -149,7 +149,7 @@ def multi_steps(
     if drop_if is not None:
         check_callable("drop_if", drop_if, "drop_if(grads)")
     settings = _Settings(
-        inner=guard("multi_steps", accept_extra_args(inner)),
+        inner=guard("multi_steps", accept_extra_args(inner), holds_state=True),
         window_length=every_k if callable(every_k) else lambda _: every_k,
         normalize=normalize,
         on_nonfinite=on_nonfinite,

@@ -25,6 +25,7 @@ from ampx.loss_scaling.nonfinite import unscale
 from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import varying_axes
 from ampx.trees import is_marked
+from ampx.updates.extra_args import explain_refused
 
 
 def accept_results(
@@ -57,7 +58,8 @@ def accept_results(
             extra_args["gradient_scale"] = scale
         elif isinstance(scale, jax.Array):
             updates = unscale(updates, scale)
-        return tx.update(updates, state, params, **extra_args)
+        with explain_refused(extra_args):
+            return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 

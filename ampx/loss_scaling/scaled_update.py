@@ -72,7 +72,7 @@ def wrap_with_scale(
     """A loss scale around `inner` that moves by `advance`; the rest as in `dynamic_loss_scale`."""
     check_transformation("inner", inner)
     axes = as_axes(axis_names, "axis_names", may_be_empty=True)
-    inner = guard("loss_scale", accept_extra_args(inner))
+    inner = guard("loss_scale", accept_extra_args(inner), holds_state=True)
     settings = Settings(
         inner=inner,
         advance=advance,

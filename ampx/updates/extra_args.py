@@ -99,9 +99,10 @@ def explain_refused(names: Iterable[str]) -> Iterator[None]:
         if not refused:
             raise
         raise TypeError(
-            f"a transformation inside tx does not take the extra argument {refused[0]!r} ({said}): "
-            "put optax.GradientTransformation(inside.init, inside.update) in its place, to which "
-            "optax.chain hands no extra arguments"
+            "a transformation inside the optimizer does not take the extra argument "
+            f"{refused[0]!r}, which a GradResult or a train step hands in ({said}): give "
+            "optax.GradientTransformation(inside.init, inside.update) in its place, or that of the "
+            "whole optimizer if nothing in it takes extra arguments; it gets none then"
         ) from error
 
 

@@ -70,7 +70,7 @@ def _trained(params: Any) -> Any:
 
 
 def guard(
-    owner: str, inner: optax.GradientTransformationExtraArgs
+    owner: str, inner: optax.GradientTransformationExtraArgs, *, holds_state: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation inside another one, which blames a state that is not its own.
 
@@ -82,11 +82,16 @@ def guard(
     Args:
       owner: the public name of the transformation around it.
       inner: an optax transformation that takes extra arguments.
+      holds_state: whether `owner` may keep the old state, so that the new one must have its
+        structure.
     """
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         try:
-            results, new_state = inner.update(updates, state, params, **extra_args)
+            # It may write into dicts and lists, which under jit are its own. So they must be here:
+            # what it writes inside of a branch is no value outside.
+            own = _copy_containers((updates, state, params))
+            results, new_state = inner.update(*own, **extra_args)
         except Exception as error:
             _check_gradients(updates, state, params)
             _blame(owner, inner, updates, params, state, error)
@@ -96,6 +101,8 @@ def guard(
         is_wrong = _same_but_for_shapes(new_state, state)
         if is_wrong or _same_but_for_shapes(results, updates, may_be_summed=True):
             _blame(owner, inner, updates, params, state, None)
+        if holds_state:
+            _check_structure_is_kept(owner, state, new_state)
         return results, new_state
 
     def init(params: Any) -> Any:
@@ -104,6 +111,31 @@ def guard(
         return inner.init(params)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _copy_containers(tree: Any) -> Any:
+    """The same leaves in other containers."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(leaves)
+
+
+def _check_structure_is_kept(owner: str, state: Any, new_state: Any) -> None:
+    if jax.tree.structure(state) == jax.tree.structure(new_state):
+        return
+    old, new = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (state, new_state))
+    only_old, only_new = (
+        [path for path in a if path not in b] for a, b in ((old, new), (new, old))
+    )
+    differing = "its classes differ"
+    if one_sided := only_new or only_old:
+        which = "new" if only_new else "old"
+        differing = f"only the {which} one holds {path_name(one_sided[0])!r}"
+    raise ValueError(
+        f"ampx.{owner}: the optimizer inside was given a state and returned one of another "
+        f"structure: {differing}. A skipped step keeps the old state, and a compiled program can "
+        "choose between states of one structure alone: let init and update return all that the "
+        "state ever holds, such as zeros in the place of None"
+    )
 
 
 def _same_but_for_shapes(new: Any, old: Any, *, may_be_summed: bool = False) -> bool:
