@@ -86,10 +86,16 @@ def check_trainable(name: str, params: Any) -> None:
     """Refuses parameters of which none is trained, and arrays whose memory is gone.
 
     Raises:
-      TypeError: if no leaf is an array of floating numbers.
+      TypeError: if no leaf is an array of floating numbers, and for a whole training state.
       ValueError: for an array that was donated or deleted.
     """
     check_memory(name, params)
+    if hasattr(params, "opt_state") and hasattr(params, "params"):
+        raise TypeError(
+            f"{name} is a whole training state, a {type(params).__name__}: give the parameters in "
+            "it, state.params. A train step alone takes the state, step(state, batch); flax's must "
+            "have been made with tx=step.tx"
+        )
     if jax.tree.leaves(params) and not jax.tree.leaves(split_trainable(params)[0]):
         raise TypeError(
             f"{name} must hold arrays of floating numbers, which alone are trained, got "

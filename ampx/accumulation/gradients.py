@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ampx import flax_modules
+from ampx.accumulation.loss_calls import explain_failed_call
 from ampx.accumulation.microbatches import (
     batch_size,
     check_batch_axes,
@@ -203,7 +204,8 @@ def value_and_grad(
         check_key("key", key)
         measured = None  # variables of an nnx model whose gradients are their new values
         differentiate = as_bool("differentiate", differentiate)
-        if flax_modules.is_nnx_module(params):
+        is_nnx = flax_modules.is_nnx_module(params)
+        if is_nnx:
             if model_state is not None:
                 raise ValueError("an nnx module brings its own state: leave model_state out")
             if tables or scattering:
@@ -233,9 +235,11 @@ def value_and_grad(
             kwargs = {} if mask is None else {"mask": mask}
             if has_state:
                 kwargs["model_state"] = state
-            value, aux, state = unpack_output(
-                fun(params, microbatch, *args, **kwargs), has_aux, has_state
-            )
+            # The state of an nnx module is inside of it.
+            named = [name for name in kwargs if not (is_nnx and name == "model_state")]
+            with explain_failed_call(loss_fn, microbatch, named, has_key=key is not None):
+                output = fun(params, microbatch, *args, **kwargs)
+            value, aux, state = unpack_output(output, has_aux, has_state)
             loss, weight = as_loss_and_weight(value, normalize)
             check_arrays("the auxiliary output of loss_fn", aux)
             # In float32, where 65536 times a loss fits. (A loss that was computed in float16
