@@ -132,8 +132,9 @@ def as_pure_call(
         if after != graphdef:
             raise ValueError(
                 f"{getattr(fun, '__qualname__', fun)} changes the structure of an nnx module: its "
-                "submodules, or an attribute that is not an array, such as a mode. Only arrays are "
-                "carried out of autocast: make the change outside, as in model.train()"
+                "submodules, a variable that sow adds, or an attribute that is not an array, such "
+                "as a mode. Only arrays are carried out of autocast: make the change outside, as "
+                "in model.train(), and call no sow inside"
             )
         return result, state
 
