@@ -407,7 +407,7 @@ def test_a_transformation_inside_a_chain_that_takes_nothing():
     """optax hands it every argument; the error says how to stop that."""
     sam = make("contrib.sam")
     step = ampx.train_step(loss_fn, optax.chain(optax.identity(), sam))
-    with pytest.raises(TypeError, match=r"put optax.GradientTransformation\(inside.init"):
+    with pytest.raises(TypeError, match=r"give optax.GradientTransformation\(inside.init"):
         jax.eval_shape(step, step.init(PARAMS), FIRST)
     plain = optax.GradientTransformation(sam.init, sam.update)
     step = ampx.train_step(loss_fn, optax.chain(optax.identity(), plain))
