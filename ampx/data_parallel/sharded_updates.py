@@ -190,6 +190,8 @@ class _Partition:
         """The operands as shards that lie alike, and how."""
         layout = merge([part.layout for part in operands])
         if layout is None:
+            flat = [part.layout for part in operands if part.layout.flat_of is not None]
+            _check_is_known(self._describe(eqn), *flat)
             entries = sorted({part.layout.entries for part in operands if part.layout != WHOLE})
             raise NotImplementedError(
                 f"{self._describe(eqn)} takes shards divided as "

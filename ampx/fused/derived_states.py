@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ampx.updates.tails import find_tail_mark
@@ -50,8 +51,13 @@ def mark_derived(state: Any, *, prefers_branch: bool) -> Any:
 
     It is looked for in the tuples that chains make, and nowhere else.
     """
-    marked = _mark_first(state, 0, prefers_branch)
-    return _mark_first(BareState(state), 0, prefers_branch) if marked is None else marked
+
+    def mark(part: Any, level: int) -> Any:
+        is_named = isinstance(part, tuple) and hasattr(part, "_fields")
+        return _marked_class(type(part), level, prefers_branch)._make(part) if is_named else None
+
+    marked = _change_first(state, mark)
+    return mark(BareState(state), 0) if marked is None else marked
 
 
 def find_derived(state: Any) -> _Marked | None:
@@ -62,29 +68,30 @@ def find_derived(state: Any) -> _Marked | None:
 
 def unmark_derived(state: Any) -> Any:
     """The state as it was before `mark_derived`."""
-    part = find_derived(state)
-    if part is None:
+
+    def unmark(part: Any, level: int) -> Any:
+        is_mark = isinstance(part, _Marked) and part.tail_levels == level
+        return part.unmarked._make(part) if is_mark else None
+
+    plain = _change_first(state, unmark)
+    if plain is None:
         return state
-    plain = part.unmarked._make(part)
-    return plain.inner_state if part.unmarked is BareState else _replace(state, part, plain)
+    return plain.inner_state if type(plain) is BareState else plain
 
 
-def _mark_first(node: Any, levels: int, prefers_branch: bool) -> Any:
-    """None if there is nothing to mark."""
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return _marked_class(type(node), levels, prefers_branch)._make(node)
-    for part in node if type(node) is tuple else ():
-        marked = _mark_first(part, levels + 1, prefers_branch)
-        if marked is not None:
-            return _replace(node, part, marked)
+def _change_first(node: Any, change: Callable[[Any, int], Any], level: int = 0) -> Any:
+    """The node with one part changed, the first of which `change(part, level)` is not None.
+
+    `level` counts the tuples around it. None if there is none.
+    """
+    changed = change(node, level)
+    if changed is not None or type(node) is not tuple:
+        return changed
+    for place, part in enumerate(node):
+        changed = _change_first(part, change, level + 1)
+        if changed is not None:
+            return (*node[:place], changed, *node[place + 1 :])
     return None
-
-
-def _replace(node: Any, old: Any, new: Any) -> Any:
-    """The node with the same object replaced, in it or in the tuples inside of it."""
-    if node is old:
-        return new
-    return tuple(_replace(part, old, new) for part in node) if type(node) is tuple else node
 
 
 @functools.cache  # to JAX, states of two classes are two structures

@@ -29,6 +29,9 @@ PART_OF_A_CHAIN = {
     "behind a clip": lambda one: optax.chain(optax.clip(0.5), one),
     "deeper": lambda one: optax.chain(optax.chain(one), optax.scale(0.5)),
 }
+EMPTY = optax.EmptyState()
+# All of one object: the first alone is marked.
+STATELESS = optax.GradientTransformation(lambda params: EMPTY, lambda g, s, p=None: (g, EMPTY))
 KINDS = {
     "one state": lambda: optax.scale_by_rms(),
     "a chain": lambda: optax.rmsprop(0.1),
@@ -38,6 +41,7 @@ KINDS = {
         {"a": optax.rmsprop(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}
     ),
     "a wrapper of ampx": lambda: ampx.master_weights(optax.rmsprop(0.1)),
+    "one object in two places": lambda: optax.chain(STATELESS, optax.chain(STATELESS)),
     "no tuple of names": lambda: BARE,
 }
 
