@@ -41,6 +41,11 @@ def types_of(tree):
     return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x), jax.typeof(x).weak_type), tree)
 
 
+def paths_of(tree):
+    """The paths of all leaves, in order."""
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def all_finite(tree):
     return not np.any(np.asarray(ampx.count_nonfinite(tree)))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from helpers import assert_bit_equal, types_of
+from helpers import assert_bit_equal, paths_of, types_of
 from optax_optimizers import NAMES, make
 
 import ampx
@@ -44,10 +44,6 @@ KINDS = {
     "one object in two places": lambda: optax.chain(STATELESS, optax.chain(STATELESS)),
     "no tuple of names": lambda: BARE,
 }
-
-
-def paths_of(tree):
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

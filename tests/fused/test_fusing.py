@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bit_equal, make_mesh, types_of
+from helpers import assert_bit_equal, make_mesh, paths_of, types_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax_optimizers import NAMES, TAKES, make
@@ -83,10 +83,6 @@ def near(actual, expected, rtol=3e-6):
             )
 
     jax.tree.map(check, actual, expected)
-
-
-def paths_of(tree):
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def compare(tx, params=PARAMS, backend="xla", steps=3, rtol=3e-6, **extra_args):
