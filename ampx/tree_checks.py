@@ -27,7 +27,7 @@ import optax
 
 from ampx.checking import check_hyperparameter, join_first, shorten
 from ampx.overwritten import refuse_overwritten, refuse_path
-from ampx.trees import has_mark, is_float0, path_name, split_trainable
+from ampx.trees import has_mark, is_float0, is_marked, path_name, split_trainable
 
 # What JAX has no arrays of: objects, words, dates and durations.
 _FOREIGN_KINDS = "OSUmM"
@@ -165,7 +165,6 @@ def check_structure(name: str, tree: Any, like_name: str, like: Any) -> list[tup
     if like is None and tree is not None:
         pairs = None
     if pairs is None or any(_is_container(b) and not _is_left_out(a) for _, a, b in pairs):
-        # Loss scales alone take a whole result.
         is_result = has_mark(tree, "holds_scaled_gradients")
         advice = (
             "give the grads of a GradResult" if is_result else "give those that belong together"
@@ -186,7 +185,10 @@ def _is_left_out(node: Any) -> bool:
 
 
 def _is_container(node: Any) -> bool:
-    return isinstance(node, Mapping | list) or type(node) is tuple
+    # Other classes may hold one leaf, as sparse rows do; of these a `GradResult` is none, which
+    # loss scales alone take whole.
+    is_tree = isinstance(node, Mapping | list) or type(node) is tuple
+    return is_tree or is_marked(node, "holds_scaled_gradients")
 
 
 def _list_paths(tree: Any) -> str:
@@ -250,7 +252,7 @@ def check_key(name: str, key: Any) -> None:
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     # A key of the old kind, `jax.random.PRNGKey(0)`, is a vector of two or four uint32.
-    is_raw = dtype == np.uint32 and shape is not None and len(shape) == 1
+    is_raw = dtype == np.uint32 and shape in ((2,), (4,))
     if not ((is_typed and shape == ()) or is_raw):
         kind = f"keys of shape {shape}" if is_typed else f"{shorten(key)} of type "
         raise TypeError(

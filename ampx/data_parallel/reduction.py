@@ -14,8 +14,7 @@ verdict (is everything finite?) has been taken from them; clipping and the optim
 
 The verdict comes first so that no update has to wait for all buckets: whether a step is skipped is
 known before the first gradient travels. That is sound since sums are in float32 and a mean divides
-before it sums, so that gradients which are finite on every device have a finite mean. (Should a sum
-overflow all the same, the loss scale holds back the updates that it makes non-finite.)
+before it sums, so that gradients which are finite on every device have a finite mean.
 
 The chain keeps the reductions apart and in order. Without it XLA merges all-reduces that do not
 depend on each other, and the first update then waits for the last gradient. With it the updates of
@@ -54,6 +53,7 @@ from ampx.mesh_axes import (
 )
 from ampx.summaries import show_fields
 from ampx.trees import is_float0, is_floating, path_name, wider_dtype
+from ampx.updates.devices import reduces_beside_updates
 
 Op = Literal["mean", "sum"]
 
@@ -85,6 +85,9 @@ class ReductionState(NamedTuple):
     # Read by `trees.has_mark`: a loss scale and `multi_steps` must know that a reduction happens
     # inside them, and must not import this module, which stands beside theirs.
     reduces_gradients = True
+    # Read likewise: behind an overlapped reduction no branch may tie all parameters together. A
+    # state says what was asked for, and not on which device, so that another may go on with it.
+    overlaps_by_device = True
 
 
 class OverlappedReductionState(ReductionState):
@@ -92,8 +95,22 @@ class OverlappedReductionState(ReductionState):
 
     __slots__ = ()
 
-    # Read likewise: behind such a reduction no branch may tie all parameters together.
     overlaps_updates = True
+
+
+class SeparateReductionState(ReductionState):
+    """The state of a reduction that updates wait for."""
+
+    __slots__ = ()
+
+    overlaps_by_device = False
+
+
+_STATE_OF = {
+    None: ReductionState,
+    True: OverlappedReductionState,
+    False: SeparateReductionState,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +167,12 @@ class Reduction:
     def overlaps(self) -> bool:
         """Whether each bucket waits for the one before, and the first updates do not wait."""
         if self.tail_overlap is None:
-            return jax.default_backend() != "cpu"  # where nothing runs beside a reduction
+            return reduces_beside_updates()
         return self.tail_overlap
 
     def state(self, sent: Sequence[int] = ()) -> ReductionState:
         """Makes the state after an update; `sent` has the bytes of each of its reductions."""
-        kind = OverlappedReductionState if self.overlaps else ReductionState
+        kind = _STATE_OF[self.tail_overlap]
         return kind(jnp.asarray(len(sent), jnp.int32), jnp.asarray(float(sum(sent)), jnp.float32))
 
     def with_op(self, op: Op | None, shared_loss_axes: Sequence[str] = ()) -> Reduction:

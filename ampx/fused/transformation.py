@@ -84,16 +84,18 @@ class FusedNovogradState(optax.ScaleByNovogradState, TakesTail):
     """
 
 
-class _OwnSlots(NamedTuple):
-    count: jax.Array
-    slots: dict[str, Any]
-
-
-class FusedRuleState(_OwnSlots, TakesTail):
+class RuleState(NamedTuple):
     """A rule of the user's, see `from_rule`: `count`, int32; `slots`, trees like the parameters.
 
     Slots stand in a dict by their names, in the order of these.
     """
+
+    count: jax.Array
+    slots: dict[str, Any]
+
+
+class FusedRuleState(RuleState, TakesTail):
+    """The same, marked."""
 
 
 # From optax's class of an optimizer's own part to the marked one.

@@ -15,6 +15,7 @@ carry, whichever the state holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ import optax
 from ampx.loss_scaling.nonfinite import unscale
 from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import varying_axes
-from ampx.trees import is_marked
+from ampx.trees import has_mark, is_marked
 from ampx.updates.extra_args import explain_refused
 
 
@@ -42,11 +43,15 @@ def accept_results(
         if _is_result(updates):
             # What `train_step` hands to an optimizer, too.
             extra_args = {"value": updates.loss, "weight": updates.weight, **extra_args}
-            extra_args["shared_loss_axes"] = _find_shared_axes(updates)
+            extra_args["shared_loss_axes"] = _find_shared_axes([updates], state)
             scale = _read_scale(updates, state, init_scale, None)
             updates = updates.grads
         elif isinstance(updates, tuple | list) and any(map(_is_result, updates)):
             found = list(enumerate(updates))
+            results = [own for own in updates if _is_result(own)]
+            # Their gradients are added, so what is trained is the sum of the losses.
+            extra_args = {"value": sum(own.loss for own in results), **extra_args}
+            extra_args["shared_loss_axes"] = _find_shared_axes(results, state)
             scale = [
                 _read_scale(own, state, init_scale, i) if _is_result(own) else None
                 for i, own in found
@@ -80,13 +85,25 @@ def _is_result(updates: Any) -> bool:
     return is_marked(updates, "holds_scaled_gradients")
 
 
-def _find_shared_axes(result: Any) -> tuple[str, ...]:
-    """The mapped axes over which the loss is one number, and each device has its own gradients.
+def _find_shared_axes(results: Sequence[Any], state: Any) -> tuple[str, ...]:
+    """The mapped axes over which a loss is one number, and each device has its own gradients.
 
     Over these the gradients are parts of one sum: a mean of them would divide them once more. Types
     tell it, so that nothing is known under `check_vma=False`.
+
+    Raises:
+      ValueError: if a reduction inside would have to add gradients of one loss, and to average
+        those of another.
     """
-    return tuple(sorted(varying_axes(result.grads) - varying_axes(result.loss)))
+    shared = [varying_axes(own.grads) - varying_axes(own.loss) for own in results]
+    differ = frozenset.union(*shared) - frozenset.intersection(*shared)
+    if differ and has_mark(state, "reduces_gradients"):
+        raise ValueError(
+            f"over {sorted(differ)} one of the losses is the same on all devices, and another is "
+            "each device's own: gradients of the first are added, those of the second averaged. "
+            "Give all of them axis_name=, or none"
+        )
+    return tuple(sorted(frozenset.intersection(*shared)))
 
 
 def _read_scale(result: Any, state: Any, init_scale: float, loss_id: int | None) -> Any:

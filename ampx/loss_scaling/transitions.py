@@ -34,6 +34,7 @@ from ampx.trees import has_mark
 from ampx.updates.applying import apply_updates
 from ampx.updates.branching import run_unless, update_unless
 from ampx.updates.clipping import clip_by_norm_of_whole
+from ampx.updates.devices import reduces_beside_updates
 from ampx.updates.gradient_norms import fold_clip
 from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Applied, Tail, hold_wrappers, unwrap_results
@@ -80,8 +81,12 @@ def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transitio
 
 def _overlaps(call: Call) -> bool:
     """Whether a reduction of gradients is to overlap with their updates."""
-    before = call.verdict is not None and call.verdict.overlaps
-    return before or has_mark(call.state.inner_state, "overlaps_updates")
+    inside = call.state.inner_state
+    if call.verdict is not None and call.verdict.overlaps:
+        return True
+    if has_mark(inside, "overlaps_by_device") and reduces_beside_updates():
+        return True
+    return has_mark(inside, "overlaps_updates")
 
 
 def _update(settings: Settings, call: Call, judgement: Judgement) -> tuple[Any, Any, jax.Array]:

@@ -1,4 +1,4 @@
-"""For which device a program is traced, and what follows from it for how an update is skipped.
+"""For which device a program is traced, and what follows from it for how updates are arranged.
 
 A device is asked for its kind alone, and nothing depends on the answer but speed: a program that
 was traced for one kind and runs on another computes the same.
@@ -36,6 +36,11 @@ def chooses_behind_updates() -> bool:
     A skip costs as much as a step then. But few steps are skipped.
     """
     return has_started() and find_device()[0] == "gpu"
+
+
+def reduces_beside_updates() -> bool:
+    """Whether a reduction over devices can run beside updates: on CPUs nothing does."""
+    return has_started() and find_device()[0] != "cpu"
 
 
 def has_started() -> bool:

@@ -221,14 +221,16 @@ def check_made_by(
 def outline(node: Any) -> str:
     """The classes of an optimizer state, nested as in it, without arrays and parameters.
 
-    As in `LossScaleState((ScaleByAdamState, EmptyState))`.
+    As in `LossScaleState((ScaleByAdamState, EmptyState))`. A class that only adds marks to another
+    goes by its name: a state may be read by either.
     """
     if isinstance(node, tuple):
         # Of a plain tuple, as of a chain, each part has its place; of a class only what has parts.
         parts = [outline(part) for part in node]
         if hasattr(node, "_fields"):
             inside = ", ".join(part for part in parts if part)
-            return f"{type(node).__name__}({inside})" if inside else type(node).__name__
+            name = next(kind for kind in type(node).__mro__ if "_fields" in vars(kind)).__name__
+            return f"{name}({inside})" if inside else name
         return f"({', '.join(part or '...' for part in parts)})" if parts else ""
     if isinstance(node, dict):  # groups of optax.partition
         named = {key: outline(part) for key, part in node.items()}

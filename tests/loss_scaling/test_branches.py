@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import ampx
 from ampx.jaxprs import primitives
 from ampx.jaxprs.reading import inner_jaxprs, open_jaxpr
+from ampx.updates import devices
 from ampx.updates.tails import Tail
 
 PARAMS = {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.ones(4, np.float32)}
@@ -139,8 +140,14 @@ def test_temporaries_and_aliases_are_those_of_the_optimizer_alone():
     assert ours.alias_size_in_bytes >= 3 * 4 * size
 
 
-@pytest.mark.parametrize("tail_overlap", [False, True])
-def test_updates_that_overlap_with_a_reduction_are_in_no_branch(tail_overlap):
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("tail_overlap", [None, False, True])
+def test_updates_that_overlap_with_a_reduction_are_in_no_branch(
+    tail_overlap, platform, monkeypatch
+):
+    """By default they overlap where the device can run both at once."""
+    monkeypatch.setattr(devices, "find_device", lambda: (platform, ""))
+    expected = platform == "tpu" if tail_overlap is None else tail_overlap
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     inside = ampx.all_reduce("data", tail_overlap=tail_overlap)
     tx = dynamic(optax.chain(inside, optax.sgd(0.1, momentum=0.9)), axis_names="data")
@@ -165,10 +172,10 @@ def test_updates_that_overlap_with_a_reduction_are_in_no_branch(tail_overlap):
         )
         names = outside(mapped, state, data)
         # Updates that the caller is to add are chosen behind the branch.
-        assert ("select_n" in names) == (tail_overlap or step is update)
+        assert ("select_n" in names) == (expected or step is update)
         every = equations(jax.make_jaxpr(mapped)(state, data))
         outputs = [len(e.outvars) for e in every if e.primitive.name == "cond"]
-        assert (max(outputs) >= len(PARAMS)) != tail_overlap
+        assert (max(outputs) >= len(PARAMS)) != expected
 
 
 # --- the same numbers everywhere -----------------------------------------------------------------

@@ -218,6 +218,7 @@ from jax._src.xla_bridge import backends_are_initialized
 step = ampx.train_step(lambda p, x: (p * x).sum(), optax.adamw(1e-3), loss_scale="dynamic")
 x = jax.ShapeDtypeStruct((3,), "float32")
 jax.eval_shape(step, jax.eval_shape(step.init, x), x)
+jax.eval_shape(ampx.dynamic_loss_scale(ampx.all_reduce("data"), axis_names="data").init, x)
 assert not backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -79,6 +79,62 @@ def test_several_losses_carry_one_each():
     assert_bit_equal(right(jnp.float32(2.0)), one)
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
+def test_losses_of_several_results_are_judged_and_given_on_as_their_sum(jit):
+    seen = []
+
+    def record(updates, state, params=None, *, value, **extra_args):
+        seen.append(value)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), record)
+    tx = dynamic(inner, init_scale=8.0, num_losses=2, nonfinite_loss="skip")
+    state = tx.init(PARAMS)
+
+    def step(lost):
+        part = grads_of(PARAMS, X, loss_scale=8.0)
+        parts = (part, part._replace(loss=part.loss + lost))
+        updates, new = tx.update(parts, state, PARAMS)
+        return updates, new, part.loss, seen.pop()
+
+    step = jax.jit(step) if jit else step
+    _, new, loss, value = step(1.0)
+    np.testing.assert_allclose(value, 2 * loss + 1)
+    assert int(new.nonfinite_loss_total) == 0 and not new.overflow
+    updates, new, *_ = step(jnp.inf)
+    assert int(new.nonfinite_loss_total) == 1 and new.overflow
+    assert not np.any(updates["w"])
+
+
+def test_gradients_of_losses_that_are_one_number_are_added_over_devices():
+    """With one result and with several: a mean would divide them by the devices once more."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.array([[3.0, 4.0], [5.0, -6.0]])
+    of_all = ampx.value_and_grad(loss_fn, axis_name="data")
+
+    def run(results, num_losses):
+        reduce = ampx.all_reduce("data")
+        tx = dynamic(reduce, init_scale=8.0, num_losses=num_losses, axis_names="data")
+        return tx.update(results, tx.init(PARAMS), PARAMS)[0]
+
+    def body(x):
+        one = of_all(PARAMS, x[0], loss_scale=8.0)
+        return run(one, 1), run((one, one), 2)
+
+    def mixed(x):
+        return run(
+            (of_all(PARAMS, x[0], loss_scale=8.0), grads_of(PARAMS, x[0], loss_scale=8.0)), 2
+        )
+
+    settings = dict(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+    one, two = jax.shard_map(body, **settings)(x)
+    right = jax.grad(lambda p: (loss_fn(p, x[0]) + loss_fn(p, x[1])) / 2)(PARAMS)
+    jax.tree.map(np.testing.assert_allclose, one, right)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 2 * b), two, right)
+    with pytest.raises(ValueError, match="over .'data'. one of the losses is the same on all"):
+        jax.shard_map(mixed, **settings)(x)
+
+
 def test_several_optimizers_take_one():
     tx = dynamic({"w": SGD, "b": SGD}, init_scale=8.0, growth_interval=1)
     state = tx.init(PARAMS)
@@ -132,11 +188,42 @@ def test_a_result_that_flax_has_taken_apart_is_named():
     tx.update(named, tx.init(named), named)
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: ampx.multi_steps(tx, 2), ampx.master_weights])
-def test_who_takes_gradients_alone_says_what_to_give(wrap):
-    tx = wrap(SGD)
+TAKE_GRADIENTS_ALONE = {
+    "multi_steps": lambda: ampx.multi_steps(SGD, 2),
+    "master_weights": lambda: ampx.master_weights(SGD),
+    "split_masters": lambda: ampx.fused.split_masters(SGD),
+    "stochastic_rounding": lambda: ampx.fused.stochastic_rounding(SGD),
+    "follow_schedule": lambda: ampx.follow_schedule(
+        SGD, ampx.precision_schedule("fast|step|0.5", total_steps=8)
+    ),
+    "clip_by_bucket_norm": lambda: ampx.clip_by_bucket_norm(1.0),
+    "fused": lambda: ampx.fused.sgd(0.1),
+    "fuse": lambda: ampx.fused.fuse(SGD),
+}
+
+
+@pytest.mark.parametrize("params", [PARAMS, PARAMS["w"]], ids=["tree", "one array"])
+@pytest.mark.parametrize("name", TAKE_GRADIENTS_ALONE)
+def test_who_takes_gradients_alone_says_what_to_give(name, params):
+    tx = TAKE_GRADIENTS_ALONE[name]()
+    result = ampx.value_and_grad(lambda p, x: sum(jnp.sum(a) for a in jax.tree.leaves(p)))(
+        params, X
+    )
     with pytest.raises(ValueError, match="got a GradResult .*: give the grads of a GradResult"):
-        tx.update(grads_of(PARAMS, X), tx.init(PARAMS), PARAMS)
+        tx.update(result, tx.init(params), params)
+
+
+@pytest.mark.parametrize("params", [PARAMS, PARAMS["w"]], ids=["tree", "one array"])
+def test_functions_that_take_gradients_alone_say_what_to_give(params):
+    tx = ampx.fused.sgd(0.1)
+    result = ampx.value_and_grad(lambda p, x: sum(jnp.sum(a) for a in jax.tree.leaves(p)))(
+        params, X
+    )
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="got a GradResult .*: give the grads of a GradResult"):
+        ampx.fused.apply(tx, result, state, params)
+    with pytest.raises(ValueError, match="got a GradResult .*: give the grads of a GradResult"):
+        ampx.apply_updates(params, result)
 
 
 def test_a_state_is_no_loss_scale():

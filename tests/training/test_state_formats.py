@@ -12,6 +12,7 @@ from helpers import assert_bit_equal
 
 import ampx
 from ampx.training import state_formats
+from ampx.updates import devices
 
 STORED = {
     number: json.loads(stored_states.file_of(number).read_text())
@@ -85,6 +86,34 @@ def test_a_format_goes_through_json_and_shapes():
     assert saved["format"] == state_formats.FORMAT
     assert saved["leaves"]["opt_state/0/mu"] == "float32[2]"
     ampx.check_state_format(saved, jax.eval_shape(lambda: state))
+
+
+def reduced(**settings):
+    return optax.chain(ampx.all_reduce("data", **settings), optax.adam(0.1))
+
+
+@pytest.mark.parametrize(
+    "txs",
+    [
+        (optax.adamw(0.1), ampx.fused.fuse(optax.adamw(0.1))),
+        (optax.sgd(0.1), ampx.fused.fuse(optax.sgd(0.1))),
+        tuple(reduced(tail_overlap=overlap) for overlap in (None, True, False)),
+        *(
+            (getattr(optax, name)(0.1), getattr(ampx.fused, name)(0.1))
+            for name in ("sgd", "adam", "adamw", "lamb", "adadelta", "lion", "adagrad", "novograd")
+        ),
+    ],
+    ids=lambda txs: None,
+)
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_a_state_with_the_same_leaves_is_of_the_same_format(txs, platform, monkeypatch):
+    """Whatever the device: what a CPU has saved a GPU reads."""
+    saved = [ampx.state_format(tx.init(P)) for tx in txs]
+    monkeypatch.setattr(devices, "find_device", lambda: (platform, ""))
+    for tx in txs:
+        for form in saved:
+            ampx.check_state_format(form, tx.init(P))
+    assert type(reduced().init(P)[0]) is ampx.ReductionState
 
 
 def other_format(saved):
