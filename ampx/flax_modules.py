@@ -79,7 +79,7 @@ def find_floating_state(params: Any) -> str | None:
     return None
 
 
-def find_norm_paths(model: Any, *args: Any, **kwargs: Any) -> frozenset[str]:
+def find_norm_paths(model: Any, /, *args: Any, **kwargs: Any) -> frozenset[str]:
     """Finds the paths of the norm layers of a flax model by the types of its modules.
 
     Args:
@@ -114,14 +114,20 @@ def _is_half(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) in _HALF
 
 
-def _call_in_float32(call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a layer on float32 and gives its result the dtype of `x`, its first operand."""
+def _call_in_float32(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer on float32 and gives its result the dtype of its first floating operand."""
 
     def widen(leaf: Any) -> Any:
         return leaf.astype(jnp.float32) if _is_half(leaf) else leaf
 
-    out = call(*jax.tree.map(widen, (x, *args)), **jax.tree.map(widen, kwargs))
-    return out.astype(x.dtype) if _is_half(x) and hasattr(out, "astype") else out
+    operands = (*args, *kwargs.values())
+    first = next((x for x in operands if jnp.issubdtype(_dtype_of(x), jnp.floating)), None)
+    out = call(*jax.tree.map(widen, args), **jax.tree.map(widen, kwargs))
+    return out.astype(first.dtype) if _is_half(first) and hasattr(out, "astype") else out
+
+
+def _dtype_of(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", bool)
 
 
 def _computes_in_float32(module: Any, norms: tuple[type, ...], params: Any) -> bool:
@@ -164,7 +170,7 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
         module = context.module
         if module.scope is None:  # a method of an unbound module, which may call apply() itself
             return next_call(*args, **kwargs)
-        if norms_in_float32 and args and context.method_name == "__call__":
+        if norms_in_float32 and (args or kwargs) and context.method_name == "__call__":
             if _computes_in_float32(module, norms, module.variables.get("params")):
                 next_call = functools.partial(_call_in_float32, next_call)
         if inside_model:
@@ -184,8 +190,8 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
 def _make_float32_class(norm: type) -> type:
     """A subclass of a layer's class that computes in float32."""
 
-    def __call__(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return _call_in_float32(functools.partial(norm.__call__, self), x, *args, **kwargs)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _call_in_float32(functools.partial(norm.__call__, self), *args, **kwargs)
 
     return type(norm.__name__, (norm,), {"__call__": __call__, "__module__": norm.__module__})
 

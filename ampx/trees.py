@@ -196,6 +196,11 @@ def is_marked(node: Any, mark: str) -> bool:
     return getattr(type(node), mark, False) is True
 
 
+def without_marks(kind: type) -> type:
+    """The class itself; of one that only adds marks to a NamedTuple, that NamedTuple."""
+    return next((base for base in kind.__mro__ if "_fields" in vars(base)), kind)
+
+
 def has_mark(tree: Any, mark: str) -> bool:
     """Whether a node of a tree, leaves included, is marked: see `is_marked`."""
     return bool(find_marked(tree, mark))

@@ -55,13 +55,15 @@ NNX_NORMS = {
 # --- linen ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("kind", LINEN_NORMS)
-def test_linen_norm_computes_as_in_float32_and_returns_the_dtype_it_was_given(kind, half):
+def test_linen_norm_computes_as_in_float32_and_returns_the_dtype_it_was_given(kind, half, by_name):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return note(LINEN_NORMS[kind]()(x))
+            norm = LINEN_NORMS[kind]()
+            return note(norm(x=x) if by_name else norm(x))
 
     x = spread((4, 8)).astype(half)
     variables = Model().init(jax.random.key(0), x.astype(jnp.float32))
@@ -287,15 +289,16 @@ def test_a_norm_that_the_rule_leaves_half_is_left_alone(is_nnx):
 # --- nnx -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("kind", NNX_NORMS)
-def test_nnx_norm_computes_as_in_float32_and_returns_the_dtype_it_was_given(kind, half):
+def test_nnx_norm_computes_as_in_float32_and_returns_the_dtype_it_was_given(kind, half, by_name):
     class Model(nnx.Module):
         def __init__(self):
             self.layer = NNX_NORMS[kind](8, rngs=nnx.Rngs(0))
 
         def __call__(self, x):
-            x = self.layer(x)
+            x = self.layer(x=x) if by_name else self.layer(x)
             note(x)
             return x
 

@@ -53,7 +53,7 @@ def active_half_dtype() -> Any:
     return _tracing_for.value
 
 
-def as_written(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def as_written(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls `fun` in a region that autocast leaves alone; nothing inside sees an autocast."""
     with _tracing_for(None):
         return _call_marked(NATIVE_MARK, fun, args, kwargs)

@@ -154,4 +154,5 @@ def _sizes_to_fill(eqn: Equation) -> list[int]:
     if not dtypes <= {*_HALF} or float8.find_obstacle(float8.Float8(), eqn) != "size":
         return []
     wrong = [size for size in float8.find_sizes(eqn) if size % float8.MULTIPLE]
-    return wrong if min(wrong) >= _WORTH_FILLING else []
+    # None is wrong where a size is 0.
+    return wrong if min(wrong, default=0) >= _WORTH_FILLING else []

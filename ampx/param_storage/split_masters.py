@@ -125,7 +125,7 @@ def split_masters(
         old_errors = structure.flatten_up_to(state.error_bits)
         # The dtype says which parameters are split, in `init` and in every step.
         given = [
-            NarrowParam(SplitParam(param, error)) if _is_split(param) else param
+            NarrowParam(SplitParam(param, error)) if _is_split(param) else widen(param)
             for param, error in zip(leaves, old_errors, strict=True)
         ]
         steps, forms, inner_state = update_narrow(

@@ -32,7 +32,7 @@ from ampx.loss_scaling.state import LossScaleState
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_opt_state, check_scalar
-from ampx.trees import count_up, find_nodes, hold
+from ampx.trees import count_up, find_nodes, hold, is_marked
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
 
@@ -88,7 +88,8 @@ def follow_schedule(
     Returns:
       A transformation whose state is a `PrecisionScheduleState`. If a loss ends a phase, its
       `update` needs the extra argument `value`, a float scalar, the unscaled loss over all devices.
-      All extra arguments are handed on to `inner`.
+      All extra arguments are handed on to `inner`. Updates are what the loss scale inside takes: a
+      whole `GradResult`, too, and a tuple or a dict of several losses or optimizers.
 
     Raises:
       TypeError: if `inner` is not a gradient transformation or `schedule` not a schedule.
@@ -150,7 +151,10 @@ def follow_schedule(
         value: jax.Array | None = None,
         **extra_args: Any,
     ) -> tuple[Any, PrecisionScheduleState]:
-        check_update("follow_schedule", PrecisionScheduleState, updates, state, params)
+        if not _has_loss_scale(state):
+            check_update("follow_schedule", PrecisionScheduleState, updates, state, params)
+        elif value is None and is_marked(updates, "holds_scaled_gradients"):
+            value = updates.loss
         if schedule.needs_loss and value is None:
             raise ValueError(
                 f"the schedule '{schedule}' waits for a loss: call update(..., value=loss)"
@@ -181,7 +185,20 @@ def follow_schedule(
             new = new._replace(loss_scale=scale, **held)
         return updates, PrecisionScheduleState(phase, steps_seen, parked, losses, new)
 
-    return hide_new_values(optax.GradientTransformationExtraArgs(init, update))
+    follow = optax.GradientTransformationExtraArgs(init, update)
+    hidden = hide_new_values(follow)
+
+    def choose(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        # A loss scale checks and hides by itself. It knows of several losses and optimizers.
+        tx = follow if _has_loss_scale(state) else hidden
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(hidden.init, choose)
+
+
+def _has_loss_scale(state: Any) -> bool:
+    is_own = isinstance(state, PrecisionScheduleState)
+    return is_own and isinstance(state.inner_state, LossScaleState)
 
 
 def _misplaced(holder: Any) -> str:

@@ -20,14 +20,16 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
 from ampx.autocasting.float8 import Dots, Float8
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import autocast, make_settings
-from ampx.checking import as_bool, as_dtype, check_callable
+from ampx.checking import as_bool, as_dtype, as_number, check_callable
 from ampx.flat_buffers.flattening import on_tree
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.precision.policies import PathRule, Policy, cast_by_path, is_norm_path
@@ -122,7 +124,7 @@ class Recipe:
 
         return at_precision
 
-    def call(self, fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, fun: Callable[..., Any], /, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls `fun` with parameters cast for computing, and casts nothing else.
 
         It is for loss functions: casting a batch would round targets and token weights. Flax models
@@ -148,7 +150,7 @@ class Recipe:
         """
         return self._call(self.policy.cast_to_output, fun, params, *args, **kwargs)
 
-    def call_part(self, fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_part(self, fun: Callable[..., Any], /, params: Any, *args: Any, **kwargs: Any) -> Any:
         """`call` for a part of a model, such as a stage of a pipeline: it casts no results.
 
         What one part passes to the next is not an output of the model, so flax models in it return
@@ -175,6 +177,7 @@ class Recipe:
         self,
         cast_output: Callable[[Any], Any],
         fun: Callable[..., Any],
+        /,
         params: Any,
         *args: Any,
         **kwargs: Any,
@@ -278,6 +281,8 @@ def opt_level(
         master_weights = as_bool("master_weights", master_weights)
     if loss_scale is not _LEVEL_DEFAULT and not callable(loss_scale):
         parse_choice(loss_scale)
+        if isinstance(loss_scale, jax.Array | np.ndarray):  # a recipe can be hashed
+            loss_scale = as_number("loss_scale", loss_scale)
     _refuse_contradictions(level, keep_norm_float32, master_weights)
     # O1 is a matter of operations, so its policy is float32 and the half dtype goes to autocast.
     # The other levels are a matter of trees.

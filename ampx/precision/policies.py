@@ -113,7 +113,7 @@ def is_norm_path(path: str) -> bool:
     return any(_NORM_COMPONENT.search(name) for name in (owner, leaf))
 
 
-def norm_rule(model: Any, *args: Any, **kwargs: Any) -> PathRule:
+def norm_rule(model: Any, /, *args: Any, **kwargs: Any) -> PathRule:
     """Makes a rule that finds norm layers by their flax type, for models whose names do not tell.
 
     Args:

@@ -27,6 +27,7 @@ from ampx.checking import check_transformation
 from ampx.flat_buffers.flat_params import FlatParams, is_flat
 from ampx.overwritten import split_optimized
 from ampx.tree_checks import check_arrays, check_memory, check_opt_state
+from ampx.trees import without_marks
 
 Path = tuple[Any, ...]
 
@@ -86,7 +87,9 @@ def _merge(old: Any, fresh: Any, path: Path) -> Any:
         return fresh
     if is_flat(old) and is_flat(fresh) and old.layout != fresh.layout:
         return _merge_flat(old, fresh, path)
-    if type(old) is not type(fresh) and not (_is_array(old) and _is_array(fresh)):
+    if without_marks(type(old)) is not without_marks(type(fresh)) and not (
+        _is_array(old) and _is_array(fresh)
+    ):
         raise ValueError(
             f"opt_state{_name(path)} is {_describe(old)}, and that of tx {_describe(fresh)}: "
             "opt_state must come from tx, or from one that differs in groups and masks alone"

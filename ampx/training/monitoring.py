@@ -30,6 +30,7 @@ from ampx.drawing import format_scale
 from ampx.loss_scaling.state import GrowthIntervalState, LossScaleState, OptimizersState
 from ampx.precision.follow_schedule import PrecisionScheduleState
 from ampx.tree_checks import check_opt_state
+from ampx.trees import without_marks
 from ampx.updates.clipping import ClippedState
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def find_figures(opt_state: optax.OptState) -> dict[str, jax.Array]:
 
 def _figures(node: Any, path: Path) -> Iterator[tuple[Path, str, jax.Array]]:
     """Path, name and value of each figure, those of outer states first."""
-    for field in _FIGURES.get(type(node), ()):
+    for field in _FIGURES.get(without_marks(type(node)), ()):
         value, name = getattr(node, field), _LOGGED_AS.get(field, field)
         if isinstance(node, OptimizersState):
             # As if the optimizer's name stood in the place of the field that holds this state.
@@ -142,12 +143,12 @@ def _figures(node: Any, path: Path) -> Iterator[tuple[Path, str, jax.Array]]:
             yield where, name, jax.tree.leaves(figure)[0]  # flax nnx keeps it in a variable
 
     def has_figures(part: Any) -> bool:
-        return part is not node and type(part) in _FIGURES
+        return part is not node and without_marks(type(part)) in _FIGURES
 
     # The walk stops at the next states that have figures, and goes on inside each of them; without
     # `part is not node` it would stop at once, at the state that it has come from.
     for step, part in jax.tree_util.tree_leaves_with_path(node, is_leaf=has_figures):
-        if type(part) in _FIGURES:
+        if without_marks(type(part)) in _FIGURES:
             names = (jax.tree_util.keystr((key,), simple=True) for key in step)
             yield from _figures(part, (*path, *names))
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from ampx.loss_scaling.state import LossScaleState
-from ampx.trees import path_name
+from ampx.trees import path_name, without_marks
 from ampx.updates.guards import outline
 
 # Goes up whenever a class of state gains, loses or renames a field, or a field changes its meaning.
@@ -56,7 +56,9 @@ def state_format(state: Any) -> dict[str, Any]:
       (2, 'LossScaleState((ScaleByAdamState, EmptyState))', 'float32[2]')
     """
     leaves = _describe_leaves(_leaves_by_path(state))
-    return {"format": FORMAT, "optimizer": outline(_optimizer_of(state)), "leaves": leaves}
+    # Of a class and one that adds marks to it, each reads what the other has saved.
+    optimizer = outline(_optimizer_of(state), lambda kind: without_marks(kind).__name__)
+    return {"format": FORMAT, "optimizer": optimizer, "leaves": leaves}
 
 
 def check_state_format(saved: Mapping[str, Any], state: Any) -> None:

@@ -116,6 +116,13 @@ def measure_groups(
     return norms, sizes
 
 
+def _is_rate(path: Any, value: Any) -> bool:
+    # A field of a state, or among its hyperparameters. A parameter of this name is in the moments.
+    fields = [key for key in path[-2:] if isinstance(key, optax.tree_utils.NamedTupleKey)]
+    is_field = any(key.name in ("learning_rate", "hyperparams") for key in fields)
+    return is_field and isinstance(value, jax.Array)
+
+
 def find_learning_rate(
     given: Rate | tuple[tuple[str, Rate], ...] | None,
     step: jax.Array,
@@ -137,9 +144,7 @@ def find_learning_rate(
     if given is None:
         # inject_hyperparams stores the rate it has just used, beside the schedule's own state;
         # on a skip its state stands still.
-        found = optax.tree.get_all_with_path(
-            opt_state, "learning_rate", lambda _, value: isinstance(value, jax.Array)
-        )
+        found = optax.tree.get_all_with_path(opt_state, "learning_rate", _is_rate)
         if len(found) == 1:
             return found[0][1]
         named = find_figures(opt_state).items()

@@ -80,8 +80,9 @@ def place_beside(params: Any, state: Any) -> Any:
     everywhere = NamedSharding(meshes.pop(), PartitionSpec())
 
     def place(leaf: Any) -> Any:
-        is_free = isinstance(leaf, jax.Array) and not leaf.committed
-        return jax.device_put(leaf, everywhere) if is_free else leaf
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return leaf  # in a program that makes the state, its compiler places it
+        return leaf if leaf.committed else jax.device_put(leaf, everywhere)
 
     return jax.tree.map(place, state)
 

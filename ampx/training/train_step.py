@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -292,13 +293,19 @@ def _as_rates(learning_rate: Any) -> Any:
 
     `jax.jit` hashes a `TrainStep`, which is the function that it compiles.
     """
-    if not isinstance(learning_rate, Mapping) or not learning_rate:
-        if learning_rate is not None:
-            check_hyperparameter("learning_rate", learning_rate, may_be_schedule=True)
-        return learning_rate
-    for group, rate in learning_rate.items():
-        check_hyperparameter(f"learning_rate[{group!r}]", rate, may_be_schedule=True)
-    return tuple(learning_rate.items())
+    if learning_rate is None:
+        return None
+    if isinstance(learning_rate, Mapping) and learning_rate:
+        named = learning_rate.items()
+        return tuple((group, _as_rate(f"learning_rate[{group!r}]", rate)) for group, rate in named)
+    return _as_rate("learning_rate", learning_rate)
+
+
+def _as_rate(name: str, rate: Any) -> Any:
+    """A rate or schedule as it is, a number in an array as Python's."""
+    check_hyperparameter(name, rate, may_be_schedule=True)
+    is_known = isinstance(rate, jax.Array | np.ndarray) and not isinstance(rate, jax.core.Tracer)
+    return as_number(name, rate) if is_known else rate
 
 
 def _as_grouping(local_norm: Any) -> Callable[[str], str] | None:

@@ -8,7 +8,7 @@ attribute, or would broadcast one array to another and go on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -194,6 +194,8 @@ def check_made_by(
       ValueError: naming both.
     """
     found, wanted = outline(state), outline(due)
+    if found == wanted:  # of two libraries, perhaps, which call their states alike
+        found, wanted = (outline(tree, _name_with_library) for tree in (state, due))
     if found != wanted:
         held = found or "without any class"
         asked_for = wanted or "one without any class"
@@ -218,22 +220,25 @@ def check_made_by(
     ) from error
 
 
-def outline(node: Any) -> str:
+def _name_with_library(kind: type) -> str:
+    return f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+
+
+def outline(node: Any, name_of: Callable[[type], str] = lambda kind: kind.__name__) -> str:
     """The classes of an optimizer state, nested as in it, without arrays and parameters.
 
-    As in `LossScaleState((ScaleByAdamState, EmptyState))`. A class that only adds marks to another
-    goes by its name: a state may be read by either.
+    As in `LossScaleState((ScaleByAdamState, EmptyState))`.
     """
     if isinstance(node, tuple):
         # Of a plain tuple, as of a chain, each part has its place; of a class only what has parts.
-        parts = [outline(part) for part in node]
+        parts = [outline(part, name_of) for part in node]
         if hasattr(node, "_fields"):
             inside = ", ".join(part for part in parts if part)
-            name = next(kind for kind in type(node).__mro__ if "_fields" in vars(kind)).__name__
+            name = name_of(type(node))
             return f"{name}({inside})" if inside else name
         return f"({', '.join(part or '...' for part in parts)})" if parts else ""
     if isinstance(node, dict):  # groups of optax.partition
-        named = {key: outline(part) for key, part in node.items()}
+        named = {key: outline(part, name_of) for key, part in node.items()}
         inside = ", ".join(f"{key!r}: {part}" for key, part in named.items() if part)
         return f"{{{inside}}}" if inside else ""
     return ""

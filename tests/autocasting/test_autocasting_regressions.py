@@ -233,6 +233,32 @@ def test_marks_compile_nothing_anew(wrap):
     assert not compilations
 
 
+# Names that ampx gives to arguments of its own.
+KEYWORDS = dict(fun=jnp.sin, step=jnp.cos, model=2.0, call=3.0)
+FORWARDS = {
+    **{name: lambda f, x, wrap=wrap: wrap(f)(x, **KEYWORDS) for name, wrap in WRAPPERS.items()},
+    **{
+        f"{name} in autocast": lambda f, x, wrap=wrap: ampx.autocast(wrap(f))(x, **KEYWORDS)
+        for name, wrap in WRAPPERS.items()
+    },
+    "wrap": lambda f, x: ampx.opt_level("O2").wrap(f)(x, **KEYWORDS),
+    "call": lambda f, x: ampx.opt_level("O2").call(f, x, **KEYWORDS),
+    "call at O1": lambda f, x: ampx.opt_level("O1").call(f, x, **KEYWORDS),
+    "call_part": lambda f, x: ampx.opt_level("O2").call_part(f, x, **KEYWORDS),
+    "explain": lambda f, x: ampx.explain(f)(x, **KEYWORDS),
+    "lint_step": lambda f, x: ampx.lint_step(f)(x, **KEYWORDS),
+    "trace_overflow": lambda f, x: ampx.trace_overflow(f)(x, **KEYWORDS),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_keywords_of_a_function_may_have_any_name(name):
+    def called(x, fun, step, model, call):
+        return fun(x) + step(x) + model * call
+
+    FORWARDS[name](called, A)
+
+
 @pytest.mark.parametrize("wrap", [WRAPPERS[name] for name in ("float", "half", "promote")])
 def test_marks_give_back_what_is_not_an_array(wrap):
     g = wrap(lambda x: (x, x.shape[0], "name"))

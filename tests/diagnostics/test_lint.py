@@ -577,6 +577,12 @@ def test_what_to_do_about_float8_names_the_rule_and_the_size():
     assert "params[" in named[0] and "gelu" in named[1]
 
 
+def test_products_of_no_rows_are_no_size_to_fill():
+    loss = ampx.autocast(lambda w, x: jnp.sum(x @ w), dots="float8")
+    step = lambda w, x: (w - 0.1 * jax.grad(loss)(w, x), None)  # noqa: E731
+    assert lint_step(step)(jnp.ones((256, 256)), jnp.ones((0, 256))).ok
+
+
 def test_shares_of_products_are_those_counted_by_hand():
     def step(params, batch):
         def layer(x, w):  # 3 times 2 x 4 x 5 x 5 in bfloat16

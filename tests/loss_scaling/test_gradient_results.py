@@ -194,7 +194,7 @@ TAKE_GRADIENTS_ALONE = {
     "split_masters": lambda: ampx.fused.split_masters(SGD),
     "stochastic_rounding": lambda: ampx.fused.stochastic_rounding(SGD),
     "follow_schedule": lambda: ampx.follow_schedule(
-        SGD, ampx.precision_schedule("fast|step|0.5", total_steps=8)
+        SGD, ampx.precision_schedule("fast1|step|0.5", total_steps=8)
     ),
     "clip_by_bucket_norm": lambda: ampx.clip_by_bucket_norm(1.0),
     "fused": lambda: ampx.fused.sgd(0.1),

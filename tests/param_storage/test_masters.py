@@ -113,22 +113,26 @@ def test_steps_too_small_for_half_add_up_in_the_masters(dtype, small):
     assert state.master_params == 1.0 - 4 * small
 
 
-def test_inner_sees_float32_gradients_and_parameters_and_makes_float32_state():
+@pytest.mark.parametrize(
+    "wrap", [ampx.master_weights, ampx.fused.split_masters, ampx.fused.stochastic_rounding]
+)
+def test_inner_sees_float32_gradients_and_parameters_and_makes_float32_state(wrap):
     seen = []
 
     def record(updates, params):
         seen.extend(types_of((updates, params)))
         return updates
 
-    params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
-    tx = ampx.master_weights(optax.chain(optax.stateless(record), optax.adam(0.1)))
+    half = {name: jnp.ones(2, name) for name in HALVES}
+    params = {**half, "norm": jnp.ones(2)}
+    tx = wrap(optax.chain(optax.stateless(record), optax.adam(0.1)))
     state = tx.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
     updates, new_state = tx.update(grads, state, params)
     float32 = ((2,), jnp.float32, False)
-    assert seen == [{"w": float32, "norm": float32}] * 2
+    assert seen == [dict.fromkeys(params, float32)] * 2
     assert types_of(new_state) == types_of(state)
-    assert types_of(updates) == {"w": float32, "norm": float32}
+    assert types_of(updates) == dict.fromkeys(params, float32)
 
 
 def test_starting_from_float32_weights_keeps_what_half_loses():

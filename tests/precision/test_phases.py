@@ -326,6 +326,47 @@ def test_a_scale_that_stands_still_in_float32_is_not_at_its_floor_or_ceiling():
     ampx.raise_if_exhausted(state)
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
+def test_several_losses_and_several_optimizers_switch_together(jit):
+    """Each loss parks the scale of its own, and optimizers may take turns."""
+    schedule = ampx.precision_schedule("fast|step|0.5", total_steps=6)
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    sgd = optax.sgd(0.25)
+    losses = ampx.follow_schedule(dynamic(sgd, init_scale=8.0, num_losses=2), schedule)
+    turns = ampx.follow_schedule(dynamic({"a": sgd, "b": sgd}, init_scale=8.0), schedule)
+    of_losses = jax.jit(losses.update) if jit else losses.update
+    of_turns = jax.jit(turns.update) if jit else turns.update
+    state, other = losses.init(params), turns.init(params)
+    bad = {**params, "a": jnp.full(2, jnp.inf)}
+    for scale, grads in (((8, 8), bad), ((8, 4), params), ((8, 4), params), ((1, 1), params)):
+        np.testing.assert_array_equal(state.inner_state.loss_scale, scale)
+        updates, state = of_losses((params, grads), state, params)
+        given = {name: grads[name] for name in (["a"] if grads is bad else ["a", "b"])}
+        own, other = of_turns(given, other, params)
+        assert bool(ampx.is_skipped(state)) == bool(ampx.is_skipped(other)) == (grads is bad)
+        assert not np.any(own["b"]) == (grads is bad)
+    np.testing.assert_allclose(updates["a"], -0.5)
+    np.testing.assert_array_equal(state.parked_scale, (16, 4))
+    assert float(other.parked_scale) == 4
+
+
+def test_a_whole_result_is_taken_as_by_the_loss_scale_inside():
+    schedule = ampx.precision_schedule("fast|loss|1.5", final_loss=2.0)
+    tx = ampx.follow_schedule(dynamic(optax.sgd(0.1), init_scale=8.0), schedule)
+    grads_of = ampx.value_and_grad(lambda p, x: jnp.sum(p * x.astype(p.dtype)), policy=schedule)
+    params, phases = jnp.ones(2), []
+    state = tx.init(params)
+    for x in (2.0, 1.0, 1.0):
+        scale, phase = ampx.current_loss_scale(state), ampx.precision_phase(state)
+        result = grads_of(params, x * jnp.ones(2), phase=phase, loss_scale=scale)
+        whole = tx.update(result, state, params)
+        parts = tx.update(result.grads, state, params, value=result.loss, weight=result.weight)
+        jax.tree.map(np.testing.assert_array_equal, whole, parts)
+        state = whole[1]
+        phases.append(int(ampx.precision_phase(state)))
+    assert phases == [0, 1, 1]
+
+
 def test_a_loss_scale_that_no_phase_uses_is_refused():
     bfloat16 = ampx.precision_schedule("fast1|step", total_steps=9)
     for choice in ("dynamic", 512.0, dynamic):

@@ -13,6 +13,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
+from helpers import make_mesh
+from jax.sharding import NamedSharding, PartitionSpec
 
 import ampx
 from ampx.training import train_states
@@ -210,6 +212,26 @@ def test_init_copies_so_that_donation_keeps_the_parameters():
     step = ampx.train_step(lambda p, b, key: jnp.sum(p["w"] * b), optax.sgd(0.1))
     jax.jit(step, donate_argnums=0)(step.init(params, key=key), jnp.ones(3))
     assert params["w"].sum() == 3 and jax.random.key_data(key) is not None
+
+
+@pytest.mark.parametrize("how", ["plain", "jit", "eval_shape"])
+def test_a_first_state_lies_on_the_mesh_of_its_parameters(how):
+    """Made outside of jit and inside, the parameters an argument or not."""
+    mesh = make_mesh((2,), ("data",))
+    params = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("data")))
+    tx = ampx.dynamic_loss_scale(optax.adam(0.1))
+    step = ampx.train_step(lambda p, x: jnp.sum(p * x), tx)
+
+    def make():
+        return step.init(params, key=jax.random.key(0))
+
+    if how == "plain":
+        state = make()
+        assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(state))
+    elif how == "jit":
+        chex.assert_trees_all_equal(jax.jit(make)(), make())
+    else:
+        chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(make), make())
 
 
 def test_a_key_for_one_step_leaves_the_states_own():

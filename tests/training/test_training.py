@@ -239,6 +239,28 @@ def quadratic(params, batch):
 ONES = jnp.ones(4)
 
 
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray, np.float32])
+def test_numbers_may_be_those_of_any_library(kind):
+    """A step can be hashed, as `jax.jit` does with what it compiles."""
+    settings = [
+        dict(learning_rate=kind(0.5)),
+        dict(learning_rate={"a": kind(0.5), "b": 0.5}),
+        dict(loss_scale=kind(128), max_grad_norm=kind(1.0)),
+        dict(policy=ampx.opt_level("O0", loss_scale=kind(128))),
+    ]
+    for setting in settings:
+        hash(ampx.train_step(quadratic, optax.sgd(0.5), **setting))
+
+
+@pytest.mark.parametrize("inject", [False, True])
+def test_a_parameter_may_be_called_learning_rate(inject):
+    sgd = functools.partial(optax.sgd, momentum=0.9)
+    tx = optax.inject_hyperparams(sgd)(0.5) if inject else sgd(0.5)
+    step = ampx.train_step(lambda params, x: jnp.sum(params["learning_rate"] * x), tx)
+    _, report = step(step.init({"learning_rate": jnp.ones(4)}), ONES)
+    assert report.learning_rate == (0.5 if inject else None)
+
+
 @pytest.mark.slow_but("None-None", "1.0-dynamic")
 @pytest.mark.parametrize("loss_scale", [None, "dynamic", 128])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
