@@ -27,7 +27,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ampx.checking import check_hyperparameter
-from ampx.mesh_axes import count_devices, divide_sum, mark_varying
+from ampx.mesh_axes import (
+    count_devices,
+    divide_sum,
+    mark_varying,
+    untracked_axes,
+    varying_axes,
+)
 from ampx.trees import is_floating, wider_dtype
 
 Normalize = Literal["mean", "sum", "weights"]
@@ -147,9 +153,11 @@ def normalize_sums(
       Loss and weight (float32 scalars, the same on all devices), gradients of this device, and
       auxiliary output, in the order (loss, gradients, weight, auxiliary output).
     """
-    number = losses.size * count_devices(axes)
-    totals = (jnp.sum(losses), jnp.sum(weights) if normalize == "weights" else None)
-    loss, weight = jax.lax.psum(mark_varying(totals, axes), axes)
+    own_axes = _axes_to_sum(losses, normalize, axes)
+    number = losses.size * count_devices(own_axes)
+    loss = jax.lax.psum(mark_varying(jnp.sum(losses), own_axes), own_axes)
+    weight = jnp.sum(weights) if normalize == "weights" else None
+    weight = jax.lax.psum(mark_varying(weight, own_axes), own_axes)
     if weight is None:
         # Known while tracing: XLA may turn a division by a constant into a product, and products
         # are what it fuses and recomputes.
@@ -176,6 +184,30 @@ def normalize_sums(
         with jax.named_scope("ampx.share") if axes else contextlib.nullcontext():
             grads = jax.tree.map(divide, grads)
     return loss, grads, weight, aux
+
+
+def _axes_to_sum(losses: jax.Array, normalize: Normalize, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The mapped axes over which the losses of devices are still to be summed.
+
+    Many programs average inside of the loss, by `lax.pmean`, and types tell it. Then each device
+    has the loss of all: its gradient is this device's part of the exact one, as it is to be. Under
+    `check_vma=False` nothing tells it, and JAX sums what the devices differentiate: the mean over
+    devices divides that sum.
+
+    Raises:
+      ValueError: for losses that are not to be averaged. Of a weight that is the same on all devices
+        nobody knows whether it is that of one device or of all, and a sum of means is neither.
+    """
+    found = {*untracked_axes(axes), *varying_axes(losses)}
+    own_axes = tuple(axis for axis in axes if axis in found)
+    if own_axes != axes and normalize != "mean":
+        summed = [axis for axis in axes if axis not in own_axes]
+        raise ValueError(
+            f"the loss is the same on all devices along {summed}, over which normalize="
+            f"{normalize!r} sums: leave the psum or pmean out of loss_fn, and return the sum of the "
+            "rows of this device"
+        )
+    return own_axes
 
 
 def choose_aux_reductions(reduction: Any, auxes: Any, rows_each: int | None) -> Any:

@@ -4,6 +4,7 @@ import functools
 import re
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -434,6 +435,48 @@ def test_plain_sum_over_devices_is_exact(
     chex.assert_trees_all_close((loss, grads), expected, rtol=1e-5, atol=1e-6)
     tokens = data(rows=32)[1]["w"].sum()
     assert weight == (tokens if normalize == "weights" else devices * num_microbatches)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("averaged", [("data",), ("data", "fsdp")], ids=["one axis", "both"])
+def test_a_loss_that_is_averaged_over_devices_already_gives_the_same(averaged, check_vma):
+    """As in programs for `pmap`: `lax.pmean` stands inside of the loss."""
+    params, batch = data(rows=32)
+    mesh = helpers.make_mesh((2, 4), ("data", "fsdp"))
+
+    def averaged_loss(params, batch):
+        return jax.lax.pmean(LOSSES["mean"](params, batch), averaged)
+
+    def local(params, batch):
+        grads_of = [
+            ampx.value_and_grad(loss_fn, num_microbatches=2, axis_name=mesh.axis_names)
+            for loss_fn in (LOSSES["mean"], averaged_loss)
+        ]
+        results = [g(params, batch) for g in grads_of]
+        return [(r.loss, jax.lax.psum(r.grads, mesh.axis_names)) for r in results]
+
+    everywhere = P(mesh.axis_names)
+    settings = dict(mesh=mesh, in_specs=(P(), everywhere), out_specs=P(), check_vma=check_vma)
+    plain, found = jax.jit(jax.shard_map(local, **settings))(params, batch)
+    expected = jax.value_and_grad(functools.partial(whole_loss, "mean"))(*data(rows=32))
+    for each in (plain, found):
+        chex.assert_trees_all_close(each, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", ["sum", "weights"])
+def test_sums_over_devices_inside_of_a_loss_are_refused(normalize):
+    def summed(params, batch):
+        return jax.lax.psum(LOSSES[normalize](params, batch), "data")
+
+    grads_of = ampx.value_and_grad(summed, normalize=normalize, axis_name="data")
+    mapped = jax.shard_map(
+        lambda params, batch: grads_of(params, batch).loss,
+        mesh=make_mesh(4),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match=f"same on all .*'data'.*normalize='{normalize}'.* leave"):
+        mapped(*data(rows=8))
 
 
 def test_devices_get_different_keys_and_reduce_auxiliaries():

@@ -329,7 +329,7 @@ def test_the_state_tells_the_bytes_of_the_buckets(options, name, chunks, itemsiz
     sent = reduced(tx, trees, shape, names, part=1)
     sizes = [b.size * (itemsize or b.dtype.itemsize) for b in layout.buckets]
     assert len(sizes) > 1
-    assert_bit_equal(sent, ampx.ReductionState(np.int32(len(sizes)), np.float32(sum(sizes))))
+    assert [*sent] == [len(sizes), sum(sizes)]
 
 
 @pytest.mark.parametrize(
