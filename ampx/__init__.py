@@ -22,8 +22,9 @@ from ampx.data_parallel.backward_reduction import reduce_in_backward
 from ampx.data_parallel.bucket_clipping import clip_by_bucket_norm
 from ampx.data_parallel.forward_order import forward_order
 from ampx.data_parallel.gradient_shards import GradientShard
-from ampx.data_parallel.reduction import ReductionState
-from ampx.data_parallel.zero1 import Zero1State, zero1, zero1_specs
+from ampx.data_parallel.reduction_states import ReductionState
+from ampx.data_parallel.zero1 import Zero1State, zero1
+from ampx.data_parallel.zero1_specs import zero1_specs
 from ampx.diagnostics.bucket_timelines import BucketTimeline, bucket_timeline
 from ampx.diagnostics.float8_shares import Float8Row, Float8Shares
 from ampx.diagnostics.lint import LintReport, lint_step

@@ -195,8 +195,8 @@ def _axes_to_sum(losses: jax.Array, normalize: Normalize, axes: tuple[str, ...])
     devices divides that sum.
 
     Raises:
-      ValueError: for losses that are not to be averaged. Of a weight that is the same on all devices
-        nobody knows whether it is that of one device or of all, and a sum of means is neither.
+      ValueError: for losses that are not to be averaged. Of a weight that is the same on all
+        devices nobody knows whether it is that of one or of all, and a sum of means is neither.
     """
     found = {*untracked_axes(axes), *varying_axes(losses)}
     own_axes = tuple(axis for axis in axes if axis in found)
@@ -204,8 +204,8 @@ def _axes_to_sum(losses: jax.Array, normalize: Normalize, axes: tuple[str, ...])
         summed = [axis for axis in axes if axis not in own_axes]
         raise ValueError(
             f"the loss is the same on all devices along {summed}, over which normalize="
-            f"{normalize!r} sums: leave the psum or pmean out of loss_fn, and return the sum of the "
-            "rows of this device"
+            f"{normalize!r} sums: leave the psum or pmean out of loss_fn, and return the sum of "
+            "the rows of this device"
         )
     return own_axes
 

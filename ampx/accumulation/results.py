@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ampx.data_parallel.reduction import ReductionState
+from ampx.data_parallel.reduction_states import ReductionState
 from ampx.summaries import show_fields
 
 

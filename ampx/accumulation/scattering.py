@@ -17,7 +17,8 @@ import dataclasses
 from typing import Any
 
 from ampx.checking import as_bool
-from ampx.data_parallel.reduction import Reduction, ReductionState, make_reduction
+from ampx.data_parallel.reduction import Reduction, make_reduction
+from ampx.data_parallel.reduction_states import ReductionState
 from ampx.data_parallel.shard_exchange import ShardExchange
 from ampx.model_axes import ModelAxes, as_model_axes, axes_of_leaves
 from ampx.overwritten import split_optimized, split_overwritten

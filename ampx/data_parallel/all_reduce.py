@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ampx.data_parallel.reduction import Op, ReductionState, make_reduction
+from ampx.data_parallel.reduction import Op, make_reduction
+from ampx.data_parallel.reduction_states import ReductionState
 from ampx.model_axes import as_model_axes, find_own_axes
 from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import check_arrays, refuse_shards

@@ -22,14 +22,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from ampx.mesh_axes import axes_of_entry, count_devices, mark_varying
+from ampx.trees import path_name
 
 Entries = tuple[tuple[str, ...], ...]
 
@@ -189,3 +191,26 @@ def convert(value: Any, held: Layout, wanted: Layout) -> Any:
             had = ()
         left.append(had)
     return cut(value, Layout(tuple(left)), wanted)
+
+
+def match_parameters(
+    params: Any, layouts: Sequence[Layout]
+) -> Callable[[Any, Sequence[int]], Layout]:
+    """Makes a function from the path and the shape of a leaf of an optimizer state to its layout.
+
+    It is that of the parameter which the leaf belongs to. A leaf at `0/mu/dense/kernel` belongs to
+    the parameter `dense/kernel`, whose path ends its own, if it has the same shape. Others, such as
+    counts or factored moments of another shape, are whole on every device.
+    """
+    known: dict[tuple[str, tuple[int, ...]], Layout] = {}
+    with_paths = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), layout in zip(with_paths, layouts, strict=True):
+        known.setdefault((path_name(path), tuple(jnp.shape(leaf))), layout)
+
+    def layout_of(path: Any, shape: Sequence[int]) -> Layout:
+        # The longest path first: "a/w" is more of a name than "w".
+        names = (path_name(path[i:]) for i in range(len(path) + 1))
+        found = (known.get((name, tuple(shape))) for name in names)
+        return next((layout for layout in found if layout is not None), WHOLE)
+
+    return layout_of

@@ -30,8 +30,10 @@ number of all elements.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -40,22 +42,31 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.checking import check_transformation
-from ampx.data_parallel.reduction import (
-    Op,
-    ReductionState,
-    make_reduction,
-)
+from ampx.data_parallel.reduction import Op, make_reduction
+from ampx.data_parallel.reduction_states import ReductionState
 from ampx.data_parallel.shard_exchange import ShardExchange
-from ampx.data_parallel.shard_layouts import WHOLE, Layout, layout_of_spec
+from ampx.data_parallel.shard_layouts import WHOLE, Layout, layout_of_spec, match_parameters
 from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
-from ampx.mesh_axes import as_axes, check_axes_of_mesh, count_devices, varying_axes
+from ampx.mesh_axes import count_devices, varying_axes
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
-from ampx.overwritten import axes_of_optimized, split_optimized
 from ampx.summaries import show_fields
-from ampx.tree_checks import check_arrays
-from ampx.trees import find_nodes, path_name
+from ampx.trees import path_name
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_made_by, check_update, guard
+
+# The axes of all that are initialized while `record_axes` asks: a state does not tell them.
+_recorded_axes: ContextVar[list[tuple[str, ...]] | None] = ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def record_axes() -> Iterator[list[tuple[str, ...]]]:
+    """Fills a list with the axes of each `zero1` whose `init` runs inside."""
+    found: list[tuple[str, ...]] = []
+    token = _recorded_axes.set(found)
+    try:
+        yield found
+    finally:
+        _recorded_axes.reset(token)
 
 
 class Zero1State(NamedTuple):
@@ -183,6 +194,8 @@ def zero1(
 
     # Whole shapes: `jax.jit(tx.init, out_shardings=...)` divides them as `zero1_specs` says.
     def init(params: optax.Params) -> Zero1State:
+        if (recorded := _recorded_axes.get()) is not None:
+            recorded.append(axes)
         return Zero1State(reduction.state(), inner.init(params), jnp.zeros((), jnp.float32))
 
     def update(
@@ -218,7 +231,7 @@ def zero1(
         whole_state = jax.eval_shape(inner.init, whole_params)
         maker = "init(params) of the same transformation"
         check_made_by("ampx.zero1", maker, whole_state, state.inner_state, shapes=False)
-        layout_of = _match_parameters(whole_params, layouts)
+        layout_of = match_parameters(whole_params, layouts)
         with_paths = jax.tree_util.tree_leaves_with_path(whole_state)
         state_layouts = [layout_of(path, leaf.shape) for path, leaf in with_paths]
         _check_state(state.inner_state, whole_state, state_layouts, sizes)
@@ -300,29 +313,6 @@ def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list
     return layouts
 
 
-def _match_parameters(
-    params: Any, layouts: Sequence[Layout]
-) -> Callable[[Any, Sequence[int]], Layout]:
-    """Makes a function from the path and the shape of a leaf of an optimizer state to its layout.
-
-    It is that of the parameter which the leaf belongs to. A leaf at `0/mu/dense/kernel` belongs to
-    the parameter `dense/kernel`, whose path ends its own, if it has the same shape. Others, such as
-    counts or factored moments of another shape, are whole on every device.
-    """
-    known: dict[tuple[str, tuple[int, ...]], Layout] = {}
-    with_paths = jax.tree_util.tree_leaves_with_path(params)
-    for (path, leaf), layout in zip(with_paths, layouts, strict=True):
-        known.setdefault((path_name(path), tuple(jnp.shape(leaf))), layout)
-
-    def layout_of(path: Any, shape: Sequence[int]) -> Layout:
-        # The longest path first: "a/w" is more of a name than "w".
-        names = (path_name(path[i:]) for i in range(len(path) + 1))
-        found = (known.get((name, tuple(shape))) for name in names)
-        return next((layout for layout in found if layout is not None), WHOLE)
-
-    return layout_of
-
-
 def _check_state(
     state: Any, whole: Any, layouts: Sequence[Layout], sizes: Mapping[str, int]
 ) -> None:
@@ -338,105 +328,3 @@ def _check_state(
                 "ampx.zero1_specs(tx, params, mesh) for the state, in and out. Where parameters "
                 "are divided over further axes, it and zero1 need their specs as model_axes"
             )
-
-
-def zero1_specs(
-    tx: optax.GradientTransformation,
-    params: Any,
-    mesh: Any,
-    axis_name: str | Sequence[str] = "data",
-    *,
-    model_axes: Any = None,
-) -> Any:
-    """The partition specs of an optimizer state that holds an `ampx.zero1`.
-
-    Args:
-      tx: the whole transformation, whatever is around `zero1` in it.
-      params: parameters, or their shapes and dtypes.
-      mesh: the mesh of the step.
-      axis_name: the axes that `zero1` was given.
-      model_axes: `PartitionSpec`s of the parameters if they are divided over further axes, as a
-        tree prefix of them: what in_specs of `shard_map` has for the parameters.
-
-    Returns:
-      A tree like `tx.init(params)` of `PartitionSpec`: for the in_specs and out_specs of
-      `shard_map`, and with the mesh for the shardings of `jax.jit(tx.init, out_shardings=...)`.
-
-    Raises:
-      TypeError: if `tx` is not a gradient transformation or `mesh` no mesh.
-      ValueError: if there is no `zero1` in `tx`, the mesh has no such axis, or `model_axes` does
-        not tell how a parameter is divided.
-
-    Examples:
-      >>> import ampx, jax, jax.numpy as jnp, optax
-      >>> auto = (jax.sharding.AxisType.Auto,)
-      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)
-      >>> specs = ampx.zero1_specs(ampx.zero1(optax.adam(0.1), "data"), jnp.ones((4, 8)), mesh)
-      >>> tuple(specs.inner_state[0].mu), tuple(specs.inner_state[0].count)
-      ((None, 'data'), ())
-      >>> mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=auto * 2)
-      >>> tx = ampx.zero1(optax.adam(0.1), "data")
-      >>> specs = ampx.zero1_specs(tx, jnp.ones((4, 8)), mesh, model_axes=jax.P("model"))
-      >>> tuple(specs.inner_state[0].mu)
-      ('model', 'data')
-    """
-    check_transformation("tx", tx)
-    axes, setting = as_axes(axis_name), as_model_axes(model_axes)
-    check_axes_of_mesh("axis_name", axes, mesh)
-    check_axes_of_mesh("model_axes", setting.names, mesh)
-    check_arrays("params", params, may_be_shapes=True)
-    setting = axes_of_optimized(setting, params)
-    params = split_optimized(params)[0]
-    state = jax.eval_shape(tx.init, params)
-    if not find_nodes(state, Zero1State):
-        raise ValueError("there is no ampx.zero1 in this transformation: its state is not divided")
-    model_layouts = [
-        _layout_on_mesh(path_name(path), jnp.shape(leaf), setting, mesh.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    ]
-    layouts = [
-        layout.divided_further(jnp.shape(leaf), axes, mesh.shape)
-        for leaf, layout in zip(jax.tree.leaves(params), model_layouts, strict=True)
-    ]
-    of_shard, of_part = (_match_parameters(params, each) for each in (layouts, model_layouts))
-
-    def specs_of(path: Any, node: Any) -> Any:
-        if not isinstance(node, Zero1State):  # around zero1: loss scales, counts, sums of gradients
-            return of_part(path, node.shape).spec
-        inner = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: of_shard(path, leaf.shape).spec, node.inner_state
-        )
-        everywhere: Any = WHOLE.spec
-        reduction = jax.tree.map(lambda _: everywhere, node.reduction)
-        return Zero1State(reduction, inner, everywhere)
-
-    return jax.tree_util.tree_map_with_path(
-        specs_of, state, is_leaf=lambda node: isinstance(node, Zero1State)
-    )
-
-
-def _layout_on_mesh(
-    name: str,
-    shape: Sequence[int],
-    setting: ModelAxes,
-    sizes: Mapping[str, int],
-) -> Layout:
-    """How a whole parameter is divided over the axes of the setting.
-
-    Raises:
-      ValueError: if that is not known, or cannot be.
-    """
-    spec, of_leaf = setting.spec_of_path(name), setting.of_path(name)
-    if of_leaf and spec is None:
-        raise ValueError(
-            f"model_axes names {of_leaf} for the parameter at {name or 'the root'} and not which "
-            "axis of the array they divide: give zero1_specs a tree of PartitionSpecs, those that "
-            "in_specs of shard_map has for the parameters"
-        )
-    layout = layout_of_spec(spec, of_leaf, len(shape))
-    if layout.whole_shape(layout.part_shape(shape, sizes), sizes) != tuple(shape):
-        raise ValueError(
-            f"model_axes divides the parameter at {name or 'the root'} as {spec}, and its shape "
-            f"{tuple(shape)} cannot be divided so on a mesh of {dict(sizes)}"
-        )
-    return layout

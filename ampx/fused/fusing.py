@@ -70,8 +70,7 @@ def fuse(
     Returns:
       A transformation with the state of `tx`, leaf by leaf and path by path, so checkpoints go both
       ways. Where rules can be derived, one of its classes is a marked one of the same fields: to go
-      on with the state of `tx`, write
-      `jax.tree.unflatten(jax.tree.structure(fuse(tx).init(params)), jax.tree.leaves(state))`.
+      on with the state of `tx`, use `ampx.extend_state(fuse(tx), state, params)`.
 
     Raises:
       TypeError: if `tx` is no transformation.

@@ -389,6 +389,5 @@ def find_own_part(state: Any) -> int:
             return place
     raise TypeError(
         f"got a state of {type(state).__name__} that no optimizer of ampx.fused has made: to go on "
-        "from a state of optax, use "
-        "jax.tree.unflatten(jax.tree.structure(tx.init(params)), jax.tree.leaves(state))"
+        "from a state of optax, use ampx.extend_state(tx, opt_state, params)"
     )

@@ -240,11 +240,15 @@ def static_loss_scale(
             "check=False is for one optimizer and one loss: where nothing is skipped, put several "
             "optimizers into optax.partition, and add up losses, which have the same scale"
         )
-    if saturation_dtype is not None:
-        raise ValueError(
-            f"saturation_dtype={saturation_dtype!r} says which gradients are bad, and check=False "
-            "that nobody looks: leave one of them out"
-        )
+    for name, value, off in (
+        ("saturation_dtype", saturation_dtype, None),
+        ("nonfinite_loss", nonfinite_loss, "count"),
+    ):
+        if value != off:
+            raise ValueError(
+                f"{name}={value!r} says which steps are bad, and check=False that nobody looks: "
+                "leave one of them out"
+            )
     return accept_results(hide_new_values(_trust_gradients(scaled), model_axes), scale)
 
 

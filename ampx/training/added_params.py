@@ -1,4 +1,4 @@
-"""Optimizer states for a model that has changed: parameters added, thawed, or frozen.
+"""Optimizer states for a model or an optimizer that has changed: parameters added, wrappers put on.
 
 torch adds parameters to a running optimizer by `add_param_group`. An optax state mirrors the
 parameters it was made for, so for others it has to be made anew. What the old state knows is then
@@ -12,7 +12,12 @@ carried over, place by place:
     mu["stem"]     moments         mu["stem"]       MaskedNode       MaskedNode      frozen
 
 A place is a path: the names and numbers that lead to a leaf. It stands for the same parameter in
-both if its names do, whatever wrappers are around.
+both if its names do. A wrapper that is around one of the two optimizers alone, such as a loss scale
+that is switched on during training, is looked through: its state has that of another inside.
+
+    LossScaleState                                                  new
+        ClippedState                  ClippedState                  kept
+            (ScaleByAdamState, ...)       (ScaleByAdamState, ...)   kept
 """
 
 from __future__ import annotations
@@ -35,7 +40,10 @@ Path = tuple[Any, ...]
 def extend_state(
     tx: optax.GradientTransformation, opt_state: optax.OptState, params: optax.Params
 ) -> optax.OptState:
-    """The state of a running optimizer for other parameters: added, thawed, frozen or removed ones.
+    """The state of a running optimizer for other parameters, or inside of other wrappers.
+
+    Parameters may be added, thawed, frozen or removed. A loss scale, a clip, master weights,
+    `multi_steps`, `zero1` or a precision schedule may be switched on or off.
 
     Parameters that `opt_state` knows keep their moments, master copies and sums. Those that it does
     not know start as `tx.init` starts them. What belongs to no parameter goes on: counts,
@@ -48,7 +56,9 @@ def extend_state(
 
     Args:
       tx: the transformation to go on with. It is the one that made `opt_state`, or differs from it
-        in its groups and masks alone, such as the labels of `optax.partition`.
+        in its groups and masks, such as the labels of `optax.partition`, and in its wrappers: what
+        has the state of another transformation in a field `inner_state`. A wrapper that is new
+        starts as it does at first; what one knew that is gone is lost.
       opt_state: the state so far.
       params: all parameters to go on with, old and new. `ampx.fused.FlatParams` may have grown:
         flatten the new tree with the same options.
@@ -59,8 +69,8 @@ def extend_state(
     Raises:
       TypeError: if `tx` is not a gradient transformation, `opt_state` no optimizer state, or a
         leaf of `params` no array.
-      ValueError: if another transformation made `opt_state`, or a parameter has changed its shape
-        or dtype.
+      ValueError: if another transformation made `opt_state`, if a wrapper that is gone holds the
+        sums of an unfinished window of steps, or if a parameter has changed its shape or dtype.
 
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
@@ -85,15 +95,10 @@ def _merge(old: Any, fresh: Any, path: Path) -> Any:
     """`fresh`, with all that `old` has at the same places."""
     if _is_nothing(old) or _is_nothing(fresh):
         return fresh
-    if is_flat(old) and is_flat(fresh) and old.layout != fresh.layout:
+    if (is_flat(old) or is_flat(fresh)) and _layout_of(old) != _layout_of(fresh):
         return _merge_flat(old, fresh, path)
-    if without_marks(type(old)) is not without_marks(type(fresh)) and not (
-        _is_array(old) and _is_array(fresh)
-    ):
-        raise ValueError(
-            f"opt_state{_name(path)} is {_describe(old)}, and that of tx {_describe(fresh)}: "
-            "opt_state must come from tx, or from one that differs in groups and masks alone"
-        )
+    if _class_of(old) is not _class_of(fresh) and not (_is_array(old) and _is_array(fresh)):
+        return _merge_wrapped(old, fresh, path)
     if _is_array(fresh):
         return _keep(old, fresh, path)
     new_children, structure = _flatten_once(fresh)
@@ -115,15 +120,73 @@ def _merge(old: Any, fresh: Any, path: Path) -> Any:
     )
 
 
-def _merge_flat(old: FlatParams, fresh: FlatParams, path: Path) -> FlatParams:
-    """The same for flat buffers of which parameters lie in other places now."""
-    if not all(map(_is_array, (*old.buffers, *fresh.buffers))):
+def _merge_wrapped(old: Any, fresh: Any, path: Path) -> Any:
+    """The same for states of different classes: what is around one of them is looked through."""
+    inside_old, inside_fresh = _classes_inside(old), _classes_inside(fresh)
+    looks_into_fresh = _class_of(old) in inside_fresh or not inside_old
+    if inside_fresh and looks_into_fresh:
+        name = _inner_field(fresh)
+        merged = _merge(old, getattr(fresh, name), (*path, jax.tree_util.GetAttrKey(name)))
+        return fresh._replace(**{name: merged})
+    if inside_old:
+        _check_window(old, path)
+        inner = getattr(old, _inner_field(old))
+        # Of two wrappers of which neither is inside of the other, one stands in the other's place.
+        is_swap = inside_fresh and _class_of(fresh) not in inside_old
+        return _merge_wrapped(inner, fresh, path) if is_swap else _merge(inner, fresh, path)
+    raise ValueError(
+        f"opt_state{_name(path)} is {_describe(old)}, and that of tx {_describe(fresh)}: "
+        "opt_state must come from tx, or from one that differs in groups, masks and wrappers alone"
+    )
+
+
+def _layout_of(node: Any) -> Any:
+    return node.layout if is_flat(node) else None
+
+
+def _class_of(node: Any) -> type:
+    return without_marks(type(node))
+
+
+def _inner_field(node: Any) -> str | None:
+    """The field of a wrapper's state that holds the state of what is inside; None of another."""
+    fields = getattr(node, "_fields", ())
+    # The second is that of `optax.MultiSteps`.
+    return next((name for name in ("inner_state", "inner_opt_state") if name in fields), None)
+
+
+def _classes_inside(node: Any) -> list[type]:
+    """The classes of the states inside of a wrapper, outermost first; none of another state."""
+    found = []
+    while name := _inner_field(node):
+        node = getattr(node, name)
+        found.append(_class_of(node))
+    return found
+
+
+def _check_window(node: Any, path: Path) -> None:
+    """Refuses to leave the sums of an unfinished window behind, where they are known."""
+    steps = getattr(node, "micro_step", getattr(node, "mini_step", 0))
+    if not isinstance(steps, jax.core.Tracer | jax.ShapeDtypeStruct) and int(steps) > 0:
+        raise ValueError(
+            f"opt_state{_name(path)} holds the sum of {int(steps)} gradients of a window that is "
+            "not full, and tx has no place for it: change the optimizer after a full window"
+        )
+
+
+def _merge_flat(old: Any, fresh: Any, path: Path) -> Any:
+    """The same where parameters lie in other places of flat buffers now, or did not lie in any."""
+    flat = [tree for tree in (old, fresh) if is_flat(tree)]
+    if not all(_is_array(buffer) for tree in flat for buffer in tree.buffers):
         raise ValueError(
             f"opt_state{_name(path)} has flat buffers that do not hold plain arrays, such as "
             "moments of 8 bits or the buffers of a masked group: their layout cannot change. Train "
             "added parameters in a group of their own, or as a tree"
         )
-    tree = _merge(old.tree(), fresh.tree(), path)
+    old, new = (tree.tree() if is_flat(tree) else tree for tree in (old, fresh))
+    tree = _merge(old, new, path)
+    if not is_flat(fresh):
+        return tree
     leaves, buckets = jax.tree.leaves(tree), fresh.layout.buckets
     return FlatParams(
         tuple(bucket.join([leaves[i] for i in bucket.leaves]) for bucket in buckets), fresh.layout
@@ -149,8 +212,10 @@ def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _is_nothing(node: Any) -> bool:
-    # What optax puts in the place of a parameter that is not in a group.
-    return node is None or isinstance(node, optax.MaskedNode)
+    # What optax puts in the place of a parameter that is not in a group, and what a state of ampx
+    # has in the place of a part that its settings do not need.
+    is_left_out = type(node) is tuple and not node
+    return node is None or is_left_out or isinstance(node, optax.MaskedNode)
 
 
 def _is_array(node: Any) -> bool:

@@ -24,7 +24,7 @@ import optax
 
 from ampx.accumulation.multi_steps import MultiStepsState
 from ampx.checking import as_bool, as_positive_int, check_word
-from ampx.data_parallel.reduction import ReductionState
+from ampx.data_parallel.reduction_states import ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.drawing import format_scale
 from ampx.loss_scaling.state import GrowthIntervalState, LossScaleState, OptimizersState

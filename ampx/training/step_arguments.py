@@ -69,6 +69,13 @@ _SETTINGS = (
 )
 
 
+# What losses are often given by name, and no optimizer takes. An optimizer may have a use for a
+# random key by any name; so these are refused only where the state has the key of the loss.
+_NAMES_OF_KEY = ("rng", "rngs", "dropout_rng", "dropout_key", "prng_key", "seed")
+_NAMES_OF_STATE = ("model_state", "batch_stats", "mutable")
+_NAMES_OF_MODE = ("train", "training", "is_training", "deterministic", "use_running_average")
+
+
 class Inputs(NamedTuple):
     """What a loss is computed from besides parameters.
 
@@ -131,7 +138,7 @@ def check_given(state: Any, more: Sequence[Any], given: Mapping[str, Any]) -> No
 
     Raises:
       TypeError: if there are `more`; if `given` has what the step hands on itself, or a setting of
-        the step, or a misspelled `key`.
+        the step, a misspelled `key`, or what is for the loss.
     """
     if more:
         is_model = flax_modules.is_nnx_module(state)
@@ -142,6 +149,17 @@ def check_given(state: Any, more: Sequence[Any], given: Mapping[str, Any]) -> No
             "what else is given by name goes to the optimizer"
         )
     check_spelling(given, ("key",))
+    names_of_key = () if getattr(state, "key", None) is None else _NAMES_OF_KEY
+    for names, advice in (
+        (names_of_key, "the key of this step is called key"),
+        (_NAMES_OF_STATE, "the state brings it: step.init(params, model_state=...)"),
+        (_NAMES_OF_MODE, "bind it before, as in functools.partial(loss_fn, train=True)"),
+    ):
+        if found := [name for name in given if name in names]:
+            raise TypeError(
+                f"{found[0]!r} looks as if it were for the loss, and what is given to the step by "
+                f"name is for the optimizer: {advice}"
+            )
     if settings := [name for name in given if name in _SETTINGS]:
         raise TypeError(
             f"{settings[0]!r} is a setting of ampx.train_step: give it where the step is made. "

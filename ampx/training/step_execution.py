@@ -43,7 +43,8 @@ from ampx import flax_modules
 from ampx.accumulation.results import GradResult
 from ampx.accumulation.sparse_rows import densify
 from ampx.checking import as_int
-from ampx.data_parallel.reduction import Reduction, ReductionState
+from ampx.data_parallel.reduction import Reduction
+from ampx.data_parallel.reduction_states import ReductionState
 from ampx.data_parallel.zero1 import Zero1State
 from ampx.fused.application import apply, can_apply
 from ampx.loss_scaling.nonfinite import Verdict, find_verdict_axes, judge, unscale

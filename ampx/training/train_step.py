@@ -13,6 +13,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.accumulation.gradients import Remainder, value_and_grad
+from ampx.accumulation.multi_steps import MultiStepsState
 from ampx.accumulation.normalization import Normalize
 from ampx.checking import (
     as_bool,
@@ -276,6 +277,14 @@ def _clip(
                 f"max_grad_norm={max_grad_norm} around zero1 would clip gradients that are not "
                 "reduced yet: clip inside, as in "
                 "zero1(optax.chain(optax.clip_by_global_norm(1.0), optimizer), axis_name)"
+            )
+        windows = (MultiStepsState, optax.MultiStepsState)
+        if any(find_nodes(state, kind) for kind in windows):
+            raise ValueError(
+                f"max_grad_norm={max_grad_norm} around steps that are added up would clip the "
+                "gradients of each call, and not their mean: clip inside, as in multi_steps("
+                "optax.chain(optax.clip_by_global_norm(1.0), optimizer), k), or add up micro-"
+                "batches of one call by num_microbatches=k"
             )
         if find_nodes(state, LossScaleState):
             raise ValueError(

@@ -201,9 +201,8 @@ def check_made_by(
         asked_for = wanted or "one without any class"
         raise ValueError(
             f"{owner}: the state holds the optimizer state {held}, and this optimizer makes and "
-            f"takes {asked_for}: give the state that {maker} made. To go on with the arrays of "
-            "another, use jax.tree.unflatten(jax.tree.structure(tx.init(params)), "
-            "jax.tree.leaves(opt_state))"
+            f"takes {asked_for}: give the state that {maker} made. To go on with the moments of "
+            "another, use ampx.extend_state(tx, opt_state, params)"
         ) from error
     same = jax.tree.structure(due) == jax.tree.structure(state)
     if same and (not shapes or has_mark(state, "holds_shards") or _shapes(due) == _shapes(state)):

@@ -299,6 +299,26 @@ def test_specs_need_a_zero1():
         ampx.zero1_specs(optax.adam(1e-2), PARAMS, make_mesh((4,), ("data",)))
 
 
+@pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data"), "fsdp"])
+def test_specs_are_those_of_the_axes_of_zero1(axes):
+    mesh = make_mesh((2, 2), ("data", "fsdp"))
+    tx = ampx.dynamic_loss_scale(ampx.zero1(optax.adam(1e-2), axes), axis_names=axes)
+    specs = ampx.zero1_specs(tx, PARAMS, mesh)
+    named = {spec for spec in jax.tree.leaves(specs.inner_state.inner_state) if spec != P()}
+    assert all(axes in spec for spec in named) and named
+    assert specs == ampx.zero1_specs(tx, PARAMS, mesh, axes)  # and so it is a second time
+    with pytest.raises(ValueError, match="zero1 in tx has axis_name=.* and axis_name is 'data'"):
+        ampx.zero1_specs(tx, PARAMS, mesh, "data")
+
+
+def test_axes_of_several_zero1_must_be_the_same():
+    groups = {name: ampx.zero1(optax.adam(1e-2), name) for name in ("data", "fsdp")}
+    tx = optax.partition(groups, {"w": "data", "b": "fsdp"})
+    with pytest.raises(ValueError, match="give all zero1 the same"):
+        params = {"w": jnp.ones(4), "b": jnp.ones(4)}
+        ampx.zero1_specs(tx, params, make_mesh((2, 2), ("data", "fsdp")))
+
+
 def test_clipping_before_the_reduction_is_refused():
     tx = ampx.zero1(optax.sgd(0.1), "data")
     step = ampx.train_step(loss_fn, tx, axis_name="data", max_grad_norm=1.0)

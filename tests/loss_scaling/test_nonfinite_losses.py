@@ -133,6 +133,7 @@ def test_unchecked_gradients_are_not_read_for_a_verdict():
     [
         ({"a": optax.sgd(0.1)}, {}, "check=False is for one optimizer and one loss"),
         (optax.sgd(0.1), {"num_losses": 2}, "check=False is for one optimizer and one loss"),
+        (optax.sgd(0.1), {"nonfinite_loss": "skip"}, "nonfinite_loss='skip' says which steps"),
         (optax.sgd(0.1), {"saturation_dtype": "f16"}, "saturation_dtype='f16' says"),
     ],
 )

@@ -133,6 +133,71 @@ def test_flat_buffers_are_laid_out_anew():
         assert not np.any(new["adapter"][0])
 
 
+ADAM = optax.adam(0.1)
+SCHEDULE = ampx.precision_schedule("fast|step|0.5", total_steps=8)
+
+
+def step_around(tx, **options):
+    return ampx.train_step(lambda p, x: 0.0, tx, **options).tx
+
+
+AROUND_ADAM = {
+    "nothing": ADAM,
+    "dynamic": ampx.dynamic_loss_scale(ADAM, init_scale=2.0),
+    "adaptive": ampx.dynamic_loss_scale(ADAM, init_scale=2.0, growth_interval=(20, 30)),
+    "static": ampx.static_loss_scale(ADAM, 2.0),
+    "clip": step_around(ADAM, max_grad_norm=1.0),
+    "clip in a scale": step_around(ADAM, max_grad_norm=1.0, loss_scale="dynamic"),
+    "masters": ampx.master_weights(ADAM),
+    "masters in a scale": ampx.dynamic_loss_scale(ampx.master_weights(ADAM)),
+    "window": ampx.multi_steps(ADAM, 2),
+    "window in a scale": ampx.dynamic_loss_scale(ampx.multi_steps(ADAM, 2)),
+    "scale in a window": ampx.multi_steps(ampx.dynamic_loss_scale(ADAM), 2),
+    "optax's window": optax.MultiSteps(ADAM, 2).gradient_transformation(),
+    "optax's skip": optax.apply_if_finite(ADAM, 3),
+    "zero1": ampx.zero1(ADAM, "data"),
+    "schedule": ampx.follow_schedule(ampx.dynamic_loss_scale(ADAM), SCHEDULE),
+    "injected": optax.inject_hyperparams(optax.adam)(0.1),
+    "fused": ampx.dynamic_loss_scale(fused.adam(0.1)),
+    "derived": fused.fuse(ADAM),
+}
+
+
+@pytest.mark.parametrize("there", AROUND_ADAM)
+@pytest.mark.parametrize("here", AROUND_ADAM)
+def test_wrappers_are_put_on_and_taken_off(here, there):
+    """Whatever is around Adam before and after, its moments and its count go on."""
+    params = jax.tree.map(jnp.asarray, BODY)
+    _, state = ADAM.update(grads_of(params, 1), ADAM.init(params), params)
+    first = ampx.extend_state(AROUND_ADAM[here], state, params)
+    then = ampx.extend_state(AROUND_ADAM[there], first, params)
+    assert types_of(then) == types_of(AROUND_ADAM[there].init(params))
+    for name in ("mu", "nu", "count"):
+        found = optax.tree.get(then, name, filtering=lambda path, value: "Adam" in str(path))
+        assert_bit_equal(found, getattr(state[0], name))
+    if isinstance(first, ampx.LossScaleState) and isinstance(then, ampx.LossScaleState):
+        assert then.loss_scale == first.loss_scale
+
+
+def test_sums_of_an_unfinished_window_are_not_left_behind():
+    params = jax.tree.map(jnp.asarray, BODY)
+    for name in ("window", "optax's window"):
+        tx = AROUND_ADAM[name]
+        _, state = tx.update(grads_of(params, 1), tx.init(params), params)
+        with pytest.raises(ValueError, match="sum of 1 gradients of a window that is not full"):
+            ampx.extend_state(ADAM, state, params)
+
+
+def test_flat_buffers_are_switched_on_and_off():
+    params = jax.tree.map(jnp.asarray, BODY)
+    tx = fused.adam(0.1)
+    _, state = tx.update(grads_of(params, 1), tx.init(params), params)
+    flat = ampx.extend_state(tx, state, fused.flatten(params))
+    assert jax.tree.structure(flat) == jax.tree.structure(tx.init(fused.flatten(params)))
+    assert_bit_equal(ampx.extend_state(tx, flat, params), state)
+    assert_bit_equal(flat[0].mu.tree(), state[0].mu)
+
+
 @pytest.mark.slow
 def test_a_train_state_goes_on():
     def loss_fn(params, batch):
@@ -178,7 +243,7 @@ def test_an_nnx_model_grows():
     ("old_tx", "tx", "params", "message"),
     [
         (momentum(), optax.adam(0.1), BODY, r"\[0\] is a TraceState.*a ScaleByAdamState"),
-        (momentum(), ampx.static_loss_scale(momentum(), 2.0), BODY, "is a tuple.*a LossScaleState"),
+        (momentum(), ampx.static_loss_scale(optax.adam(0.1), 2.0), BODY, "is a TraceState"),
         (
             momentum(),
             optax.chain(optax.trace(0.5), optax.identity(), optax.identity()),

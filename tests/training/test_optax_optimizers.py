@@ -342,6 +342,33 @@ def test_settings_are_not_taken_for_extra_arguments():
     assert {*step_arguments._SETTINGS} == settings - {*step_arguments._OWN}
 
 
+def test_what_is_for_the_loss_is_not_taken_for_extra_arguments():
+    """Optax would ignore it: a key of the caller's would change nothing."""
+    step = ampx.train_step(lambda p, x, key: loss_fn(p, x), optax.sgd(0.1))
+    state = step.init(PARAMS, key=jax.random.key(0))
+    for name in ("rng", "rngs", "dropout_rng"):
+        with pytest.raises(TypeError, match=f"'{name}' looks .* key of this step is called key"):
+            step(state, FIRST, **{name: jax.random.key(1)})
+    for name, advice in (
+        ("model_state", "step.init"),
+        ("batch_stats", "step.init"),
+        ("train", "partial"),
+    ):
+        with pytest.raises(TypeError, match=f"'{name}' looks .*{advice}"):
+            step(state, FIRST, **{name: None})
+    # Without a key in the state it may be the optimizer's.
+    keyless = ampx.train_step(loss_fn, optax.sgd(0.1))
+    keyless(keyless.init(PARAMS), FIRST, rng=jax.random.key(1))
+
+
+@pytest.mark.parametrize("multi_steps", [ampx.multi_steps, optax.MultiSteps])
+def test_a_clip_around_steps_that_are_added_up_is_refused(multi_steps):
+    """It would clip the gradients of each call; the clip of others is one of their mean."""
+    step = ampx.train_step(loss_fn, multi_steps(optax.sgd(0.1), 2), max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="max_grad_norm=1.0 around steps .* clip inside"):
+        step.init(PARAMS)
+
+
 def test_a_value_of_ones_own_takes_the_place_of_the_loss():
     """Such as a validation loss, by which a rate is reduced."""
     tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
