@@ -107,13 +107,6 @@ class ModelAxes:
         """What hands the setting down to an optimizer; nothing where no leaf is divided."""
         return {"model_axes": self} if self.names else {}
 
-    def without(self, axes: Sequence[str]) -> ModelAxes:
-        """The setting without some axes: those over which gradients were summed already."""
-        entries = tuple(
-            (path, tuple(a for a in own if a not in axes)) for path, own in self.entries
-        )
-        return ModelAxes(entries, self.specs)
-
 
 def _reaches(start: str, path: str) -> bool:
     """Whether an entry for `start` is one for the leaf at `path`."""

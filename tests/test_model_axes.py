@@ -32,7 +32,6 @@ def test_each_leaf_has_the_axes_of_its_entry(value, path, axes):
 
 def test_the_names_are_those_of_all_entries():
     assert as_model_axes(TREE).names == ("expert", "model")
-    assert as_model_axes(TREE).without(("model",)).names == ("expert",)
 
 
 def test_a_part_of_the_parameters_has_its_part_of_the_setting():

@@ -18,8 +18,8 @@ from ampx.checking import as_number, as_positive_int, check_callable
 from ampx.flat_buffers.buckets import as_order, bucket_layout
 from ampx.model_axes import as_model_axes, untracked_of_leaves
 from ampx.tree_checks import check_gradients
-from ampx.trees import convert_numbers
-from ampx.updates.gradient_norms import add_up
+from ampx.trees import convert_numbers, is_floating
+from ampx.updates.gradient_norms import add_up, compute_clip_factor
 
 
 def clip_by_bucket_norm(
@@ -72,16 +72,16 @@ def clip_by_bucket_norm(
     ) -> tuple[Any, Any]:
         check_gradients("updates", updates, params)
         updates = convert_numbers(updates)
-        # From shapes alone, so the buckets are those of an `ampx.all_reduce` with equal arguments.
+        # From shapes alone. They are the buckets of an `ampx.all_reduce` with equal arguments where
+        # all parameters are divided alike, and none lies in flat buffers.
         layout = bucket_layout(updates, bucket_bytes=bucket_bytes, group_of=group_of, order=order)
         leaves, structure = jax.tree.flatten(updates)
         untracked = untracked_of_leaves(updates, as_model_axes(model_axes))
         for bucket in layout.buckets:
-            own = [leaves[i] for i in bucket.leaves]
-            norm = jnp.sqrt(add_up(own, [untracked[i] for i in bucket.leaves]))
-            # Chosen, not computed: max_norm / 0 for a bucket of zeros is never used.
-            factor = jnp.where(norm > max_norm, max_norm / norm, 1)
-            for i in bucket.leaves:
+            numbers = [i for i in bucket.leaves if is_floating(leaves[i])]
+            norm = jnp.sqrt(add_up([leaves[i] for i in numbers], [untracked[i] for i in numbers]))
+            factor = compute_clip_factor(norm, max_norm)
+            for i in numbers:
                 leaves[i] = leaves[i] * factor.astype(leaves[i].dtype)
         return jax.tree.unflatten(structure, leaves), state
 

@@ -58,7 +58,7 @@ class ApplyReport(NamedTuple):
       global_norm: float32 scalar, norm of the unscaled gradients before any clip; None if neither
         a clip nor a loss scale measured it.
       overflow: bool scalar, whether the step was skipped.
-      loss_scale: float32 scalar, what the gradients were multiplied by.
+      loss_scale: float32 scalar, what the gradients were multiplied by; the first of several.
       half_params: a tree like the parameters, the new ones in `half_dtype`; or None.
 
     Examples:

@@ -1,4 +1,4 @@
-"""The only place that knows how JAX's equations and their parameters look in each version.
+"""How JAX's equations and their parameters look in each version, behind names that stay.
 
 A jaxpr is a straight list of equations over typed variables. Calls, loops and branches are
 equations, too; they hold the jaxprs that they run, here called bodies, among their parameters:
@@ -11,8 +11,8 @@ equations, too; they hold the jaxprs that they run, here called bodies, among th
       in (c, d) }                          outvars of the jaxpr
 
 JAX offers jaxprs for reading and building under `jax.extend.core`, but no public interface covers
-the parameters of an equation, and they change between versions. They are read and written here and
-nowhere else.
+the parameters of an equation, and they change between versions. What differs between versions, and
+what several modules need, is read here.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class LossScaleState(NamedTuple):
       inf_total: int32[losses], updates so far where an array of gradients held an infinity and no
         NaN; under `saturation_dtype` it may hold a NaN, too.
       nan_total: int32[losses], updates so far whose gradients held a NaN.
-      floor_hits: int32[losses], overflows that found the scale at `min_scale` already.
+      floor_hits: int32[losses], falls that found the scale at `min_scale` already; an overflow that
+        hysteresis tolerates is none.
       ceiling_hits: int32[losses], growths that found the scale at `max_scale` already. If it rises
         and neither `inf_total` nor `nan_total` does, the scale may reach no gradient.
       overflow: bool, whether the last update was skipped, because of an overflow or of a bad

@@ -101,7 +101,7 @@ def dynamic_loss_scale(
         gradient trees, each still scaled by `current_loss_scale(opt_state, i)`, or None for a loss
         that was left out. They are unscaled before they are summed. One bad tree skips the step
         for all, and lowers its own scale alone.
-      on_floor: what an overflow at `min_scale` does besides being counted in `floor_hits`:
+      on_floor: what a fall below `min_scale` does besides being counted in `floor_hits`:
         `"hold"` nothing, `"raise-flag"` sets a flag that `ampx.raise_if_exhausted` turns into an
         exception.
       saturation_dtype: for hardware that saturates instead of overflowing: ``|gradient|`` >= the

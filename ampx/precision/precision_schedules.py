@@ -223,7 +223,7 @@ class PrecisionSchedule:
         # is not full yet needs no counter.
         return jnp.full((max(phase.smoothing for phase in self.phases),), jnp.inf, jnp.float32)
 
-    def remember(self, losses: jax.Array, loss: jax.Array | None) -> jax.Array:
+    def remember(self, losses: jax.Array, loss: jax.Array) -> jax.Array:
         """Puts the loss of a step in front of those before it, and drops the oldest.
 
         Args:
@@ -233,8 +233,6 @@ class PrecisionSchedule:
         Returns:
           float32 vector of the same length.
         """
-        if loss is None:
-            return losses
         newest = jnp.asarray(loss, jnp.float32)
         return jnp.where(jnp.isfinite(newest), jnp.concatenate([newest[None], losses[:-1]]), losses)
 

@@ -157,6 +157,14 @@ def test_zero_gradients_and_half_gradients_are_clipped():
         ampx.clip_by_bucket_norm(0)
 
 
+def test_integers_are_left_alone():
+    grads = {"w": jnp.array([3.0, 4.0]), "n": jnp.array([7]), "flag": jnp.array([True])}
+    tx = ampx.clip_by_bucket_norm(1.0)
+    clipped, _ = tx.update(grads, tx.init(grads))
+    np.testing.assert_allclose(clipped["w"], [0.6, 0.8], rtol=1e-6)
+    assert_bit_equal({**clipped, "w": grads["w"]}, grads)
+
+
 @pytest.mark.parametrize(
     "clip, early",
     [
