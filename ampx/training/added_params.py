@@ -129,11 +129,9 @@ def _merge_wrapped(old: Any, fresh: Any, path: Path) -> Any:
         merged = _merge(old, getattr(fresh, name), (*path, jax.tree_util.GetAttrKey(name)))
         return fresh._replace(**{name: merged})
     if inside_old:
+        # Of two wrappers of which neither is inside of the other, one takes the other's place.
         _check_window(old, path)
-        inner = getattr(old, _inner_field(old))
-        # Of two wrappers of which neither is inside of the other, one stands in the other's place.
-        is_swap = inside_fresh and _class_of(fresh) not in inside_old
-        return _merge_wrapped(inner, fresh, path) if is_swap else _merge(inner, fresh, path)
+        return _merge(getattr(old, _inner_field(old)), fresh, path)
     raise ValueError(
         f"opt_state{_name(path)} is {_describe(old)}, and that of tx {_describe(fresh)}: "
         "opt_state must come from tx, or from one that differs in groups, masks and wrappers alone"

@@ -179,6 +179,15 @@ def test_wrappers_are_put_on_and_taken_off(here, there):
         assert then.loss_scale == first.loss_scale
 
 
+def test_a_wrapper_inside_of_a_new_one_goes_on():
+    params = jax.tree.map(jnp.asarray, BODY)
+    window, both = AROUND_ADAM["window"], AROUND_ADAM["window in a scale"]
+    _, state = window.update(grads_of(params, 1), window.init(params), params)
+    extended = ampx.extend_state(both, state, params)
+    assert_bit_equal(extended.inner_state, state)
+    assert_bit_equal(ampx.extend_state(window, extended, params), state)
+
+
 def test_sums_of_an_unfinished_window_are_not_left_behind():
     params = jax.tree.map(jnp.asarray, BODY)
     for name in ("window", "optax's window"):
