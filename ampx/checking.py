@@ -28,6 +28,7 @@ import difflib
 import math
 import numbers
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -69,6 +70,8 @@ class _DTypes(NamedTuple):
     others: Literal["none", "floating"] = "none"
 
 
+# How dtypes of 8 bits are called.
+_EIGHT_BITS = re.compile(r"(float|fp|f|e4m3|e5m2)_?8|float8|e4m3|e5m2", re.IGNORECASE)
 _WIDE_NAMES = ("float16", "bfloat16", "float32", "float64")
 _DTYPE_KINDS: dict[DTypeKind, _DTypes] = {
     "half": _DTypes(("float16", "bfloat16"), "float16 or bfloat16"),
@@ -320,6 +323,8 @@ def as_dtype(name: str, value: Any, kind: DTypeKind) -> np.dtype:
     words = [word for word in (*_WORDS, *allowed.names) if _WORDS.get(word, word) in allowed.names]
     # A dtype that exists was meant, even if its name is close to another's.
     meant = suggest(value, words) if dtype is None else ""
+    if kind in ("half", "castable") and _EIGHT_BITS.match(str(given).strip("'")):
+        meant = ": matrix products in eight bits are asked for by dots='float8'"
     raise ValueError(f"{name} must be {allowed.expected}, got {given}{meant}")
 
 

@@ -76,8 +76,9 @@ def batch_size(batch: Any) -> int:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.shape(leaf):
             raise ValueError(
-                f"batch leaf {jax.tree_util.keystr(path)} is a scalar: every leaf needs a leading "
-                "batch axis to be split into micro-batches"
+                f"batch leaf {jax.tree_util.keystr(path)} is a scalar, and micro-batches are split "
+                "along a leading axis: a tree of batch_axes with None for this leaf hands it whole "
+                "to each of them"
             )
         sizes[jax.tree_util.keystr(path)] = jnp.shape(leaf)[0]
     if len(set(sizes.values())) != 1:

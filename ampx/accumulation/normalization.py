@@ -34,7 +34,7 @@ from ampx.mesh_axes import (
     untracked_axes,
     varying_axes,
 )
-from ampx.trees import is_floating, wider_dtype
+from ampx.trees import is_floating, path_name, wider_dtype
 
 Normalize = Literal["mean", "sum", "weights"]
 AuxReduction = Literal["auto", "mean", "sum", "stack", "concat", "last"]
@@ -53,8 +53,10 @@ def unpack_output(
         return out, None, None
     expected = ["value", *["aux"] * has_aux, *["new state"] * has_state]
     if not isinstance(out, tuple) or len(out) != len(expected):
+        found = type(out).__name__ + (f" of {len(out)}" if isinstance(out, tuple) else "")
         raise TypeError(
-            f"{name} must return a tuple ({', '.join(expected)}), got {type(out).__name__}"
+            f"{name} must return a tuple ({', '.join(expected)}), got {found}. The value is one "
+            "part of it, also where it is a pair (sum of losses, sum of weights)"
         )
     return out[0], out[1] if has_aux else None, out[-1] if has_state else None
 
@@ -177,7 +179,9 @@ def normalize_sums(
         return jnp.where(weight == 0, jnp.zeros_like(mean), mean)
 
     kinds = choose_aux_reductions(aux_reduction, auxes, rows_each)
-    aux = reduce_aux(auxes, weights, divisor, kinds, axes, num_rows)
+    # Auxiliary outputs are each device's own, also where the loss is not.
+    of_all = divisor * count_devices([axis for axis in axes if axis not in own_axes])
+    aux = reduce_aux(auxes, weights, of_all, kinds, axes, num_rows)
     if normalize != "sum":
         loss = divide(loss)
         # The linter knows by this scope that a sum over devices is due, and not a mean.
@@ -233,7 +237,13 @@ def choose_aux_reductions(reduction: Any, auxes: Any, rows_each: int | None) -> 
     def choose_all(kind: AuxReduction, subtree: Any) -> Any:
         return jax.tree.map(lambda leaf: choose(kind, leaf), subtree)
 
-    return jax.tree.map(choose_all, reduction, auxes)
+    try:
+        return jax.tree.map(choose_all, reduction, auxes)
+    except ValueError as error:
+        raise TypeError(
+            "aux_reduction must be a word, or a tree like the auxiliary output of loss_fn with a "
+            f"word for each part of it: {error}"
+        ) from None
 
 
 def reduce_aux(
@@ -259,7 +269,7 @@ def reduce_aux(
       int32 or wider; `"stack"`, `"concat"` and `"last"` keep the dtype and stay local.
     """
 
-    def reduce_leaf(kind: AuxReduction, stacked: jax.Array) -> jax.Array:
+    def reduce_leaf(path: Any, kind: AuxReduction, stacked: jax.Array) -> jax.Array:
         if kind == "stack":
             return stacked
         if kind == "last":
@@ -282,8 +292,8 @@ def reduce_aux(
         if not is_floating(stacked):
             raise TypeError(
                 f"aux_reduction='mean', which 'auto' is for all but rows, needs floating leaves, "
-                f"got {stacked.dtype}: give 'sum' or 'stack' for this leaf, in a tree of "
-                "reductions like the auxiliary output"
+                f"got {stacked.dtype} at {path_name(path) or 'the root'}: give 'sum' or 'stack' "
+                "for this leaf, in a tree of reductions like the auxiliary output"
             )
         wide = stacked.astype(wider_dtype(stacked.dtype, jnp.float32))
         per_row = weights.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
@@ -292,7 +302,9 @@ def reduce_aux(
         total = jax.lax.psum(mark_varying(weighted, axes), axes)
         return total / divisor.astype(wide.dtype)
 
-    def reduce_subtree(kind: AuxReduction, subtree: Any) -> Any:
-        return jax.tree.map(lambda leaf: reduce_leaf(kind, leaf), subtree)
+    def reduce_subtree(path: Any, kind: AuxReduction, subtree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda below, leaf: reduce_leaf((*path, *below), kind, leaf), subtree
+        )
 
-    return jax.tree.map(reduce_subtree, reduction, auxes)
+    return jax.tree_util.tree_map_with_path(reduce_subtree, reduction, auxes)

@@ -206,7 +206,7 @@ def _list_some(paths: Sequence[str]) -> str:
 
 
 def check_overlap(
-    step: Callable[..., Any], /, *args: Any, compiled: bool = False, **kwargs: Any
+    step: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs: Any
 ) -> OverlapReport:
     """Tells which reductions each result of a step waits for, and what makes it wait.
 

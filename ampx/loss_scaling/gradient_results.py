@@ -40,6 +40,10 @@ def accept_results(
     """
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        if isinstance(params, LossScaleState):
+            raise TypeError(
+                "params is an optimizer state: the order is tx.update(grads, opt_state, params)"
+            )
         if _is_result(updates):
             # What `train_step` hands to an optimizer, too.
             extra_args = {"value": updates.loss, "weight": updates.weight, **extra_args}

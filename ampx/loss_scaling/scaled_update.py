@@ -123,7 +123,8 @@ def _init_state(
     inner_state = settings.inner.init(params)
     if find_nodes(inner_state, LossScaleState):
         raise ValueError(
-            "inner already has a loss scale: gradients would be unscaled twice; wrap once"
+            "inner already has a loss scale: gradients would be unscaled twice; wrap once. In "
+            "ampx.train_step a policy may bring one: leave out your own, or give loss_scale=None"
         )
     shape = settings.shape
     # One buffer a field: a buffer that appears twice in a state cannot be donated.

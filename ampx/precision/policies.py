@@ -231,6 +231,11 @@ def get_policy(name: str) -> Policy:
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, such as 'p=f32,c=bf16', got {name!r}")
+    if re.fullmatch(r"[oO]\d|\S*(mixed|true)\S*", name):
+        raise ValueError(
+            f"name={name!r} is more than three dtypes: ampx.as_recipe({name!r}) reads such words, "
+            "and policy= of ampx.train_step and ampx.value_and_grad takes them as they are"
+        )
     if "=" not in name:
         return Policy(name, name, name)
     keys = {"p": "p", "params": "p", "c": "c", "compute": "c", "o": "o", "output": "o"}

@@ -119,9 +119,11 @@ def _read_word(name: str) -> Recipe:
         if "=" in name:
             raise
         words = ["O0", "O1", "O2", "O3", *_WORDS]
+        # Never one of the other half type, which may be nearer in letters.
+        alike = [word for word in words if ("bf" in word) == ("bf" in name.lower())]
         raise ValueError(
             f"policy={name!r} is no precision: expected dtypes, as in 'p=f32,c=bf16,o=f32', or one "
-            f"of {words}{suggest(name, words)}"
+            f"of {words}{suggest(name, alike)}"
         ) from None
     if "=" not in name and policy != Policy():
         half = jnp.dtype(policy.param_dtype).name

@@ -127,6 +127,11 @@ def as_train_state(state: Any, tx: optax.GradientTransformation) -> TrainState:
         return state
     # The classes of flax are told by what they have, since flax may not be installed.
     if is_nnx_pair(state):
+        if hasattr(state[1], "model"):
+            raise TypeError(
+                "state has an nnx.ModelAndOptimizer, which holds a model of its own: give the pair "
+                "(model, nnx.Optimizer(model, step.tx, wrt=nnx.Param))"
+            )
         model, optimizer = state
         _check_same_tx(optimizer.tx, tx, "nnx.Optimizer(model, step.tx, wrt=nnx.Param)")
         nnx = sys.modules["flax.nnx"]

@@ -444,23 +444,26 @@ def test_a_loss_that_is_averaged_over_devices_already_gives_the_same(averaged, c
     params, batch = data(rows=32)
     mesh = helpers.make_mesh((2, 4), ("data", "fsdp"))
 
+    def plain_loss(params, batch):
+        loss = LOSSES["mean"](params, batch)
+        return loss, {"loss": loss}
+
     def averaged_loss(params, batch):
-        return jax.lax.pmean(LOSSES["mean"](params, batch), averaged)
+        loss = LOSSES["mean"](params, batch)
+        return jax.lax.pmean(loss, averaged), {"loss": loss}
 
     def local(params, batch):
-        grads_of = [
-            ampx.value_and_grad(loss_fn, num_microbatches=2, axis_name=mesh.axis_names)
-            for loss_fn in (LOSSES["mean"], averaged_loss)
-        ]
+        settings = dict(num_microbatches=2, axis_name=mesh.axis_names, has_aux=True)
+        grads_of = [ampx.value_and_grad(f, **settings) for f in (plain_loss, averaged_loss)]
         results = [g(params, batch) for g in grads_of]
-        return [(r.loss, jax.lax.psum(r.grads, mesh.axis_names)) for r in results]
+        return [(r.loss, jax.lax.psum(r.grads, mesh.axis_names), r.aux["loss"]) for r in results]
 
     everywhere = P(mesh.axis_names)
     settings = dict(mesh=mesh, in_specs=(P(), everywhere), out_specs=P(), check_vma=check_vma)
     plain, found = jax.jit(jax.shard_map(local, **settings))(params, batch)
     expected = jax.value_and_grad(functools.partial(whole_loss, "mean"))(*data(rows=32))
     for each in (plain, found):
-        chex.assert_trees_all_close(each, expected, rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(each, (*expected, expected[0]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("normalize", ["sum", "weights"])
