@@ -34,7 +34,7 @@ from ampx.diagnostics.scale_powers import (
     Power,
     Powers,
 )
-from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output
+from ampx.diagnostics.step_programs import Leaf, StepProgram, source_of, source_of_output
 from ampx.jaxprs import folds, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
 
@@ -194,7 +194,7 @@ def find_counting_schedules(program: StepProgram, flow: ScaleFlow) -> list[LintF
     counters = {
         i: number
         for number, i in program.carried.items()
-        if "count" in program.inputs[i].path[-2:]
+        if _is_count_of_optimizer(program.inputs[i])
         and program.inputs[i].aval.shape == ()
         and jnp.issubdtype(program.inputs[i].aval.dtype, np.integer)
         and _is_always_new(program, flow, number)
@@ -219,6 +219,42 @@ def find_counting_schedules(program: StepProgram, flow: ScaleFlow) -> list[LintF
         for i in counters
         if reached & bits[i]
     ]
+
+
+def _is_count_of_optimizer(leaf: Leaf) -> bool:
+    """Whether a leaf is the field `count` of an optimizer's state.
+
+    A count of samples that someone keeps beside his parameters must not stop at a skipped step.
+    """
+    if "count" not in leaf.path[-2:]:
+        return False
+    at = leaf.path.index("count", max(0, len(leaf.path) - 2))
+    # flax nnx knows the classes of states no more, but keeps them under this name.
+    if "opt_state" in leaf.path[:at]:
+        return True
+    *around, state = leaf.nodes[: at + 1]
+    if not _is_named_tuple(state):
+        return False
+    return _is_of_library(state) or any(_is_of_library(n) or _is_chain(n) for n in around)
+
+
+def _is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _is_of_library(node: Any) -> bool:
+    """Whether a node is a state of optax, or of an optimizer of ampx."""
+    package, *inside = type(node).__module__.split(".")
+    is_optimizer = package == "optax" or package == "ampx" and "training" not in inside
+    return _is_named_tuple(node) and is_optimizer
+
+
+def _is_chain(node: Any) -> bool:
+    """Whether a node is the state of `optax.chain`: a tuple of states, some of them known."""
+    if not isinstance(node, tuple) or _is_named_tuple(node):
+        return False
+    are_states = all(_is_named_tuple(part) or _is_chain(part) for part in node)
+    return are_states and any(_is_of_library(part) or _is_chain(part) for part in node)
 
 
 def _is_always_new(program: StepProgram, flow: ScaleFlow, number: int) -> bool:

@@ -3,7 +3,9 @@
 import functools
 import pathlib
 import re
+from typing import Any, NamedTuple
 
+import flax
 import flax.linen as nn
 import jax
 import jax.flatten_util
@@ -12,6 +14,7 @@ import numpy as np
 import optax
 import optax_optimizers
 import pytest
+from flax import nnx
 from flax.training import dynamic_scale, train_state
 from helpers import make_mesh
 from jax.sharding import PartitionSpec as P
@@ -272,6 +275,64 @@ def in_float8(head=64, hidden=64, rules=ampx.DEFAULT_RULES, dots="float8"):
 
 
 RATE = optax.linear_schedule(0.1, 0.0, 100)
+
+
+class Statistics(NamedTuple):
+    """What one keeps of the data, with the fields of brax."""
+
+    count: Any
+    mean: Any
+
+
+@flax.struct.dataclass
+class DataStatistics:
+    count: Any
+    mean: Any
+
+
+def with_statistics(make):
+    """Inputs are centred by a mean that counts the samples of skipped steps, too."""
+    tx = dynamic(optax.adam(0.1))
+
+    def step(params, opt_state, kept, batch):
+        count, mean = jax.tree.leaves(kept)
+        count = count + 8
+        mean = mean + jnp.sum(batch["x"] - mean, 0) / count
+        scale = ampx.current_loss_scale(opt_state)
+        centred = {**batch, "x": batch["x"] - mean}
+        grads = jax.grad(lambda p: loss_of(p, centred) * scale)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state, make(count=count, mean=mean)
+
+    return step, (PARAMS, tx.init(PARAMS), make(count=jnp.int32(0), mean=jnp.zeros(4)), BATCH)
+
+
+def own_schedule():
+    """A schedule with a state of its own, beside those of optax."""
+
+    def update(updates, state, params=None):
+        del params
+        rate = RATE(state.count)
+        return jax.tree.map(lambda u: rate * u, updates), Statistics(state.count + 1, state.mean)
+
+    return optax.GradientTransformation(lambda _: Statistics(jnp.int32(0), ()), update)
+
+
+def with_nnx_optimizer(tx):
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model, optimizer, batch):
+        def loss(model):
+            scale = ampx.current_loss_scale(optimizer.opt_state)
+            return jnp.mean((model(batch["x"]) - batch["y"]) ** 2) * scale
+
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    return step, (model, optimizer, BATCH)
+
+
+SCHEDULED = optax.chain(dynamic(optax.sgd(1.0)), optax.scale_by_schedule(RATE))
 FAULTS = {
     "forgotten, SGD": ("loss_scale", lambda: step_of(dynamic(optax.sgd(0.1)), scaled=False)),
     "forgotten, momentum": (
@@ -325,9 +386,11 @@ FAULTS = {
         "unscale_order schedule",
         lambda: early(optax.add_noise(0.1, 0.5, jax.random.key(0))),
     ),
-    "schedule outside": (
+    "schedule outside": ("schedule", lambda: step_of(SCHEDULED)),
+    "schedule outside, nnx": ("schedule", lambda: with_nnx_optimizer(SCHEDULED)),
+    "own schedule outside": (
         "schedule",
-        lambda: step_of(optax.chain(dynamic(optax.sgd(1.0)), optax.scale_by_schedule(RATE))),
+        lambda: step_of(optax.chain(dynamic(optax.sgd(1.0)), own_schedule())),
     ),
     "inject_hyperparams outside": (
         "schedule",
@@ -514,6 +577,10 @@ SOUND = {
         scaled=False,
     ),
     "fused": lambda: step_of(dynamic(ampx.fused.adamw(RATE))),
+    "fused schedule inside, nnx": lambda: with_nnx_optimizer(dynamic(ampx.fused.adamw(RATE))),
+    "a count of samples, NamedTuple": lambda: with_statistics(Statistics),
+    "a count of samples, dataclass": lambda: with_statistics(DataStatistics),
+    "a count of samples, dict": lambda: with_statistics(dict),
     "two losses": two_losses,
     "MultiSteps inside": lambda: over_calls("optax inside"),
     "multi_steps": lambda: over_calls("ampx"),
