@@ -191,8 +191,17 @@ def talking(kind):
 
     def told(params, opt_state, batch):
         params, opt_state = step(params, opt_state, batch)
+        tell = functools.partial(jax.debug.print, "{}", params["b"])
         if kind == "print":
-            jax.debug.print("{}", params["b"])
+            tell()
+        elif kind == "loop":
+            jax.lax.fori_loop(0, 2, lambda *_: tell(), None)
+        elif kind == "branch":
+            jax.lax.cond(jnp.isnan(params["b"][0]), tell, lambda: None)
+        elif kind == "branch in loop":
+            jax.lax.fori_loop(
+                0, 2, lambda i, _: jax.lax.cond(i > 5, jax.jit(tell), lambda: None), None
+            )
         else:
             shape = jax.ShapeDtypeStruct((3,), jnp.float32)
             bias = jax.pure_callback(lambda x: np.asarray(x), shape, params["b"])
@@ -415,6 +424,7 @@ FAULTS = {
         lambda: step_of(optax.sgd(0.1), scaled=False, loss=loss_with_large_constant),
     ),
     "print": ("callback", lambda: talking("print")),
+    "print in a loop": ("callback", lambda: talking("loop")),
     "callback": ("callback", lambda: talking("callback")),
     "head in float8": ("float8_head", in_float8),
     "size beside float8": ("float8_size", lambda: in_float8(head=63, hidden=300)),
@@ -581,6 +591,8 @@ SOUND = {
     "a count of samples, NamedTuple": lambda: with_statistics(Statistics),
     "a count of samples, dataclass": lambda: with_statistics(DataStatistics),
     "a count of samples, dict": lambda: with_statistics(dict),
+    "print in a branch": lambda: talking("branch"),
+    "print in a branch of a loop": lambda: talking("branch in loop"),
     "two losses": two_losses,
     "MultiSteps inside": lambda: over_calls("optax inside"),
     "multi_steps": lambda: over_calls("ampx"),
