@@ -26,6 +26,8 @@ from ampx.jaxprs.reading import Equation, Jaxpr, open_jaxpr
 _RECOMPUTED = "rematted_computation"  # the scope that remat puts around what it runs again
 JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 AMPX_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_DIFFERENTIATION = os.path.join(JAX_FOLDER, "_src", "interpreters", "ad.py")
+_TRACING = "process_primitive"  # the method of JAX's traces that applies a rule
 
 
 class Frame(NamedTuple):
@@ -82,6 +84,18 @@ def frames_of(eqn: Equation) -> list[Frame]:
         Frame(f.file_name, f.function_name, f.function_start_line, f.line_num)
         for f in (traceback.frames if traceback else ())
     ]
+
+
+def origin_of(eqn: Equation) -> list[Frame]:
+    """The traceback of an equation, without what JAX does to differentiate it.
+
+    The rule of a derivative computes several equations of one: all of them come from that.
+    """
+    frames = frames_of(eqn)
+    for place, frame in enumerate(frames):
+        if frame.file_name == _DIFFERENTIATION and frame.function_name.endswith(_TRACING):
+            return frames[place + 1 :]
+    return frames
 
 
 def user_frames_of(eqn: Equation) -> list[Frame]:
