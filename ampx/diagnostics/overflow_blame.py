@@ -44,6 +44,7 @@ from ampx.diagnostics.overflow_notes import (
 )
 from ampx.diagnostics.overflow_reports import (
     ARGUMENT,
+    OPAQUE,
     PROGRAM,
     TOO_LARGE,
     OverflowRecord,
@@ -56,7 +57,6 @@ COMPILED_ONLY = (
     "only compiled: equation by equation all of it is finite, but the compiler joins operations "
     "and may reorder them"
 )
-_OPAQUE = "what happens inside was not looked into"
 _WRITTEN_NAN = "a NaN that is written into the program"
 _IN_FLOAT8 = "a step of a matrix product in float8"
 _OF_WRITTEN = "of infinities that are written into the program, as for a row masked as a whole"
@@ -252,7 +252,7 @@ class BlamingWalk(Walk):
         if flags.nan and is_explained:
             note = _OF_WRITTEN
         else:
-            note = _OPAQUE if is_opaque(eqn) else describe_conversion(eqn, operands, array)
+            note = OPAQUE if is_opaque(eqn) else describe_conversion(eqn, operands, array)
             note = note or describe_pole(eqn, operands, array)
             note = note or (_IN_FLOAT8 if here.is_inside(float8.SCOPE) else "")
         return self.blame_here(here, operands, array, note)

@@ -19,6 +19,7 @@ from ampx.text_tables import show_rich
 ARGUMENT, PROGRAM = "argument", "program"
 TOO_LARGE = "a constant is inf in"  # how the note of such a record begins
 POLE = "infinite where the operand is"  # and this is how the note of a pole begins
+OPAQUE = "what happens inside was not looked into"
 _CALLBACKS = ("pure_callback", "io_callback")
 _GUARD = "jnp.where(ok, f(jnp.where(ok, x, safe)), 0.0)"
 # How each operation makes a NaN of numbers.
@@ -89,6 +90,14 @@ class OverflowRecord:
             return "It came in like that: trace the call that made it."
         if self.primitive in _CALLBACKS:
             return "It came out of a Python callback: look into the function that it calls."
+        if self.note == OPAQUE:
+            # Of its operands' sizes nothing follows: they are those of a whole step.
+            if self.primitive == "shard_map":
+                return (
+                    "trace_overflow cannot look inside of shard_map. Trace what one device "
+                    "computes: trace_overflow(jax.grad(loss_fn))(params, rows_of_one_device)."
+                )
+            return "trace_overflow cannot look inside. Trace the same computation without it."
         if self.kind == "nan" and self.primitive == "gather":
             return (
                 "Usually an index out of bounds, which gather fills with NaN: check the indices, "

@@ -857,6 +857,9 @@ def test_kernels_and_shard_map_are_blamed_as_a_whole():
 
     first = check(trace_overflow(fun)(jnp.full(4, HUGE)), "shard_map", "shard_map")
     assert first.note == "what happens inside was not looked into"
+    assert "rows_of_one_device" in first.hint and "Too large" not in first.hint
+    inside = trace_overflow(lambda x: jnp.mean(squares(x)))(jnp.full(2, HUGE))  # as it advises
+    check(inside, "squares", "mul")
     first = trace_overflow(lambda i, x: jnp.zeros(2).at[i].add(x))(jnp.int32(1), jnp.inf).first
     assert first is None or first.primitive == "argument"
 
