@@ -39,10 +39,7 @@ from ampx.jaxprs.source_info import Frame
 _LIBRARIES = (
     source_info.JAX_FOLDER,
     os.path.join(sysconfig.get_path("stdlib"), ""),
-    source_info.AMPX_FOLDER,
 )
-# The programs in ampx/examples are read as a user's own.
-_EXAMPLES = os.path.join(source_info.AMPX_FOLDER, "examples", "")
 # Name scopes that remat and the phases of ampx add.
 _NO_MODULE = re.compile(r"checkpoint|rematted_computation|ampx\..*")
 # Prefixes of primitives that hold a jaxpr, too, but only to say how two numbers are combined: the
@@ -149,7 +146,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 def _is_library(name: str) -> bool:
     if any(part.endswith("-packages") for part in PurePath(name).parts):
         return True
-    return name.startswith(_LIBRARIES) and not name.startswith(_EXAMPLES)
+    return name.startswith(_LIBRARIES) or source_info.is_of_ampx(name)
 
 
 def _describe_function(frame: Frame) -> str:

@@ -28,6 +28,8 @@ JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 AMPX_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _DIFFERENTIATION = os.path.join(JAX_FOLDER, "_src", "interpreters", "ad.py")
 _TRACING = "process_primitive"  # the method of JAX's traces that applies a rule
+# The programs in ampx/examples are read as a user's own.
+_EXAMPLES = os.path.join(AMPX_FOLDER, "examples", "")
 
 
 class Frame(NamedTuple):
@@ -52,6 +54,11 @@ def function_of(jaxpr: Jaxpr) -> tuple[str, int] | None:
     info = open_jaxpr(jaxpr).debug_info
     match = re.fullmatch(r".* at (.*):(\d+)", getattr(info, "func_src_info", None) or "")
     return (match[1], int(match[2])) if match else None
+
+
+def is_of_ampx(file: str) -> bool:
+    """Whether a path, or a line that begins with one, is of ampx itself."""
+    return file.startswith(AMPX_FOLDER) and not file.startswith(_EXAMPLES)
 
 
 def is_of_jax(jaxpr: Jaxpr) -> bool:
