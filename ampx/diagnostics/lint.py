@@ -128,7 +128,7 @@ def lint_step(
     - `"loss_scale"`: the scale in the state does not reach the gradients, or reaches them twice, or
       divides them twice. Scales of ampx, flax's `DynamicScale` and jmp's are known by their fields;
     - `"unscale_order"`: scaled gradients meet numbers that are not scaled: a clip, a decay or a
-      noise outside of the loss scale;
+      noise outside of the loss scale; or a term of the loss is not multiplied by it;
     - `"reduction"`: gradients of `ampx.value_and_grad(axis_name=...)`, which are divided by the
       weight of all devices, are averaged over devices, and so divided twice;
     - `"schedule"`: a rate is computed from a counter of optax that counts skipped steps;

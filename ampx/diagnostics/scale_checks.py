@@ -34,8 +34,14 @@ from ampx.diagnostics.scale_powers import (
     Power,
     Powers,
 )
-from ampx.diagnostics.step_programs import Leaf, StepProgram, source_of, source_of_output
-from ampx.jaxprs import folds, reading
+from ampx.diagnostics.step_programs import (
+    Leaf,
+    StepProgram,
+    place_of,
+    source_of,
+    source_of_output,
+)
+from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
 
 _ONCE = (
@@ -66,6 +72,11 @@ _DIAGNOSES = {
         "gradients that are still multiplied by the loss scale meet numbers that are not",
         "put it inside of the loss scale, as in ampx.dynamic_loss_scale(optax.chain(...))",
     ),
+    "part": (
+        "unscale_order",
+        "the loss scale multiplies a part of the loss, which meets another that it does not",
+        "multiply every term of the loss by the loss scale: the loss as a whole, once",
+    ),
 }
 
 
@@ -74,10 +85,12 @@ class ScaleFlow(NamedTuple):
 
     Attributes:
       conflicts: those that reach what the step carries.
+      beside: the others.
       outputs: the power of each output.
     """
 
     conflicts: list[Conflict]
+    beside: list[Conflict]
     outputs: list[Power]
 
 
@@ -119,8 +132,11 @@ def _follow(
     for number, i in program.carried.items():
         if i not in program.scales:
             reached |= outputs[number].conflicts
-    chosen = [c for place, c in enumerate(powers.conflicts) if reached >> place & 1]
-    return ScaleFlow(chosen, outputs), powers.suspected
+    parts: tuple[list[Conflict], list[Conflict]] = ([], [])
+    for place, conflict in enumerate(powers.conflicts):
+        parts[reached >> place & 1].append(conflict)
+    beside, chosen = parts
+    return ScaleFlow(chosen, beside, outputs), powers.suspected
 
 
 def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding]:
@@ -128,8 +144,11 @@ def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding
     found: dict[tuple[str, str], list[Conflict]] = {}
     for conflict in flow.conflicts:
         kind = _diagnose(conflict)
+        sums = [c for c in (conflict, *flow.beside) if _is_in_loss(c, program.jaxpr)]
+        if sums and (kind == "forgotten" or _is_sum_of_gradients(conflict) or sums[0] is conflict):
+            kind, conflict = "part", sums[0]
         # A place tells nothing of a missing factor: each parameter has its own.
-        name = name_culprit(conflict.eqns).name if kind == "early" else ""
+        name = name_culprit(conflict.eqns).name if kind in ("early", "part") else ""
         found.setdefault((kind, name), []).append(conflict)
     if _is_written_as_number(program, flow):
         found = {key: own for key, own in found.items() if key[0] != "forgotten"}
@@ -140,6 +159,22 @@ def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding
         source = source_of(conflicts[0].eqns, program.jaxpr)
         findings.append(LintFinding(check, message + where, source, fix))  # type: ignore[arg-type]
     return findings
+
+
+def _is_in_loss(conflict: Conflict, jaxpr: Jaxpr) -> bool:
+    """Whether a conflict is a sum in the forward pass of what is differentiated, of its terms."""
+    stacks = [str(eqn.source_info.name_stack) for eqn in conflict.eqns]
+    return (
+        conflict.powers == (0, 1)
+        and conflict.eqns[0].primitive.name in primitives.ADDING
+        and any("jvp(" in stack for stack in stacks)
+        and not place_of(conflict.eqns, jaxpr).is_backward
+    )
+
+
+def _is_sum_of_gradients(conflict: Conflict) -> bool:
+    """Whether a conflict is where two terms of a loss, read from the same array, meet again."""
+    return conflict.powers == (0, 1) and conflict.eqns[0].primitive.name == "add_any"
 
 
 def _diagnose(conflict: Conflict) -> str:

@@ -636,6 +636,43 @@ def test_a_sound_step_gives_nothing(name):
     assert report.ok, report
 
 
+def decay_of(params, hidden, batch):
+    return 1e-4 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+
+
+def spread_of(params, hidden, batch):
+    return 0.1 * jnp.mean(hidden**2)
+
+
+def bias_alone(params, hidden, batch):
+    return jnp.sum(params["c"] ** 2)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("grad", [jax.grad, jax.value_and_grad])
+@pytest.mark.parametrize("term", [decay_of, spread_of, bias_alone])
+def test_a_term_of_the_loss_without_the_scale_is_named(term, grad, jit):
+    tx = dynamic(optax.sgd(0.1))
+    params = {**PARAMS, "c": jnp.ones(3)}
+
+    def step(params, opt_state, batch):
+        @jit
+        def loss(params):
+            hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+            main = jnp.mean((hidden - batch["y"]) ** 2) * ampx.current_loss_scale(opt_state)
+            return main + term(params, hidden, batch)
+
+        grads = grad(loss)(params)
+        grads = grads if grad is jax.grad else grads[1]
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    (found,) = lint_step(step)(params, tx.init(params), BATCH).findings
+    assert found.check == "unscale_order" and "every term of the loss" in found.fix
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    assert "return main + term" in lines[int(found.source.split(":")[1].split()[0]) - 1]
+
+
 def test_a_report_is_a_table_of_lines_and_fixes():
     step, args = step_of(dynamic(optax.sgd(0.1)), scaled=False)
     text = str(lint_step(step)(*args))
