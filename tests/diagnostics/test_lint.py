@@ -116,6 +116,31 @@ def clipped_by_hand(grads, _):
     return jax.tree.map(lambda g: g * factor, grads)
 
 
+def normed(guard):
+    """Gradients over their norm, whose denominator is guarded, times the loss scale again."""
+
+    def after(grads, opt_state):
+        norm, scale = guard(optax.tree.norm(grads)), ampx.current_loss_scale(opt_state)
+        return jax.tree.map(lambda g: g / norm * scale, grads)
+
+    return lambda: step_of(dynamic(optax.sgd(0.1)), after=after)
+
+
+def sharpness_aware(epsilon):
+    """Gradients at parameters that were moved along the gradient, as published."""
+    tx = dynamic(optax.sgd(0.1))
+
+    def step(params, opt_state, batch):
+        grad = jax.grad(lambda p: loss_of(p, batch) * ampx.current_loss_scale(opt_state))
+        grads = grad(params)
+        norm = optax.tree.norm(grads)
+        moved = jax.tree.map(lambda p, g: p + 0.05 * g / (norm + epsilon), params, grads)
+        updates, opt_state = tx.update(grad(moved), opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), BATCH)
+
+
 def divided_by_hand(grads, opt_state):
     scale = ampx.current_loss_scale(opt_state)
     return jax.tree.map(lambda g: g / scale, grads)
@@ -388,6 +413,14 @@ FAULTS = {
         "unscale_order",
         lambda: step_of(dynamic(optax.sgd(0.1)), after=clipped_by_hand),
     ),
+    "a norm plus 1": ("unscale_order", normed(lambda norm: norm + 1.0)),
+    "a norm of at least 0.1": ("unscale_order", normed(lambda norm: jnp.maximum(norm, 0.1))),
+    "a norm of at most 1e-7": ("unscale_order", normed(lambda norm: jnp.minimum(norm, 1e-7))),
+    "a norm plus the inverse of 1e-8": (
+        "unscale_order",
+        normed(lambda norm: norm + jax.lax.rsqrt(jax.lax.full_like(norm, 1e-8))),
+    ),
+    "SAM, a large epsilon": ("unscale_order", lambda: sharpness_aware(0.1)),
     "adaptive clip outside": ("unscale_order", lambda: early(optax.adaptive_grad_clip(0.1))),
     "decay outside": ("unscale_order", lambda: early(optax.add_decayed_weights(0.1))),
     # Its counter, which the noise decays with, counts skipped steps, too.
@@ -591,6 +624,11 @@ SOUND = {
     "a count of samples, NamedTuple": lambda: with_statistics(Statistics),
     "a count of samples, dataclass": lambda: with_statistics(DataStatistics),
     "a count of samples, dict": lambda: with_statistics(dict),
+    "a norm plus 1e-12": normed(lambda norm: norm + 1e-12),
+    "a norm of at least 1e-6": normed(lambda norm: jnp.maximum(norm, 1e-6)),
+    "a norm clipped below": normed(lambda norm: jnp.clip(norm, 1e-6)),
+    "a norm or 1e-8": normed(lambda norm: jnp.where(norm == 0, 1e-8, norm)),
+    "SAM": lambda: sharpness_aware(1e-12),
     "print in a branch": lambda: talking("branch"),
     "print in a branch of a loop": lambda: talking("branch in loop"),
     "two losses": two_losses,
