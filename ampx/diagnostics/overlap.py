@@ -14,6 +14,7 @@ it (`hlo`).
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
@@ -229,7 +230,8 @@ def check_overlap(
       An `OverlapReport`; print it.
 
     Raises:
-      TypeError: if `step` is no function or `compiled` no bool.
+      TypeError: if `step` is no function or `compiled` no bool, or if the step cannot be called
+        with these arguments.
       ValueError: if no array that the step gives waits for a gradient reduction.
 
     References:
@@ -251,6 +253,7 @@ def check_overlap(
     """
     check_callable("step", step, "step(*args)")
     compiled = as_bool("compiled", compiled)
+    _check_arguments(step, args, kwargs)
     call = pure_calls.as_pure_call(step, args, kwargs)
     run, arrays = pure_calls.as_function_of_arrays(call)
 
@@ -298,6 +301,21 @@ def check_overlap(
     # culprit.
     above = [node for node, output in zip(nodes, outputs, strict=True) if output.shape]
     return dataclasses.replace(report, culprits=flow.find_culprits(above, wanted))
+
+
+def _check_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Checks that arguments of the step are there: `lint_step(step)(...)` takes them afterwards."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        return  # a builtin has none
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{error}: check_overlap takes the arguments of the step after the step, as in "
+            "check_overlap(step, state, batch)"
+        ) from None
 
 
 def _size_in_bytes(leaf: Any) -> int:

@@ -446,6 +446,21 @@ def test_a_step_without_a_gradient_reduction_is_refused():
         )
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, functools.partial(functools.partial)])
+def test_arguments_that_are_missing_are_told_before_the_trace(wrap):
+    step = wrap(step_of(SGD))
+    told = "missing a required argument: 'x': .*as in check_overlap\\(step, state, batch\\)"
+    with pytest.raises(TypeError, match=told.replace("'x'", "'params'")):
+        check_overlap(step)(PARAMS, SGD.init(PARAMS), X)
+    with pytest.raises(TypeError, match=told):
+        check_overlap(step, PARAMS, SGD.init(PARAMS))
+    mapped = jax.shard_map(
+        lambda x: x, mesh=make_mesh((4,), ("data",)), in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(TypeError, match=told):
+        check_overlap(wrap(mapped))(X)
+
+
 def test_it_takes_what_is_no_array():
     step = jax.jit(
         lambda params, state, x, *, flag: step_of(SGD)(params, state, x) if flag else x,
