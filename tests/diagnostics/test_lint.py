@@ -711,6 +711,48 @@ def test_a_term_of_the_loss_without_the_scale_is_named(term, grad, jit):
     assert "return main + term" in lines[int(found.source.split(":")[1].split()[0]) - 1]
 
 
+def accumulated_over_calls():
+    """A total of gradients, in bfloat16, that several calls add to."""
+
+    def step(params, total, batch):
+        grads = jax.grad(loss_of)(params, batch)
+        return params, jax.tree.map(lambda t, g: t + g.astype(BF16), total, grads)
+
+    return step, (PARAMS, jax.tree.map(lambda p: jnp.zeros_like(p, BF16), PARAMS), BATCH)
+
+
+def moved_in_half():
+    """Positions, of which there is no gradient."""
+
+    def step(position, velocity):
+        moved, _ = jax.lax.scan(lambda x, _: (x + velocity, None), position, length=3)
+        return moved, velocity
+
+    return step, (jnp.zeros(3, BF16), jnp.ones(3, BF16))
+
+
+def divided_in_half():
+    def divided(grads, opt_state):
+        scale = ampx.current_loss_scale(opt_state).astype(F16)
+        return jax.tree.map(lambda g: (g.astype(F16) / scale).astype(jnp.float32), grads)
+
+    return step_of(dynamic(optax.identity()), after=divided)
+
+
+@pytest.mark.parametrize(
+    ("check", "make", "said"),
+    [
+        ("half_state", accumulated_over_calls, "keep them in float32"),
+        ("half_sum", moved_in_half, "carry the total in float32"),
+        ("half_constant", divided_in_half, "or the gradients"),
+    ],
+)
+def test_what_to_do_about_half_fits_what_is_no_parameter_or_loss(check, make, said):
+    step, args = make()
+    (fix,) = [found.fix for found in lint_step(step)(*args).findings if found.check == check]
+    assert said in fix
+
+
 def test_a_report_is_a_table_of_lines_and_fixes():
     step, args = step_of(dynamic(optax.sgd(0.1)), scaled=False)
     text = str(lint_step(step)(*args))
