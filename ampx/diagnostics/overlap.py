@@ -43,6 +43,12 @@ _ADVICE = {
     "while": _LOOP,
     "": "Do it for each bucket on its own, or with what is known before the reductions.",
 }
+# On a CPU nothing hides behind communication, and one branch around all updates is the fastest.
+_CHOICE_OF_AMPX = (
+    "ampx updates in one branch where reductions hide behind nothing, as on a CPU: "
+    "ampx.all_reduce(tail_overlap=True), or train_step(tail_overlap=True), shows what an "
+    "accelerator does."
+)
 
 
 class OutputRecord(NamedTuple):
@@ -133,21 +139,20 @@ class OverlapReport:
 
     def _advise(self) -> str:
         """What helps against the culprits, each advice once."""
-        about = [" ".join((c.name, *c.functions, c.primitive)) for c in self.culprits]
-        return " ".join(
-            dict.fromkeys(next(_ADVICE[key] for key in _ADVICE if key in words) for words in about)
-        )
+        return " ".join(dict.fromkeys(map(_advise_on, self.culprits)))
 
     def _summarize(self) -> str:
         count, waiting = len(self.gradient_reductions), [o for o in self.outputs if o.waits_for]
-        named = " and ".join(map(str, self.culprits))
+        named = " and ".join(map(str, self.culprits)) + (
+            " join them" if len(self.culprits) > 1 else " joins them"
+        )
         if count == 1:
             return (
                 "One reduction holds all gradients, and everything waits for it. Divide them into "
                 "several buckets."
             )
         if not self.overlaps:
-            joined = f": {named} joins them. {self._advise()}" if named else "."
+            joined = f": {named}. {self._advise()}" if self.culprits else "."
             return (
                 f"No overlap: all {len(waiting)} arrays wait for the last of {count} gradient "
                 f"reductions{joined}"
@@ -158,8 +163,8 @@ class OverlapReport:
             f"Overlap: {len(early)} of {len(waiting)} arrays ({share:.0%} of the bytes) do not "
             f"wait for the last of {count} gradient reductions."
         )
-        if named:
-            told += f" Others do, since {named} joins them. {self._advise()}"
+        if self.culprits:
+            told += f" Others do, since {named}. {self._advise()}"
         if self.compiled_overlaps is False:
             merged = ", ".join(f"{r.gradients} into {r.name}" for r in self.merged)
             told += (
@@ -196,6 +201,13 @@ class OverlapReport:
         rows = [(*key, _list_some(paths)) for key, paths in groups.items()]
         tables.append(Table([(*head, "paths"), *rows]))
         return spread((*tables, self._summarize()))
+
+
+def _advise_on(culprit: Culprit) -> str:
+    if culprit.primitive == "cond" and culprit.place.startswith("ampx/"):
+        return _CHOICE_OF_AMPX
+    words = " ".join((culprit.name, *culprit.functions, culprit.primitive))
+    return next(_ADVICE[key] for key in _ADVICE if key in words)
 
 
 def _list_places(places: Iterable[int]) -> str:

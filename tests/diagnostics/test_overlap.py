@@ -256,6 +256,22 @@ def test_functions_of_ampx_are_named_with_their_files():
     assert culprit.place.startswith("ampx/loss_scaling/")
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("tail_overlap", [None, True])
+def test_a_branch_of_ampx_does_not_hide_the_culprit(clips, tail_overlap):
+    """On a CPU one branch holds all updates, unless one asks for what an accelerator does."""
+    reduce = ampx.all_reduce("data", op="sum", bucket_bytes=16, tail_overlap=tail_overlap)
+    clip = [optax.clip_by_global_norm(1.0)] * clips
+    tx = ampx.dynamic_loss_scale(optax.chain(reduce, *clip, SGD), axis_names="data")
+    report = checked(tx, reduce=lambda grads: grads)
+    names = [culprit.name for culprit in report.culprits]
+    in_branch = tail_overlap is None
+    assert len(names) == in_branch + clips and ("clip_by_global_norm" in names) is clips
+    assert report.overlaps is not (in_branch or clips)
+    assert ("tail_overlap=True" in str(report)) is in_branch
+    assert ("by its own norm" in str(report)) is clips and "jnp.where" not in str(report)
+
+
 def test_a_chain_of_buckets_does_not_hide_the_culprit():
     tx = optax.chain(optax.clip_by_global_norm(1.0), SGD)
     assert the_culprit(checked(tx, reduce=chain)).name == "clip_by_global_norm"
