@@ -126,7 +126,8 @@ def lint_step(
     arguments and returns the next one in the same structure. The checks:
 
     - `"loss_scale"`: the scale in the state does not reach the gradients, or reaches them twice, or
-      divides them twice. Scales of ampx, flax's `DynamicScale` and jmp's are known by their fields;
+      divides them twice, or divides what another scale has multiplied. Scales of ampx, flax's
+      `DynamicScale` and jmp's are known by their fields;
     - `"unscale_order"`: scaled gradients meet numbers that are not scaled: a clip, a decay or a
       noise outside of the loss scale; or a term of the loss is not multiplied by it;
     - `"reduction"`: gradients of `ampx.value_and_grad(axis_name=...)`, which are divided by the

@@ -72,6 +72,11 @@ _DIAGNOSES = {
         "gradients that are still multiplied by the loss scale meet numbers that are not",
         "put it inside of the loss scale, as in ampx.dynamic_loss_scale(optax.chain(...))",
     ),
+    "other scale": (
+        "loss_scale",
+        "gradients are divided by one loss scale, and were multiplied by another",
+        "multiply each loss by the scale of the state whose update gets its gradients",
+    ),
     "part": (
         "unscale_order",
         "the loss scale multiplies a part of the loss, which meets another that it does not",
@@ -94,9 +99,15 @@ class ScaleFlow(NamedTuple):
     outputs: list[Power]
 
 
-def follow_scale(program: StepProgram) -> ScaleFlow:
-    """Follows the loss scales of a step to all of its results."""
-    flow, suspected = _follow(program, {})
+def follow_scale(program: StepProgram, scales: Sequence[int] | None = None) -> ScaleFlow:
+    """Follows the loss scales of a step to all of its results.
+
+    Args:
+      program: the step.
+      scales: the inputs that count as scales, as if all were one; None: all that are.
+    """
+    scales = program.scales if scales is None else scales
+    flow, suspected = _follow(program, scales, {})
     # An array that gradients are summed in over several calls holds them times the scale. No name
     # tells; but if all conflicts vanish once it has that power, before the step and after it, then
     # there were none.
@@ -104,7 +115,7 @@ def follow_scale(program: StepProgram) -> ScaleFlow:
     again = flow
     while again.conflicts and not suspected.keys() <= bound.keys():
         bound |= suspected
-        again, suspected = _follow(program, bound)
+        again, suspected = _follow(program, scales, bound)
         stays = all(
             power.power == bound[i] or power.marks & FREE
             for number, i in program.carried.items()
@@ -117,12 +128,12 @@ def follow_scale(program: StepProgram) -> ScaleFlow:
 
 
 def _follow(
-    program: StepProgram, bound: dict[int, Fraction]
+    program: StepProgram, scales: Sequence[int], bound: dict[int, Fraction]
 ) -> tuple[ScaleFlow, dict[int, Fraction]]:
     carried = set(program.carried.values())
 
     def power_of(i: int) -> Power:
-        if i in program.scales:
+        if i in scales:
             return Power(Fraction(1), READS | PURE, 0, i)
         return Power(bound.get(i, Fraction(0)), 0, 0, i if i in carried else -1)
 
@@ -153,12 +164,22 @@ def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding
     if _is_written_as_number(program, flow):
         found = {key: own for key, own in found.items() if key[0] != "forgotten"}
     findings = []
+    if exchanged := [] if flow.conflicts else _find_exchanged(program):
+        found["other scale", ""] = exchanged
     for (kind, name), conflicts in found.items():
         check, message, fix = _DIAGNOSES[kind]
         where = f": in {name}" if name else ""
         source = source_of(conflicts[0].eqns, program.jaxpr)
         findings.append(LintFinding(check, message + where, source, fix))  # type: ignore[arg-type]
     return findings
+
+
+def _find_exchanged(program: StepProgram) -> list[Conflict]:
+    """Finds where a scale divides what another has multiplied: together they looked right."""
+    if len(program.scales) < 2:
+        return []
+    alone = [follow_scale(program, (i,)).conflicts for i in program.scales]
+    return [c for conflicts in alone for c in conflicts if _diagnose(c) == "forgotten"]
 
 
 def _is_in_loss(conflict: Conflict, jaxpr: Jaxpr) -> bool:

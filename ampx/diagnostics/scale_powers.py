@@ -403,7 +403,7 @@ def _of_constant(value: Any) -> Power:
         return _CONSTANT
     numbers = np.unique(np.asarray(value, np.float64))
     is_free = all(number in _EXTREMES or np.isnan(number) for number in numbers.tolist())
-    is_tiny = numbers.size == 1 and abs(numbers[0]) <= _LARGEST_GUARD
+    is_tiny = numbers.size == 1 and 0 < abs(numbers[0]) <= _LARGEST_GUARD
     return _ZERO if is_free else _CONSTANT._replace(marks=PURE | (TINY if is_tiny else 0))
 
 

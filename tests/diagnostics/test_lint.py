@@ -236,6 +236,38 @@ def talking(kind):
     return jax.jit(told), (params, opt_state, batch)
 
 
+def two_networks(swapped, tx=None):
+    """Two networks and two optimizers, as of a GAN, each with a scale of its own."""
+    tx = tx or dynamic(optax.sgd(0.1))
+
+    def step(networks, states, batch):
+        new = []
+        for number, (params, state) in enumerate(zip(networks, states, strict=True)):
+            scale = ampx.current_loss_scale(states[0] if swapped and number else state)
+            grads = jax.grad(lambda p, scale=scale: loss_of(p, batch) * scale)(params)
+            updates, state = tx.update(grads, state, params)
+            new.append((ampx.apply_updates(params, updates), state))
+        return tuple(zip(*new, strict=True))
+
+    return step, ((PARAMS, PARAMS), (tx.init(PARAMS), tx.init(PARAMS)), BATCH)
+
+
+def two_groups():
+    """One loss, whose gradients go to two optimizers: those of the second are scaled anew."""
+    first, second = dynamic(optax.adam(0.1)), dynamic(optax.sgd(0.1))
+
+    def step(params, states, batch):
+        scales = list(map(ampx.current_loss_scale, states))
+        grads = jax.grad(lambda p: loss_of(p, batch) * scales[0])(params)
+        w, one = first.update({"w": grads["w"]}, states[0], {"w": params["w"]})
+        again = {"b": grads["b"] * (scales[1] / scales[0])}
+        b, two = second.update(again, states[1], {"b": params["b"]})
+        return ampx.apply_updates(params, w | b), (one, two)
+
+    states = first.init({"w": PARAMS["w"]}), second.init({"b": PARAMS["b"]})
+    return step, (PARAMS, states, BATCH)
+
+
 class WithNorm(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -406,6 +438,11 @@ FAULTS = {
     "divided twice": (
         "loss_scale",
         lambda: step_of(dynamic(optax.sgd(0.1)), after=divided_by_hand),
+    ),
+    "scale of another network": ("loss_scale", lambda: two_networks(swapped=True)),
+    "scale of another network, Adam": (
+        "loss_scale",
+        lambda: two_networks(swapped=True, tx=dynamic(optax.adam(0.1))),
     ),
     "clip by norm outside": ("unscale_order", lambda: early(optax.clip_by_global_norm(1.0))),
     "clip outside": ("unscale_order", lambda: early(optax.clip(1.0))),
@@ -631,6 +668,8 @@ SOUND = {
     "SAM": lambda: sharpness_aware(1e-12),
     "print in a branch": lambda: talking("branch"),
     "print in a branch of a loop": lambda: talking("branch in loop"),
+    "two networks": lambda: two_networks(swapped=False),
+    "two groups of one loss": two_groups,
     "two losses": two_losses,
     "MultiSteps inside": lambda: over_calls("optax inside"),
     "multi_steps": lambda: over_calls("ampx"),
