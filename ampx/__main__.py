@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import get_args
 
@@ -15,13 +16,15 @@ from ampx.text_tables import print_report
 
 _DOCTOR = f"""\
 Traces a training step and reports its faults with their lines, as ampx.lint_step does. Nothing of
-the step is run. FILE is imported, so begin training behind `if __name__ == "__main__":`. It also
-says what the step is called with, by a tuple or by a function that gives one:
+the step is run. FILE is imported, without arguments, so begin training behind
+`if __name__ == "__main__":`. It may be the name of a module, too, as for `python -m`. It also says
+what the step is called with, by a tuple or by a function that gives one:
 
     def {EXAMPLE_ARGS}():
         return state, jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
-The exit status is 0 if nothing was found, 1 if something was, and 2 if there was nothing to trace.
+The exit status is 0 if nothing was found, 1 if something was, and 2 if there was nothing to trace:
+no such file or step, or an error in the file or in the trace of the step.
 """
 
 
@@ -32,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments, `sys.argv` by default.
 
     Returns:
-      The exit status: 1 if `doctor` found a fault.
+      The exit status: 1 if `doctor` found a fault, 2 if the user's file or its step raised.
 
     Raises:
-      SystemExit: for arguments that are wrong; what a file of the user raises is not caught.
+      SystemExit: for arguments that are wrong.
 
     Examples:
       >>> from ampx.__main__ import main
@@ -53,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=_DOCTOR,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    doctor.add_argument("target", metavar="FILE:STEP", help="such as train.py:step")
+    doctor.add_argument(
+        "target", metavar="FILE:STEP", help="such as train.py:step or pkg.train:step"
+    )
     doctor.add_argument(
         "--args",
         metavar="NAME",
@@ -76,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = lint_file(flags.target, args=flags.args, ignore=flags.ignore)
     except StepFileError as error:
         doctor.error(str(error))
+    except Exception:  # of the user's own file: Python would end with 1, which tells of a fault
+        traceback.print_exc()
+        return 2
     print_report(report)
     return 0 if report.ok else 1
 

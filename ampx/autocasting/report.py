@@ -43,7 +43,8 @@ from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_a
 from ampx.autocasting.values import AS_TRACED, is_float32
 from ampx.checking import check_callable
 from ampx.jaxprs import pure_calls, reading, source_info
-from ampx.jaxprs.reading import Jaxpr
+from ampx.jaxprs.interpreter import Place
+from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.summaries import show_fields, show_table
 from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich
 
@@ -276,7 +277,7 @@ def _list_equations(
             _name_rule(name, decision),
             operands,
             tuple(dtypes(out, None) for out in eqn.outvars),
-            source_info.line_of(eqn),
+            _find_source(eqn, jaxpr),
             decision.not_float8,
         )
         if not decision.bodies:
@@ -285,3 +286,15 @@ def _list_equations(
         around = (*inside, f"{name}:{call}" if call else name)
         for body, body_plan in zip(reading.bodies_of(eqn), decision.bodies, strict=True):
             yield from _list_equations(body, body_plan, settings, around)
+
+
+def _find_source(eqn: Equation, jaxpr: Jaxpr) -> str:
+    """The line that an equation comes from; of a jitted function that ampx calls, its first."""
+    if not source_info.is_of_ampx(source_info.line_of(eqn)):
+        return source_info.line_of(eqn)
+    functions = filter(None, map(source_info.function_of, reading.inner_jaxprs(eqn)))
+    name = reading.call_name(eqn)
+    for file, line in functions:
+        if name and not source_info.is_of_ampx(file):
+            return f"{file}:{line} ({name})"
+    return Place().at(eqn, jaxpr).source

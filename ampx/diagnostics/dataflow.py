@@ -108,6 +108,9 @@ class Flow:
     def __init__(self) -> None:
         self.reductions: list[ReductionRecord] = []
         self.nodes = [Node((), 0, 0, ())]
+        # The branches that ampx chooses between: the nodes of their operands, and the sizes of
+        # mapped axes. What is the user's own may stand in them.
+        self._choices: dict[int, tuple[list[int], dict[Any, int]]] = {}
 
     def follow(
         self,
@@ -137,7 +140,10 @@ class Flow:
                 pairs = zip(inputs, places, strict=True)
                 return [self._add_node((i,), 1 << place, eqns) for i, place in pairs]
             own = sum(1 << place for place in self._record_reductions_inside(eqn, sizes))
-            return [self._add_node(inputs, own, eqns)] * len(eqn.outvars)
+            node = self._add_node(inputs, own, eqns)
+            if eqn.primitive.name == "cond" and _is_of_ampx(eqn):
+                self._choices[node] = (inputs, sizes)
+            return [node] * len(eqn.outvars)
 
         return folds.fold(jaxpr, operands, nodes_of, constant=lambda _: 0)
 
@@ -199,7 +205,7 @@ class Flow:
 
         A culprit has an operand that waits for the last reduction and another that waits for an
         earlier one, but not for the last. What comes after a culprit joins them, too, but is not to
-        blame.
+        blame. If it is a choice of ampx between branches, what joins them in a branch is one, too.
 
         Args:
           outputs: nodes.
@@ -227,9 +233,33 @@ class Flow:
                 parts += [1 << place for place in _list_places(node.own & gradients)]
             if any(part & last for part in parts) and any(p and not p & last for p in parts):
                 below.add(i)
-                culprit = name_culprit(node.eqns)
-                found.setdefault((culprit.name, culprit.place.split(":")[0]), culprit)
+                for culprit in (name_culprit(node.eqns), *self._find_inside(i, gradients)):
+                    found.setdefault((culprit.name, culprit.place.split(":")[0]), culprit)
         return tuple(found.values())
+
+    def _find_inside(self, choice: int, gradients: int) -> Iterator[Culprit]:
+        """Finds the culprits in the branches of a choice of ampx, as if each stood there alone."""
+        if choice not in self._choices:
+            return
+        node, (inputs, sizes) = self.nodes[choice], self._choices[choice]
+        for body in reading.bodies_of(node.eqns[0]):
+            flow = Flow()
+            flow.nodes, flow.reductions = self.nodes[:choice], list(self.reductions)
+            results = flow.follow(body, inputs[1:], sizes, node.eqns)
+            outvars: Any = reading.open_jaxpr(body).outvars
+            arrays = [node for node, out in zip(results, outvars, strict=True) if out.aval.shape]
+            # The reductions inside are recorded anew, behind those of the whole program.
+            again = flow.reductions[len(self.reductions) :]
+            wanted = gradients & ~node.own
+            wanted |= sum(1 << record.place for record in again if not record.is_verdict)
+            if wanted:
+                yield from flow.find_culprits(arrays, wanted)
+
+
+def _is_of_ampx(eqn: Equation) -> bool:
+    """Whether ampx wrote an equation, in whatever function of the user's."""
+    frames = source_info.user_frames_of(eqn)
+    return bool(frames) and source_info.is_of_ampx(frames[0].file_name)
 
 
 def _list_places(bits: int) -> tuple[int, ...]:

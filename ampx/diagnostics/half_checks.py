@@ -34,8 +34,8 @@ _HALF = ("float16", "bfloat16")
 _ADDED = (
     "each step adds to {} arrays that have no wider copy, and what is below half of their spacing "
     "is lost: {}",
-    "keep float32 parameters and compute in half (ampx.opt_level), or wrap the optimizer in "
-    "ampx.master_weights",
+    "keep them in float32. Parameters may still compute in half (ampx.opt_level), or have float32 "
+    "copies (ampx.master_weights)",
 )
 _AVERAGED = (
     "averages in {} decay by less than it resolves, and stand still: {}",
@@ -256,7 +256,8 @@ def _tell_large_numbers(multiples: _Multiples, program: StepProgram) -> Iterator
                 "half_constant",
                 "the loss scale is converted to float16, which ends at 65504",
                 source,
-                "compute the loss in float32: logits.astype(jnp.float32)",
+                "keep it in float32, and what it multiplies or divides: the loss, as of "
+                "logits.astype(jnp.float32), or the gradients",
             )
         else:
             yield LintFinding(
@@ -268,7 +269,7 @@ def _tell_large_numbers(multiples: _Multiples, program: StepProgram) -> Iterator
 
 
 def find_half_sums(program: StepProgram) -> list[LintFinding]:
-    """Finds totals in half precision that a loop adds to, such as gradients of micro-batches."""
+    """Finds totals in half precision that a loop adds to: gradients of micro-batches, positions."""
     findings = []
     for eqn, around in folds.equations_inside(program.jaxpr):
         # Inside of what is differentiated, a model may add up what it likes, as a residual stream.
@@ -282,7 +283,7 @@ def find_half_sums(program: StepProgram) -> list[LintFinding]:
                     "half_sum",
                     f"a loop adds up in {' and '.join(dtypes)}",
                     source_of((eqn, *reversed(around)), program.jaxpr),
-                    "sum in float32, as ampx.value_and_grad(num_microbatches=...) does",
+                    "carry the total in float32, and round it after the loop",
                 )
             )
     return findings

@@ -34,7 +34,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.autocasting import float8
-from ampx.diagnostics.overflow_reports import ARGUMENT, PROGRAM, TOO_LARGE, OverflowRecord
+from ampx.diagnostics.overflow_notes import (
+    describe_conversion,
+    describe_end,
+    describe_pole,
+    describe_type,
+    find_largest,
+    is_inexact,
+)
+from ampx.diagnostics.overflow_reports import (
+    ARGUMENT,
+    OPAQUE,
+    PROGRAM,
+    TOO_LARGE,
+    OverflowRecord,
+)
 from ampx.jaxprs import primitives, reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, compile_equation, is_opaque
 from ampx.jaxprs.reading import Equation, Jaxpr
@@ -43,7 +57,6 @@ COMPILED_ONLY = (
     "only compiled: equation by equation all of it is finite, but the compiler joins operations "
     "and may reorder them"
 )
-_OPAQUE = "what happens inside was not looked into"
 _WRITTEN_NAN = "a NaN that is written into the program"
 _IN_FLOAT8 = "a step of a matrix product in float8"
 _OF_WRITTEN = "of infinities that are written into the program, as for a row masked as a whole"
@@ -76,7 +89,7 @@ def _is_finite(array: Any) -> Any:
 
 def find_flags(array: Any) -> Flags:
     """Finds what an array holds that is not finite: nothing, if it is not of floats."""
-    if not _is_inexact(array):
+    if not is_inexact(array):
         return Flags()
     # On the CPU NumPy reads the array where it is, and needs no compilation for each shape.
     # Elsewhere one bool comes back, and the array only if it is false.
@@ -92,13 +105,6 @@ def find_flags(array: Any) -> Flags:
 def _is_near(array: Any) -> bool:
     devices = array.sharding.device_set if isinstance(array, jax.Array) else ()
     return all(device.platform == "cpu" for device in devices)
-
-
-def _is_inexact(array: Any) -> bool:
-    dtype = getattr(array, "dtype", None)
-    if dtype is None:
-        return isinstance(array, float | complex)
-    return jnp.issubdtype(dtype, jnp.inexact) and not isinstance(array, jax.Ref)
 
 
 class Blame(NamedTuple):
@@ -189,10 +195,10 @@ class BlamingWalk(Walk):
             scope=here.scope,
             source=here.source,
             iterations=here.iterations,
-            input_types=tuple(_describe_type(value.array) for value in operands),
-            output_type=_describe_type(array),
-            largest_inputs=tuple(_find_largest(value.array) for value in operands),
-            largest_output=_find_largest(array),
+            input_types=tuple(describe_type(value.array) for value in operands),
+            output_type=describe_type(array),
+            largest_inputs=tuple(find_largest(value.array) for value in operands),
+            largest_output=find_largest(array),
             note=note,
         )
         return Blame(rank, next(self._numbers), record)
@@ -237,8 +243,8 @@ class BlamingWalk(Walk):
         explaining, is_explained = _find_explanations(eqn, operands, array)
         inherited = _inherit(explaining, flags)
         if is_explained and _is_too_large(eqn, explaining, flags):
-            dtype = next(v.array.dtype for v in explaining if _is_inexact(v.array))
-            return self.blame_here(here, operands, array, f"{TOO_LARGE} {_describe_end(dtype)}")
+            dtype = next(v.array.dtype for v in explaining if is_inexact(v.array))
+            return self.blame_here(here, operands, array, f"{TOO_LARGE} {describe_end(dtype)}")
         # An operand that an equation made bad is blamed even if it does not explain all that is bad
         # here: it came first. A mask has to explain all of it, or else something new is wrong.
         if inherited is not None and (is_explained or inherited.rank == COMPUTED):
@@ -246,7 +252,8 @@ class BlamingWalk(Walk):
         if flags.nan and is_explained:
             note = _OF_WRITTEN
         else:
-            note = _OPAQUE if is_opaque(eqn) else _describe_conversion(eqn, operands, array)
+            note = OPAQUE if is_opaque(eqn) else describe_conversion(eqn, operands, array)
+            note = note or describe_pole(eqn, operands, array)
             note = note or (_IN_FLOAT8 if here.is_inside(float8.SCOPE) else "")
         return self.blame_here(here, operands, array, note)
 
@@ -410,32 +417,3 @@ def _find_explanations(
 def _finite(array: Any) -> np.ndarray:
     """Which numbers of an array are finite, as bools of its shape."""
     return np.isfinite(np.asarray(array))
-
-
-def _describe_conversion(eqn: Equation, operands: Sequence[Value], array: Any) -> str:
-    if eqn.primitive.name != "convert_element_type" or not _is_inexact(operands[0].array):
-        return ""
-    return _describe_end(array.dtype, " ")
-
-
-def _describe_end(dtype: Any, joint: str = ", which ") -> str:
-    return f"{dtype}{joint}ends at {float(jnp.finfo(dtype).max):.6g}"
-
-
-def _describe_type(array: Any) -> str:
-    dtype = getattr(array, "dtype", type(array).__name__)
-    return f"{dtype}[{','.join(map(str, np.shape(array)))}]"
-
-
-def _find_largest(array: Any) -> float | None:
-    """Finds the largest finite absolute value; None if there is none."""
-    if isinstance(array, jax.Ref) or not (np.isscalar(array) or _is_numeric(array.dtype)):
-        return None
-    numbers = np.asarray(array)
-    sizes = np.abs(numbers.astype(complex if np.iscomplexobj(numbers) else float))
-    sizes = sizes[np.isfinite(sizes)]
-    return float(sizes.max()) if sizes.size else None
-
-
-def _is_numeric(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)

@@ -18,6 +18,10 @@ from ampx.text_tables import show_rich
 # Stand where else the name of a primitive does: for what comes from outside of all equations.
 ARGUMENT, PROGRAM = "argument", "program"
 TOO_LARGE = "a constant is inf in"  # how the note of such a record begins
+POLE = "infinite where the operand is"  # and this is how the note of a pole begins
+OPAQUE = "what happens inside was not looked into"
+_CALLBACKS = ("pure_callback", "io_callback")
+_GUARD = "jnp.where(ok, f(jnp.where(ok, x, safe)), 0.0)"
 # How each operation makes a NaN of numbers.
 _WITHOUT_ANSWER = {
     **dict.fromkeys(("add", "add_any", "sub", "reduce_sum"), "inf - inf"),
@@ -27,6 +31,7 @@ _WITHOUT_ANSWER = {
     "dot_general": "0 * inf or inf - inf",
     "mul": "0 * inf",
     "pow": "a broken power of a negative number",
+    **dict.fromkeys(("lgamma", "digamma"), "a pole, at 0 or at a negative integer"),
 }
 # How each operation makes an infinity of numbers that are not large.
 _WITHOUT_BOUND = {
@@ -83,6 +88,16 @@ class OverflowRecord:
         """What usually helps."""
         if self.primitive == ARGUMENT:
             return "It came in like that: trace the call that made it."
+        if self.primitive in _CALLBACKS:
+            return "It came out of a Python callback: look into the function that it calls."
+        if self.note == OPAQUE:
+            # Of its operands' sizes nothing follows: they are those of a whole step.
+            if self.primitive == "shard_map":
+                return (
+                    "trace_overflow cannot look inside of shard_map. Trace what one device "
+                    "computes: trace_overflow(jax.grad(loss_fn))(params, rows_of_one_device)."
+                )
+            return "trace_overflow cannot look inside. Trace the same computation without it."
         if self.kind == "nan" and self.primitive == "gather":
             return (
                 "Usually an index out of bounds, which gather fills with NaN: check the indices, "
@@ -93,18 +108,25 @@ class OverflowRecord:
             kind = _WITHOUT_ANSWER.get(self.primitive, "an operation without an answer")
             return (
                 f"Usually {kind}. Guard the operand, not the result: the gradient of jnp.where "
-                "passes a NaN of the branch not taken on."
+                f"passes a NaN of the branch not taken on. Write {_GUARD}."
             )
         dtype, cause = self.output_type.split("[")[0], _WITHOUT_BOUND.get(self.primitive)
+        is_pole = self.note.startswith(POLE)
         # d sqrt(x) = 0.5 / sqrt(x): the division stands in no line of the user's.
-        is_derived = self.direction == "backward" and (cause or self.primitive == "pow")
+        is_derived = self.direction == "backward" and (cause or is_pole)
         if is_derived and not is_too_large:
             return (
                 "The derivative of this line is infinite there: guard the operand, not the result; "
-                "jnp.where passes a NaN of the branch not taken on."
+                f"jnp.where passes a NaN of the branch not taken on. Write {_GUARD}."
             )
+        if is_pole:
+            kind = "A division by zero" if "pow" in self.primitive else "A pole of this function"
+            return f"{kind}: guard the operand, not the result. Write {_GUARD}."
         if cause is not None and not is_too_large:
-            return f"Usually {cause}: bound the operand, as by adding a small number."
+            return (
+                f"Usually {cause}: bound the operand, as by adding a small number, or guard it: "
+                f"{_GUARD}."
+            )
         # From here on the number was too large, which a wider dtype or a smaller scale cures.
         if dtype not in ("float16", "bfloat16") and not dtype.startswith("float8"):
             return f"Too large for {dtype}: bound the operands."

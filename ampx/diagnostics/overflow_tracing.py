@@ -61,8 +61,9 @@ def trace_overflow(
 
     The call is compiled and run. If all of its results are finite, that is the report. Otherwise it
     is run again equation by equation, through jit, scan, while, cond, remat and custom
-    derivatives; kernels and `shard_map` are blamed as a whole. In loops every iteration is run
-    compiled, and only the one in which something turns bad is looked into.
+    derivatives. In loops every iteration is run compiled, and only the one in which something turns
+    bad is looked into. Kernels and `shard_map` are blamed as a whole: of a data-parallel step trace
+    what one device computes, `trace_overflow(jax.grad(loss_fn))(params, rows_of_one_device)`.
 
     Infinities that reach no result are not reported, nor are those that are written into the
     program, as a mask is; a NaN that is made of these is. An infinity that an operation such as

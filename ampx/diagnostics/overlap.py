@@ -14,6 +14,7 @@ it (`hlo`).
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
@@ -42,6 +43,12 @@ _ADVICE = {
     "while": _LOOP,
     "": "Do it for each bucket on its own, or with what is known before the reductions.",
 }
+# On a CPU nothing hides behind communication, and one branch around all updates is the fastest.
+_CHOICE_OF_AMPX = (
+    "ampx updates in one branch where reductions hide behind nothing, as on a CPU: "
+    "ampx.all_reduce(tail_overlap=True), or train_step(tail_overlap=True), shows what an "
+    "accelerator does."
+)
 
 
 class OutputRecord(NamedTuple):
@@ -132,21 +139,20 @@ class OverlapReport:
 
     def _advise(self) -> str:
         """What helps against the culprits, each advice once."""
-        about = [" ".join((c.name, *c.functions, c.primitive)) for c in self.culprits]
-        return " ".join(
-            dict.fromkeys(next(_ADVICE[key] for key in _ADVICE if key in words) for words in about)
-        )
+        return " ".join(dict.fromkeys(map(_advise_on, self.culprits)))
 
     def _summarize(self) -> str:
         count, waiting = len(self.gradient_reductions), [o for o in self.outputs if o.waits_for]
-        named = " and ".join(map(str, self.culprits))
+        named = " and ".join(map(str, self.culprits)) + (
+            " join them" if len(self.culprits) > 1 else " joins them"
+        )
         if count == 1:
             return (
                 "One reduction holds all gradients, and everything waits for it. Divide them into "
                 "several buckets."
             )
         if not self.overlaps:
-            joined = f": {named} joins them. {self._advise()}" if named else "."
+            joined = f": {named}. {self._advise()}" if self.culprits else "."
             return (
                 f"No overlap: all {len(waiting)} arrays wait for the last of {count} gradient "
                 f"reductions{joined}"
@@ -157,8 +163,8 @@ class OverlapReport:
             f"Overlap: {len(early)} of {len(waiting)} arrays ({share:.0%} of the bytes) do not "
             f"wait for the last of {count} gradient reductions."
         )
-        if named:
-            told += f" Others do, since {named} joins them. {self._advise()}"
+        if self.culprits:
+            told += f" Others do, since {named}. {self._advise()}"
         if self.compiled_overlaps is False:
             merged = ", ".join(f"{r.gradients} into {r.name}" for r in self.merged)
             told += (
@@ -197,6 +203,13 @@ class OverlapReport:
         return spread((*tables, self._summarize()))
 
 
+def _advise_on(culprit: Culprit) -> str:
+    if culprit.primitive == "cond" and culprit.place.startswith("ampx/"):
+        return _CHOICE_OF_AMPX
+    words = " ".join((culprit.name, *culprit.functions, culprit.primitive))
+    return next(_ADVICE[key] for key in _ADVICE if key in words)
+
+
 def _list_places(places: Iterable[int]) -> str:
     return ", ".join(map(str, places)) or "nothing"
 
@@ -229,7 +242,8 @@ def check_overlap(
       An `OverlapReport`; print it.
 
     Raises:
-      TypeError: if `step` is no function or `compiled` no bool.
+      TypeError: if `step` is no function or `compiled` no bool, or if the step cannot be called
+        with these arguments.
       ValueError: if no array that the step gives waits for a gradient reduction.
 
     References:
@@ -251,6 +265,7 @@ def check_overlap(
     """
     check_callable("step", step, "step(*args)")
     compiled = as_bool("compiled", compiled)
+    _check_arguments(step, args, kwargs)
     call = pure_calls.as_pure_call(step, args, kwargs)
     run, arrays = pure_calls.as_function_of_arrays(call)
 
@@ -298,6 +313,21 @@ def check_overlap(
     # culprit.
     above = [node for node, output in zip(nodes, outputs, strict=True) if output.shape]
     return dataclasses.replace(report, culprits=flow.find_culprits(above, wanted))
+
+
+def _check_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Checks that arguments of the step are there: `lint_step(step)(...)` takes them afterwards."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        return  # a builtin has none
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{error}: check_overlap takes the arguments of the step after the step, as in "
+            "check_overlap(step, state, batch)"
+        ) from None
 
 
 def _size_in_bytes(leaf: Any) -> int:

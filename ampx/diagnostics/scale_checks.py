@@ -34,8 +34,14 @@ from ampx.diagnostics.scale_powers import (
     Power,
     Powers,
 )
-from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output
-from ampx.jaxprs import folds, reading
+from ampx.diagnostics.step_programs import (
+    Leaf,
+    StepProgram,
+    place_of,
+    source_of,
+    source_of_output,
+)
+from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
 
 _ONCE = (
@@ -66,6 +72,16 @@ _DIAGNOSES = {
         "gradients that are still multiplied by the loss scale meet numbers that are not",
         "put it inside of the loss scale, as in ampx.dynamic_loss_scale(optax.chain(...))",
     ),
+    "other scale": (
+        "loss_scale",
+        "gradients are divided by one loss scale, and were multiplied by another",
+        "multiply each loss by the scale of the state whose update gets its gradients",
+    ),
+    "part": (
+        "unscale_order",
+        "the loss scale multiplies a part of the loss, which meets another that it does not",
+        "multiply every term of the loss by the loss scale: the loss as a whole, once",
+    ),
 }
 
 
@@ -74,16 +90,24 @@ class ScaleFlow(NamedTuple):
 
     Attributes:
       conflicts: those that reach what the step carries.
+      beside: the others.
       outputs: the power of each output.
     """
 
     conflicts: list[Conflict]
+    beside: list[Conflict]
     outputs: list[Power]
 
 
-def follow_scale(program: StepProgram) -> ScaleFlow:
-    """Follows the loss scales of a step to all of its results."""
-    flow, suspected = _follow(program, {})
+def follow_scale(program: StepProgram, scales: Sequence[int] | None = None) -> ScaleFlow:
+    """Follows the loss scales of a step to all of its results.
+
+    Args:
+      program: the step.
+      scales: the inputs that count as scales, as if all were one; None: all that are.
+    """
+    scales = program.scales if scales is None else scales
+    flow, suspected = _follow(program, scales, {})
     # An array that gradients are summed in over several calls holds them times the scale. No name
     # tells; but if all conflicts vanish once it has that power, before the step and after it, then
     # there were none.
@@ -91,7 +115,7 @@ def follow_scale(program: StepProgram) -> ScaleFlow:
     again = flow
     while again.conflicts and not suspected.keys() <= bound.keys():
         bound |= suspected
-        again, suspected = _follow(program, bound)
+        again, suspected = _follow(program, scales, bound)
         stays = all(
             power.power == bound[i] or power.marks & FREE
             for number, i in program.carried.items()
@@ -104,12 +128,12 @@ def follow_scale(program: StepProgram) -> ScaleFlow:
 
 
 def _follow(
-    program: StepProgram, bound: dict[int, Fraction]
+    program: StepProgram, scales: Sequence[int], bound: dict[int, Fraction]
 ) -> tuple[ScaleFlow, dict[int, Fraction]]:
     carried = set(program.carried.values())
 
     def power_of(i: int) -> Power:
-        if i in program.scales:
+        if i in scales:
             return Power(Fraction(1), READS | PURE, 0, i)
         return Power(bound.get(i, Fraction(0)), 0, 0, i if i in carried else -1)
 
@@ -119,8 +143,11 @@ def _follow(
     for number, i in program.carried.items():
         if i not in program.scales:
             reached |= outputs[number].conflicts
-    chosen = [c for place, c in enumerate(powers.conflicts) if reached >> place & 1]
-    return ScaleFlow(chosen, outputs), powers.suspected
+    parts: tuple[list[Conflict], list[Conflict]] = ([], [])
+    for place, conflict in enumerate(powers.conflicts):
+        parts[reached >> place & 1].append(conflict)
+    beside, chosen = parts
+    return ScaleFlow(chosen, beside, outputs), powers.suspected
 
 
 def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding]:
@@ -128,18 +155,47 @@ def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding
     found: dict[tuple[str, str], list[Conflict]] = {}
     for conflict in flow.conflicts:
         kind = _diagnose(conflict)
+        sums = [c for c in (conflict, *flow.beside) if _is_in_loss(c, program.jaxpr)]
+        if sums and (kind == "forgotten" or _is_sum_of_gradients(conflict) or sums[0] is conflict):
+            kind, conflict = "part", sums[0]
         # A place tells nothing of a missing factor: each parameter has its own.
-        name = name_culprit(conflict.eqns).name if kind == "early" else ""
+        name = name_culprit(conflict.eqns).name if kind in ("early", "part") else ""
         found.setdefault((kind, name), []).append(conflict)
     if _is_written_as_number(program, flow):
         found = {key: own for key, own in found.items() if key[0] != "forgotten"}
     findings = []
+    if exchanged := [] if flow.conflicts else _find_exchanged(program):
+        found["other scale", ""] = exchanged
     for (kind, name), conflicts in found.items():
         check, message, fix = _DIAGNOSES[kind]
         where = f": in {name}" if name else ""
         source = source_of(conflicts[0].eqns, program.jaxpr)
         findings.append(LintFinding(check, message + where, source, fix))  # type: ignore[arg-type]
     return findings
+
+
+def _find_exchanged(program: StepProgram) -> list[Conflict]:
+    """Finds where a scale divides what another has multiplied: together they looked right."""
+    if len(program.scales) < 2:
+        return []
+    alone = [follow_scale(program, (i,)).conflicts for i in program.scales]
+    return [c for conflicts in alone for c in conflicts if _diagnose(c) == "forgotten"]
+
+
+def _is_in_loss(conflict: Conflict, jaxpr: Jaxpr) -> bool:
+    """Whether a conflict is a sum in the forward pass of what is differentiated, of its terms."""
+    stacks = [str(eqn.source_info.name_stack) for eqn in conflict.eqns]
+    return (
+        conflict.powers == (0, 1)
+        and conflict.eqns[0].primitive.name in primitives.ADDING
+        and any("jvp(" in stack for stack in stacks)
+        and not place_of(conflict.eqns, jaxpr).is_backward
+    )
+
+
+def _is_sum_of_gradients(conflict: Conflict) -> bool:
+    """Whether a conflict is where two terms of a loss, read from the same array, meet again."""
+    return conflict.powers == (0, 1) and conflict.eqns[0].primitive.name == "add_any"
 
 
 def _diagnose(conflict: Conflict) -> str:
@@ -194,7 +250,7 @@ def find_counting_schedules(program: StepProgram, flow: ScaleFlow) -> list[LintF
     counters = {
         i: number
         for number, i in program.carried.items()
-        if "count" in program.inputs[i].path[-2:]
+        if _is_count_of_optimizer(program.inputs[i])
         and program.inputs[i].aval.shape == ()
         and jnp.issubdtype(program.inputs[i].aval.dtype, np.integer)
         and _is_always_new(program, flow, number)
@@ -219,6 +275,42 @@ def find_counting_schedules(program: StepProgram, flow: ScaleFlow) -> list[LintF
         for i in counters
         if reached & bits[i]
     ]
+
+
+def _is_count_of_optimizer(leaf: Leaf) -> bool:
+    """Whether a leaf is the field `count` of an optimizer's state.
+
+    A count of samples that someone keeps beside his parameters must not stop at a skipped step.
+    """
+    if "count" not in leaf.path[-2:]:
+        return False
+    at = leaf.path.index("count", max(0, len(leaf.path) - 2))
+    # flax nnx knows the classes of states no more, but keeps them under this name.
+    if "opt_state" in leaf.path[:at]:
+        return True
+    *around, state = leaf.nodes[: at + 1]
+    if not _is_named_tuple(state):
+        return False
+    return _is_of_library(state) or any(_is_of_library(n) or _is_chain(n) for n in around)
+
+
+def _is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _is_of_library(node: Any) -> bool:
+    """Whether a node is a state of optax, or of an optimizer of ampx."""
+    package, *inside = type(node).__module__.split(".")
+    is_optimizer = package == "optax" or package == "ampx" and "training" not in inside
+    return _is_named_tuple(node) and is_optimizer
+
+
+def _is_chain(node: Any) -> bool:
+    """Whether a node is the state of `optax.chain`: a tuple of states, some of them known."""
+    if not isinstance(node, tuple) or _is_named_tuple(node):
+        return False
+    are_states = all(_is_named_tuple(part) or _is_chain(part) for part in node)
+    return are_states and any(_is_of_library(part) or _is_chain(part) for part in node)
 
 
 def _is_always_new(program: StepProgram, flow: ScaleFlow, number: int) -> bool:

@@ -20,8 +20,11 @@ tell which. Where the scale was forgotten, gradients are divided by it and were 
 update (-1) meets params (0). Where they are clipped too early, 1/norm (-1) meets the bound (0).
 
 Zeros, infinities and the largest numbers of formats have every power: what is masked, or held
-within the range of a dtype, keeps its own. A value whose power nobody can know (that of a kernel,
-of a logarithm of S) is in no conflict: this finds less than there is, and nothing that is not.
+within the range of a dtype, keeps its own. So do numbers of at most 1e-6 that are added or are a
+lower bound: they keep a norm from being 0 in a denominator, g / (norm(g) + 1e-12).
+
+A value whose power nobody can know (that of a kernel, of a logarithm of S) is in no conflict: this
+finds less than there is, and nothing that is not.
 """
 
 from __future__ import annotations
@@ -42,12 +45,13 @@ def _names(text: str) -> frozenset[str]:
 
 
 # What is known of a value besides its power, as bits. The first three it has from any operand, the
-# last two only if all of them have it. What a predicate chooses among scales is a scale.
+# next two only if all of them have it. What a predicate chooses among scales is a scale.
 READS = 1  # it depends on the loss scale
 MULTIPLIED = 2  # it was multiplied by the scale
 DIVIDED = 4  # it was divided by the scale
 PURE = 8  # it is made of the scale and constants alone
 FREE = 16  # it has every power
+TINY = 32  # it is a number that only keeps a denominator from being 0
 _INHERITED = READS | MULTIPLIED | DIVIDED
 
 _SUMS = primitives.ADDING | primitives.CHOOSING | _names("nextafter rem complex")
@@ -70,6 +74,7 @@ _KEEPING = (
         optimization_barrier fft"""
     )
 )
+_GUARDS = primitives.ADDING | {"max", "select_n"}  # what puts a tiny number into a denominator
 _BOUNDS = primitives.CHOOSING | {"cond"}
 # Operand 0 and the last are joined; what lies between them are indices.
 _WRITES = _names("scatter-add scatter_add scatter_min scatter_max scatter-min scatter-max")
@@ -85,6 +90,7 @@ _FORMATS = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "f
 _EXTREMES = frozenset(
     float(sign * jnp.finfo(name).max) for name in _FORMATS for sign in (1, -1)
 ) | {0.0, float("inf"), float("-inf")}
+_LARGEST_GUARD = 1e-6
 _LARGEST_CONSTANT = 1 << 16  # elements: larger ones are not looked at, and have the power 0
 
 
@@ -212,6 +218,8 @@ class Powers:
     def _join(self, values: list[Power], eqns: tuple[Equation, ...]) -> Power:
         """The power of what is made of values that should have one power; or a conflict."""
         known = [v for v in values if not v.marks & FREE]
+        if eqns[0].primitive.name in _GUARDS and any(v.power for v in known):
+            known = [v for v in known if not v.marks & TINY]
         if not known:
             return values[0]._replace(marks=_marks(values) | FREE, origin=-1)
         conflicts = 0
@@ -360,7 +368,7 @@ def _slice(eqn: Equation, value: Power) -> Power:
 
 def _raise_to(value: Power, exponent: Fraction) -> Power:
     power = None if value.power is None else value.power * exponent
-    marks = value.marks if exponent > 0 else value.marks & ~FREE
+    marks = value.marks & ~TINY if exponent > 0 else value.marks & ~(FREE | TINY)
     return Power(power, marks, value.conflicts)
 
 
@@ -393,9 +401,10 @@ def _of_constant(value: Any) -> Power:
     """The power of a constant: every one for zeros, infinities and the ends of formats."""
     if getattr(value, "size", 1) > _LARGEST_CONSTANT or not _is_number(value):
         return _CONSTANT
-    numbers = np.asarray(value, np.float64)
-    is_free = all(number in _EXTREMES or np.isnan(number) for number in np.unique(numbers).tolist())
-    return _ZERO if is_free else _CONSTANT
+    numbers = np.unique(np.asarray(value, np.float64))
+    is_free = all(number in _EXTREMES or np.isnan(number) for number in numbers.tolist())
+    is_tiny = numbers.size == 1 and 0 < abs(numbers[0]) <= _LARGEST_GUARD
+    return _ZERO if is_free else _CONSTANT._replace(marks=PURE | (TINY if is_tiny else 0))
 
 
 def _is_number(value: Any) -> bool:

@@ -1,8 +1,9 @@
 """lint_step for a step that stands in a file: what `python -m ampx doctor train.py:step` runs.
 
 The file is imported and not run as a program, so training that stands behind
-`if __name__ == "__main__":` does not begin. The step is only traced, so its arguments need no
-values. The file says what they are:
+`if __name__ == "__main__":` does not begin. A file inside of a package is imported as a part of it,
+and a module may be named instead, as in `pkg.train:step`. While it is imported, `sys.argv` holds no
+arguments. The step is only traced, so its arguments need no values. The file says what they are:
 
     def example_args():
         return state, jax.ShapeDtypeStruct((64, 128), jnp.float32)
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,7 +38,8 @@ def lint_file(
     """Runs `ampx.lint_step` on a step that stands in a file.
 
     Args:
-      target: `"FILE:STEP"`: a Python file and the name of a step in it, which may have dots.
+      target: `"FILE:STEP"`: a Python file, or the name of a module as for `python -m`, and the name
+        of a step in it, which may have dots.
       args: the name in that file of what the step is called with: a tuple of arrays, of
         `jax.ShapeDtypeStruct` or of trees of these; or a function without arguments that gives one.
       ignore: names of checks to leave out.
@@ -45,16 +48,15 @@ def lint_file(
       What `ampx.lint_step` finds.
 
     Raises:
-      StepFileError: if there is no such file, or no such step or arguments in it. What the file
-        itself raises, and the trace of the step, is not caught.
+      StepFileError: if there is no such file, no such step or arguments in it, or if it ends the
+        program. What else the file raises, and the trace of the step, is not caught.
     """
     path, _, name = target.rpartition(":")
     if not path or not name:
-        raise StepFileError(f"give FILE:STEP, such as train.py:step; got {target!r}")
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise StepFileError(f"there is no file {path!r}")
-    with _imported(file) as module:
+        raise StepFileError(
+            f"give FILE:STEP, such as train.py:step or pkg.train:step; got {target!r}"
+        )
+    with _without_arguments(path), _imported(path) as module:
         step = _find(module, name, path, "")
         if not callable(step):
             raise StepFileError(f"{name} in {path!r} is no function but {type(step).__name__}")
@@ -76,21 +78,77 @@ def lint_file(
 
 
 @contextlib.contextmanager
-def _imported(file: Path) -> Iterator[ModuleType]:
-    """Imports a file under its own name, with its folder first on the path, as Python does."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+def _without_arguments(path: str) -> Iterator[None]:
+    """Hides the arguments of `doctor`, which a file that parses its own must not read."""
+    before, sys.argv = sys.argv, [path]
+    try:
+        yield
+    except SystemExit as error:
+        raise StepFileError(
+            f"{path!r} ends the program when it is imported, with status {error.code!r}: put that "
+            'behind `if __name__ == "__main__":`'
+        ) from error
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _imported(path: str) -> Iterator[ModuleType]:
+    """Imports a file or a module, with its folder first on the path, as Python does."""
+    name, folder, file = _locate(path)
+    before = set(sys.modules)
+    try:
+        with _first_on_path(folder):
+            yield _load(name, file) if file else importlib.import_module(name)
+    finally:
+        # It may be changed, and linted again; so may the other modules of its package.
+        package = name.split(".")[0]
+        for other in sys.modules.keys() - before if package not in before else ():
+            if other.split(".")[0] == package:
+                del sys.modules[other]
+
+
+def _locate(path: str) -> tuple[str, Path, Path | None]:
+    """The module that a path stands for, the folder to import it from, and the file if it is alone.
+
+    Of a file in a package only the package's own name lets its relative imports find their targets.
+    """
+    names = path.split(".")
+    if names[-1] != "py" and all(map(str.isidentifier, names)):
+        folder = Path.cwd()
+        with _first_on_path(folder):
+            if importlib.util.find_spec(names[0]) is None:
+                raise StepFileError(f"there is no file and no module {path!r}")
+        return path, folder, None
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise StepFileError(f"there is no file {path!r}")
+    folder, names = file.parent, [file.stem]
+    while (folder / "__init__.py").is_file():
+        folder, names = folder.parent, [folder.name, *names]
+    if len(names) == 1:
+        return names[0], folder, file
+    return ".".join(names[:-1] if names[-1] == "__init__" else names), folder, None
+
+
+@contextlib.contextmanager
+def _first_on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _load(name: str, file: Path) -> ModuleType:
+    """Imports a file that is no part of a package, whatever else has its name."""
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise StepFileError(f"{file.name!r} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    is_new = sys.modules.setdefault(file.stem, module) is module  # dataclasses look it up there
-    sys.path.insert(0, str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(file.parent))
-        if is_new:
-            del sys.modules[file.stem]
+    sys.modules.setdefault(name, module)  # dataclasses look it up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def _find(module: ModuleType, name: str, path: str, advice: str) -> Any:

@@ -14,7 +14,7 @@ parameter, a moment, a counter, a loss scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,11 +40,14 @@ class Leaf(NamedTuple):
       path: its names, from the argument or the result on: the first is the number of the argument.
       aval: shape and dtype.
       value: the array that was given; None for an output.
+      nodes: what holds it, for each name of the path the tree that has this name in it: containers
+        of Python, states of optimizers; None where a key does not tell. () for an output.
     """
 
     path: Names
     aval: Any
     value: Any = None
+    nodes: tuple[Any, ...] = ()
 
     @property
     def name(self) -> str:
@@ -91,15 +94,16 @@ def trace_step(fun: Callable[..., Any], args: Any, kwargs: Any) -> StepProgram:
     # The operands of a call without nnx objects are (args, kwargs): one name more.
     own = 1 if call.operands[0] is args else 0
     found = [
-        (tuple(path_name((key,)) for key in path)[own:], leaf)
+        (path, leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(call.operands)
         if is_array(leaf)
     ]
-    pairs = zip(found, reading.open_jaxpr(jaxpr).invars, strict=True)
-    inputs = [Leaf(path, variable.aval, value) for (path, value), variable in pairs]
+    inputs = [
+        Leaf(_names_of(path)[own:], variable.aval, leaf, _nodes_on(call.operands, path)[own:])
+        for (path, leaf), variable in zip(found, reading.open_jaxpr(jaxpr).invars, strict=True)
+    ]
     outputs = [
-        Leaf(tuple(path_name((key,)) for key in path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+        Leaf(_names_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
     ]
     carried = _pair(inputs, outputs)
     scales = {i: leaf.path for i, leaf in enumerate(inputs) if _is_scale(leaf.path, inputs)}
@@ -110,6 +114,27 @@ def trace_step(fun: Callable[..., Any], args: Any, kwargs: Any) -> StepProgram:
         for j, leaf in enumerate(inputs)
     )
     return StepProgram(jaxpr, inputs, outputs, carried, tuple(scales), has_skips)
+
+
+def _names_of(path: Sequence[Any]) -> Names:
+    return tuple(path_name((key,)) for key in path)
+
+
+def _nodes_on(tree: Any, path: Sequence[Any]) -> tuple[Any, ...]:
+    """The trees on a path: the one that each key is looked up in."""
+    nodes = [tree]
+    for key in path[:-1]:
+        nodes.append(_look_up(nodes[-1], key))
+    return tuple(nodes)
+
+
+def _look_up(tree: Any, key: Any) -> Any:
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return getattr(tree, key.name, None)
+    try:
+        return tree[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]
+    except (AttributeError, IndexError, KeyError, TypeError):  # a node with keys of its own making
+        return None
 
 
 def _is_beside(path: Names, other: Names, name: str) -> bool:

@@ -39,10 +39,7 @@ from ampx.jaxprs.source_info import Frame
 _LIBRARIES = (
     source_info.JAX_FOLDER,
     os.path.join(sysconfig.get_path("stdlib"), ""),
-    source_info.AMPX_FOLDER,
 )
-# The programs in ampx/examples are read as a user's own.
-_EXAMPLES = os.path.join(source_info.AMPX_FOLDER, "examples", "")
 # Name scopes that remat and the phases of ampx add.
 _NO_MODULE = re.compile(r"checkpoint|rematted_computation|ampx\..*")
 # Prefixes of primitives that hold a jaxpr, too, but only to say how two numbers are combined: the
@@ -50,7 +47,15 @@ _NO_MODULE = re.compile(r"checkpoint|rematted_computation|ampx\..*")
 _COMBINING = ("scatter", "reduce", "select_and", "arg")
 # What the rule of a derivative computes before there is a cotangent, and of what. JAX computes
 # d sqrt(x) = 0.5 / sqrt(x) in the forward pass, by a `div` that reads the result of the `sqrt`.
-_DERIVATIVES = {"div": ("sqrt", "rsqrt", "cbrt"), "pow": ("pow",)}
+# The others read an operand: d(x / y) = -x y**-2.
+_OF_RESULTS = {"div": ("sqrt", "rsqrt", "cbrt")}
+_OF_OPERANDS = {
+    "div": ("rsqrt",),
+    "pow": ("pow",),
+    "integer_pow": ("div", "integer_pow", "reciprocal"),
+    "digamma": ("lgamma",),
+    "rsqrt": ("asin", "acos", "acosh"),
+}
 
 
 class Place(NamedTuple):
@@ -96,14 +101,18 @@ class Place(NamedTuple):
         if self.is_backward or not self.path:
             return self.is_backward
         eqn, jaxpr = self.path[-1]
-        of, lines = _DERIVATIVES.get(eqn.primitive.name, ()), source_info.frames_of(eqn)
-        # A rule leaves the traceback of what it is the derivative of.
-        return any(
-            other.primitive.name in of
-            and _share_values(other, eqn)
-            and source_info.frames_of(other) == lines
-            for other in itertools.takewhile(lambda e: e is not eqn, reading.open_jaxpr(jaxpr).eqns)
-        )
+        name, origin = eqn.primitive.name, source_info.origin_of(eqn)
+        known: set[Any] = set()
+        for other in itertools.takewhile(lambda e: e is not eqn, reading.open_jaxpr(jaxpr).eqns):
+            if source_info.origin_of(other) != origin:
+                continue
+            of_operands = other.primitive.name in _OF_OPERANDS.get(name, ())
+            of_results = other.primitive.name in _OF_RESULTS.get(name, ())
+            # d asin(x) = 1 / sqrt(1 - x**2): some steps may lie between.
+            is_step = not known.isdisjoint(_variables(other.invars)) and not of_operands
+            known.update(_variables(other.invars) if of_operands else ())
+            known.update(_variables(other.outvars) if of_results or is_step else ())
+        return not known.isdisjoint(_variables(eqn.invars))
 
     @property
     def source(self) -> str:
@@ -130,15 +139,14 @@ class Place(NamedTuple):
         return ""
 
 
-def _share_values(earlier: Equation, later: Equation) -> bool:
-    values = {atom for atom in (*earlier.invars, *earlier.outvars) if not reading.is_literal(atom)}
-    return any(atom in values for atom in later.invars if not reading.is_literal(atom))
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not reading.is_literal(atom)]
 
 
 def _is_library(name: str) -> bool:
     if any(part.endswith("-packages") for part in PurePath(name).parts):
         return True
-    return name.startswith(_LIBRARIES) and not name.startswith(_EXAMPLES)
+    return name.startswith(_LIBRARIES) or source_info.is_of_ampx(name)
 
 
 def _describe_function(frame: Frame) -> str:

@@ -26,6 +26,10 @@ from ampx.jaxprs.reading import Equation, Jaxpr, open_jaxpr
 _RECOMPUTED = "rematted_computation"  # the scope that remat puts around what it runs again
 JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 AMPX_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_DIFFERENTIATION = os.path.join(JAX_FOLDER, "_src", "interpreters", "ad.py")
+_TRACING = "process_primitive"  # the method of JAX's traces that applies a rule
+# The programs in ampx/examples are read as a user's own.
+_EXAMPLES = os.path.join(AMPX_FOLDER, "examples", "")
 
 
 class Frame(NamedTuple):
@@ -50,6 +54,11 @@ def function_of(jaxpr: Jaxpr) -> tuple[str, int] | None:
     info = open_jaxpr(jaxpr).debug_info
     match = re.fullmatch(r".* at (.*):(\d+)", getattr(info, "func_src_info", None) or "")
     return (match[1], int(match[2])) if match else None
+
+
+def is_of_ampx(file: str) -> bool:
+    """Whether a path, or a line that begins with one, is of ampx itself."""
+    return file.startswith(AMPX_FOLDER) and not file.startswith(_EXAMPLES)
 
 
 def is_of_jax(jaxpr: Jaxpr) -> bool:
@@ -82,6 +91,18 @@ def frames_of(eqn: Equation) -> list[Frame]:
         Frame(f.file_name, f.function_name, f.function_start_line, f.line_num)
         for f in (traceback.frames if traceback else ())
     ]
+
+
+def origin_of(eqn: Equation) -> list[Frame]:
+    """The traceback of an equation, without what JAX does to differentiate it.
+
+    The rule of a derivative computes several equations of one: all of them come from that.
+    """
+    frames = frames_of(eqn)
+    for place, frame in enumerate(frames):
+        if frame.file_name == _DIFFERENTIATION and frame.function_name.endswith(_TRACING):
+            return frames[place + 1 :]
+    return frames
 
 
 def user_frames_of(eqn: Equation) -> list[Frame]:

@@ -7,6 +7,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend import core
 
 import ampx
+from ampx.jaxprs import source_info
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8))
@@ -59,6 +60,18 @@ def test_its_rows_name_the_rule_the_place_and_the_line():
     assert "test_autocasting_report.py" in product.source
     lifted = next(row for row in rows if row.rule == "every reader is float32")
     assert lifted.results[0] == ("float32", "float32")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad, jax.checkpoint])
+def test_no_row_names_a_file_of_ampx(wrap):
+    def widened(w, x):
+        return model(ampx.cast_floating(w, jnp.float32), x)
+
+    rows = ampx.explain(wrap(widened))(W, X).equations
+    assert not [row.source for row in rows if source_info.AMPX_FOLDER in row.source]
+    if wrap is jax.jit:
+        line = widened.__code__.co_firstlineno
+        assert rows[0].source == f"{__file__}:{line} (widened)"
 
 
 def test_a_rule_of_the_users_is_named():

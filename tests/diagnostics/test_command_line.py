@@ -68,6 +68,7 @@ def test_doctor_lints_a_step_of_a_file(train, capsys):
     [
         (["{}"], "give FILE:STEP, such as train.py:step"),
         (["nothing.py:step"], "there is no file 'nothing.py'"),
+        (["nothing.here:step"], "there is no file and no module 'nothing.here'"),
         (["{}:run"], "has no 'run': did you mean 'runs'?"),
         (["{}:number"], "number in '{}' is no function but int"),
         (["{}:runs.step", "--args", "batch"], "    batch = .state, batch.\n"),
@@ -83,10 +84,71 @@ def test_doctor_says_what_is_missing(train, capsys, flags, said):
     assert re.search(said.format(train), capsys.readouterr().err)
 
 
-def test_faults_of_the_file_itself_are_not_hidden(tmp_path):
-    (tmp_path / "broken.py").write_text("raise ValueError('of the user')")
-    with pytest.raises(ValueError, match="of the user"):
-        main(["doctor", f"{tmp_path}/broken.py:step"])
+@pytest.fixture
+def package(train, tmp_path, monkeypatch):
+    """The same file as a part of a package, which its relative import needs."""
+    folder = tmp_path / "of_train" / "inner"
+    folder.mkdir(parents=True)
+    for place in (folder.parent, folder):
+        (place / "__init__.py").touch()
+    (folder.parent / "helper.py").write_text((tmp_path / "helper_of_train.py").read_text())
+    text = TRAIN.replace("import helper_of_train", "from .. import helper as helper_of_train")
+    (folder / "train.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["of_train/inner/train.py", "of_train.inner.train"])
+def test_doctor_lints_a_step_of_a_package(package, capsys, target):
+    before = list(sys.path)
+    for _ in range(2):
+        assert main(["doctor", f"{target}:runs.step"]) == 1
+        assert "train.py:17 (Steps.__call__)" in capsys.readouterr().out
+    assert sys.path == before and not any(name.startswith("of_train") for name in sys.modules)
+
+
+def test_a_module_of_the_folder_will_do(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "train:runs.step"]) == 1
+
+
+FAULTY = {
+    "raises": "raise ValueError('of the user')",
+    "syntax": "def of the user",
+    "import": "import of_the_user_absent",
+    "relative import": "from . import of_the_user",
+    "trace": "step = lambda: [].of_the_user\nexample_args = ()",
+    "arguments": "step = lambda of_the_user: 0\nexample_args = ()",
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faults_of_the_file_itself_are_shown_and_are_no_findings(name, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(FAULTY[name])
+    assert main(["doctor", f"{tmp_path}/broken.py:step"]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and re.search("of.the.user|no known parent package", shown)
+
+
+PARSING = """
+import argparse, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--ignore", default=1.0)
+example_args = (parser.parse_args().ignore, sys.argv)
+def step(number, argv):
+    assert (number, len(argv)) == (1.0, 1)
+"""
+
+
+def test_the_file_does_not_get_the_arguments_of_doctor(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ampx", "doctor", "parsing.py:step", "--ignore", "dtype"])
+    file = tmp_path / "parsing.py"
+    file.write_text(PARSING)
+    assert main(["doctor", f"{file}:step", "--ignore", "dtype"]) == 0
+    assert sys.argv[:2] == ["ampx", "doctor"]
+    file.write_text(PARSING.replace("default=1.0", "required=True"))
+    with pytest.raises(SystemExit) as stopped:
+        main(["doctor", f"{file}:step"])
+    assert stopped.value.code == 2 and "ends the program" in capsys.readouterr().err
 
 
 def test_the_report_tells_what_half_is_worth_here(monkeypatch, capsys):

@@ -3,7 +3,9 @@
 import functools
 import pathlib
 import re
+from typing import Any, NamedTuple
 
+import flax
 import flax.linen as nn
 import jax
 import jax.flatten_util
@@ -12,6 +14,7 @@ import numpy as np
 import optax
 import optax_optimizers
 import pytest
+from flax import nnx
 from flax.training import dynamic_scale, train_state
 from helpers import make_mesh
 from jax.sharding import PartitionSpec as P
@@ -113,6 +116,31 @@ def clipped_by_hand(grads, _):
     return jax.tree.map(lambda g: g * factor, grads)
 
 
+def normed(guard):
+    """Gradients over their norm, whose denominator is guarded, times the loss scale again."""
+
+    def after(grads, opt_state):
+        norm, scale = guard(optax.tree.norm(grads)), ampx.current_loss_scale(opt_state)
+        return jax.tree.map(lambda g: g / norm * scale, grads)
+
+    return lambda: step_of(dynamic(optax.sgd(0.1)), after=after)
+
+
+def sharpness_aware(epsilon):
+    """Gradients at parameters that were moved along the gradient, as published."""
+    tx = dynamic(optax.sgd(0.1))
+
+    def step(params, opt_state, batch):
+        grad = jax.grad(lambda p: loss_of(p, batch) * ampx.current_loss_scale(opt_state))
+        grads = grad(params)
+        norm = optax.tree.norm(grads)
+        moved = jax.tree.map(lambda p, g: p + 0.05 * g / (norm + epsilon), params, grads)
+        updates, opt_state = tx.update(grad(moved), opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), BATCH)
+
+
 def divided_by_hand(grads, opt_state):
     scale = ampx.current_loss_scale(opt_state)
     return jax.tree.map(lambda g: g / scale, grads)
@@ -188,8 +216,17 @@ def talking(kind):
 
     def told(params, opt_state, batch):
         params, opt_state = step(params, opt_state, batch)
+        tell = functools.partial(jax.debug.print, "{}", params["b"])
         if kind == "print":
-            jax.debug.print("{}", params["b"])
+            tell()
+        elif kind == "loop":
+            jax.lax.fori_loop(0, 2, lambda *_: tell(), None)
+        elif kind == "branch":
+            jax.lax.cond(jnp.isnan(params["b"][0]), tell, lambda: None)
+        elif kind == "branch in loop":
+            jax.lax.fori_loop(
+                0, 2, lambda i, _: jax.lax.cond(i > 5, jax.jit(tell), lambda: None), None
+            )
         else:
             shape = jax.ShapeDtypeStruct((3,), jnp.float32)
             bias = jax.pure_callback(lambda x: np.asarray(x), shape, params["b"])
@@ -197,6 +234,38 @@ def talking(kind):
         return params, opt_state
 
     return jax.jit(told), (params, opt_state, batch)
+
+
+def two_networks(swapped, tx=None):
+    """Two networks and two optimizers, as of a GAN, each with a scale of its own."""
+    tx = tx or dynamic(optax.sgd(0.1))
+
+    def step(networks, states, batch):
+        new = []
+        for number, (params, state) in enumerate(zip(networks, states, strict=True)):
+            scale = ampx.current_loss_scale(states[0] if swapped and number else state)
+            grads = jax.grad(lambda p, scale=scale: loss_of(p, batch) * scale)(params)
+            updates, state = tx.update(grads, state, params)
+            new.append((ampx.apply_updates(params, updates), state))
+        return tuple(zip(*new, strict=True))
+
+    return step, ((PARAMS, PARAMS), (tx.init(PARAMS), tx.init(PARAMS)), BATCH)
+
+
+def two_groups():
+    """One loss, whose gradients go to two optimizers: those of the second are scaled anew."""
+    first, second = dynamic(optax.adam(0.1)), dynamic(optax.sgd(0.1))
+
+    def step(params, states, batch):
+        scales = list(map(ampx.current_loss_scale, states))
+        grads = jax.grad(lambda p: loss_of(p, batch) * scales[0])(params)
+        w, one = first.update({"w": grads["w"]}, states[0], {"w": params["w"]})
+        again = {"b": grads["b"] * (scales[1] / scales[0])}
+        b, two = second.update(again, states[1], {"b": params["b"]})
+        return ampx.apply_updates(params, w | b), (one, two)
+
+    states = first.init({"w": PARAMS["w"]}), second.init({"b": PARAMS["b"]})
+    return step, (PARAMS, states, BATCH)
 
 
 class WithNorm(nn.Module):
@@ -272,6 +341,64 @@ def in_float8(head=64, hidden=64, rules=ampx.DEFAULT_RULES, dots="float8"):
 
 
 RATE = optax.linear_schedule(0.1, 0.0, 100)
+
+
+class Statistics(NamedTuple):
+    """What one keeps of the data, with the fields of brax."""
+
+    count: Any
+    mean: Any
+
+
+@flax.struct.dataclass
+class DataStatistics:
+    count: Any
+    mean: Any
+
+
+def with_statistics(make):
+    """Inputs are centred by a mean that counts the samples of skipped steps, too."""
+    tx = dynamic(optax.adam(0.1))
+
+    def step(params, opt_state, kept, batch):
+        count, mean = jax.tree.leaves(kept)
+        count = count + 8
+        mean = mean + jnp.sum(batch["x"] - mean, 0) / count
+        scale = ampx.current_loss_scale(opt_state)
+        centred = {**batch, "x": batch["x"] - mean}
+        grads = jax.grad(lambda p: loss_of(p, centred) * scale)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state, make(count=count, mean=mean)
+
+    return step, (PARAMS, tx.init(PARAMS), make(count=jnp.int32(0), mean=jnp.zeros(4)), BATCH)
+
+
+def own_schedule():
+    """A schedule with a state of its own, beside those of optax."""
+
+    def update(updates, state, params=None):
+        del params
+        rate = RATE(state.count)
+        return jax.tree.map(lambda u: rate * u, updates), Statistics(state.count + 1, state.mean)
+
+    return optax.GradientTransformation(lambda _: Statistics(jnp.int32(0), ()), update)
+
+
+def with_nnx_optimizer(tx):
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model, optimizer, batch):
+        def loss(model):
+            scale = ampx.current_loss_scale(optimizer.opt_state)
+            return jnp.mean((model(batch["x"]) - batch["y"]) ** 2) * scale
+
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    return step, (model, optimizer, BATCH)
+
+
+SCHEDULED = optax.chain(dynamic(optax.sgd(1.0)), optax.scale_by_schedule(RATE))
 FAULTS = {
     "forgotten, SGD": ("loss_scale", lambda: step_of(dynamic(optax.sgd(0.1)), scaled=False)),
     "forgotten, momentum": (
@@ -312,12 +439,25 @@ FAULTS = {
         "loss_scale",
         lambda: step_of(dynamic(optax.sgd(0.1)), after=divided_by_hand),
     ),
+    "scale of another network": ("loss_scale", lambda: two_networks(swapped=True)),
+    "scale of another network, Adam": (
+        "loss_scale",
+        lambda: two_networks(swapped=True, tx=dynamic(optax.adam(0.1))),
+    ),
     "clip by norm outside": ("unscale_order", lambda: early(optax.clip_by_global_norm(1.0))),
     "clip outside": ("unscale_order", lambda: early(optax.clip(1.0))),
     "clip by hand": (
         "unscale_order",
         lambda: step_of(dynamic(optax.sgd(0.1)), after=clipped_by_hand),
     ),
+    "a norm plus 1": ("unscale_order", normed(lambda norm: norm + 1.0)),
+    "a norm of at least 0.1": ("unscale_order", normed(lambda norm: jnp.maximum(norm, 0.1))),
+    "a norm of at most 1e-7": ("unscale_order", normed(lambda norm: jnp.minimum(norm, 1e-7))),
+    "a norm plus the inverse of 1e-8": (
+        "unscale_order",
+        normed(lambda norm: norm + jax.lax.rsqrt(jax.lax.full_like(norm, 1e-8))),
+    ),
+    "SAM, a large epsilon": ("unscale_order", lambda: sharpness_aware(0.1)),
     "adaptive clip outside": ("unscale_order", lambda: early(optax.adaptive_grad_clip(0.1))),
     "decay outside": ("unscale_order", lambda: early(optax.add_decayed_weights(0.1))),
     # Its counter, which the noise decays with, counts skipped steps, too.
@@ -325,9 +465,11 @@ FAULTS = {
         "unscale_order schedule",
         lambda: early(optax.add_noise(0.1, 0.5, jax.random.key(0))),
     ),
-    "schedule outside": (
+    "schedule outside": ("schedule", lambda: step_of(SCHEDULED)),
+    "schedule outside, nnx": ("schedule", lambda: with_nnx_optimizer(SCHEDULED)),
+    "own schedule outside": (
         "schedule",
-        lambda: step_of(optax.chain(dynamic(optax.sgd(1.0)), optax.scale_by_schedule(RATE))),
+        lambda: step_of(optax.chain(dynamic(optax.sgd(1.0)), own_schedule())),
     ),
     "inject_hyperparams outside": (
         "schedule",
@@ -352,6 +494,7 @@ FAULTS = {
         lambda: step_of(optax.sgd(0.1), scaled=False, loss=loss_with_large_constant),
     ),
     "print": ("callback", lambda: talking("print")),
+    "print in a loop": ("callback", lambda: talking("loop")),
     "callback": ("callback", lambda: talking("callback")),
     "head in float8": ("float8_head", in_float8),
     "size beside float8": ("float8_size", lambda: in_float8(head=63, hidden=300)),
@@ -514,6 +657,19 @@ SOUND = {
         scaled=False,
     ),
     "fused": lambda: step_of(dynamic(ampx.fused.adamw(RATE))),
+    "fused schedule inside, nnx": lambda: with_nnx_optimizer(dynamic(ampx.fused.adamw(RATE))),
+    "a count of samples, NamedTuple": lambda: with_statistics(Statistics),
+    "a count of samples, dataclass": lambda: with_statistics(DataStatistics),
+    "a count of samples, dict": lambda: with_statistics(dict),
+    "a norm plus 1e-12": normed(lambda norm: norm + 1e-12),
+    "a norm of at least 1e-6": normed(lambda norm: jnp.maximum(norm, 1e-6)),
+    "a norm clipped below": normed(lambda norm: jnp.clip(norm, 1e-6)),
+    "a norm or 1e-8": normed(lambda norm: jnp.where(norm == 0, 1e-8, norm)),
+    "SAM": lambda: sharpness_aware(1e-12),
+    "print in a branch": lambda: talking("branch"),
+    "print in a branch of a loop": lambda: talking("branch in loop"),
+    "two networks": lambda: two_networks(swapped=False),
+    "two groups of one loss": two_groups,
     "two losses": two_losses,
     "MultiSteps inside": lambda: over_calls("optax inside"),
     "multi_steps": lambda: over_calls("ampx"),
@@ -555,6 +711,85 @@ def test_a_sound_step_gives_nothing(name):
         step, args = SOUND[name]()
         report = lint_step(step)(*args)
     assert report.ok, report
+
+
+def decay_of(params, hidden, batch):
+    return 1e-4 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+
+
+def spread_of(params, hidden, batch):
+    return 0.1 * jnp.mean(hidden**2)
+
+
+def bias_alone(params, hidden, batch):
+    return jnp.sum(params["c"] ** 2)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("grad", [jax.grad, jax.value_and_grad])
+@pytest.mark.parametrize("term", [decay_of, spread_of, bias_alone])
+def test_a_term_of_the_loss_without_the_scale_is_named(term, grad, jit):
+    tx = dynamic(optax.sgd(0.1))
+    params = {**PARAMS, "c": jnp.ones(3)}
+
+    def step(params, opt_state, batch):
+        @jit
+        def loss(params):
+            hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+            main = jnp.mean((hidden - batch["y"]) ** 2) * ampx.current_loss_scale(opt_state)
+            return main + term(params, hidden, batch)
+
+        grads = grad(loss)(params)
+        grads = grads if grad is jax.grad else grads[1]
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    (found,) = lint_step(step)(params, tx.init(params), BATCH).findings
+    assert found.check == "unscale_order" and "every term of the loss" in found.fix
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    assert "return main + term" in lines[int(found.source.split(":")[1].split()[0]) - 1]
+
+
+def accumulated_over_calls():
+    """A total of gradients, in bfloat16, that several calls add to."""
+
+    def step(params, total, batch):
+        grads = jax.grad(loss_of)(params, batch)
+        return params, jax.tree.map(lambda t, g: t + g.astype(BF16), total, grads)
+
+    return step, (PARAMS, jax.tree.map(lambda p: jnp.zeros_like(p, BF16), PARAMS), BATCH)
+
+
+def moved_in_half():
+    """Positions, of which there is no gradient."""
+
+    def step(position, velocity):
+        moved, _ = jax.lax.scan(lambda x, _: (x + velocity, None), position, length=3)
+        return moved, velocity
+
+    return step, (jnp.zeros(3, BF16), jnp.ones(3, BF16))
+
+
+def divided_in_half():
+    def divided(grads, opt_state):
+        scale = ampx.current_loss_scale(opt_state).astype(F16)
+        return jax.tree.map(lambda g: (g.astype(F16) / scale).astype(jnp.float32), grads)
+
+    return step_of(dynamic(optax.identity()), after=divided)
+
+
+@pytest.mark.parametrize(
+    ("check", "make", "said"),
+    [
+        ("half_state", accumulated_over_calls, "keep them in float32"),
+        ("half_sum", moved_in_half, "carry the total in float32"),
+        ("half_constant", divided_in_half, "or the gradients"),
+    ],
+)
+def test_what_to_do_about_half_fits_what_is_no_parameter_or_loss(check, make, said):
+    step, args = make()
+    (fix,) = [found.fix for found in lint_step(step)(*args).findings if found.check == check]
+    assert said in fix
 
 
 def test_a_report_is_a_table_of_lines_and_fixes():

@@ -683,6 +683,70 @@ def test_the_derivative_of_a_line_is_told_from_the_line():
     assert first.hint.startswith("Usually a division by zero")
 
 
+def guarded(function):
+    return jax.grad(lambda x: jnp.sum(jnp.where(x > 2, function(x), 0.0)))
+
+
+POLES = {
+    "integer_pow": (lambda x: x**-2, 0.0, 0.0),
+    "pow": (lambda x: x**-0.5, 0.0, 0.0),
+    "atanh": (jnp.arctanh, 1.0, None),
+    "erf_inv": (jax.scipy.special.erfinv, -1.0, None),
+    "lgamma": (jax.scipy.special.gammaln, -2.0, None),
+    "digamma": (None, None, -2.0),
+    "rsqrt": (None, None, 1.0),
+}
+DERIVED = {"digamma": jax.scipy.special.gammaln, "rsqrt": jnp.arcsin}
+
+
+@pytest.mark.parametrize("primitive", POLES)
+def test_a_pole_is_not_a_number_too_large(primitive):
+    function, at, derived_at = POLES[primitive]
+    if at is not None:
+        first = trace_overflow(function)(jnp.array([0.5, at])).first
+        assert (first.primitive, first.direction) == (primitive, "forward")
+        assert first.note == f"infinite where the operand is {at:g}"
+        expected = "A division by zero" if "pow" in primitive else "A pole"
+        assert first.hint.startswith(expected) and "jnp.where(ok, x, safe)" in first.hint
+    if derived_at is not None:
+        fun = guarded(DERIVED.get(primitive, function))
+        first = trace_overflow(fun)(jnp.array([0.5, derived_at])).first
+        assert (first.primitive, first.direction) == (primitive, "backward")
+        assert "jnp.where(ok, x, safe)" in first.hint
+
+
+def test_the_denominator_of_a_quotient_behind_a_where():
+    fun = jax.grad(lambda w, n: jnp.sum(jnp.where(n > 0, w / n, 0.0)), argnums=1)
+    first = trace_overflow(fun)(jnp.ones(3), jnp.zeros(3)).first
+    assert (first.primitive, first.direction) == ("integer_pow", "backward")
+    assert first.hint.startswith("The derivative of this line is infinite there: guard")
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: x**8, 1e10),
+        (lambda x: x**4.5, 1e10),
+        (jax.scipy.special.gammaln, 1e38),
+        (lambda x: (x**2) ** 2, 1e10),
+    ],
+)
+def test_powers_of_large_numbers_are_too_large(function, x):
+    first = trace_overflow(function)(jnp.full(2, x)).first
+    assert first.direction == "forward" and not first.note
+    assert first.hint.startswith("Too large for float32")
+
+
+def test_what_comes_out_of_a_callback_is_told():
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    for value in (np.inf, np.nan):
+        of_host = functools.partial(np.full_like, fill_value=value)
+        first = trace_overflow(lambda x, f=of_host: jax.pure_callback(f, shape, x))(
+            jnp.ones(3)
+        ).first
+        assert first.primitive == "pure_callback" and "Python callback" in first.hint
+
+
 def test_an_index_out_of_bounds():
     taken = trace_overflow(lambda x: jnp.take(x, 7))  # planted: take
     first = check(taken(jnp.ones(3)), "take", "gather", "nan")
@@ -793,6 +857,9 @@ def test_kernels_and_shard_map_are_blamed_as_a_whole():
 
     first = check(trace_overflow(fun)(jnp.full(4, HUGE)), "shard_map", "shard_map")
     assert first.note == "what happens inside was not looked into"
+    assert "rows_of_one_device" in first.hint and "Too large" not in first.hint
+    inside = trace_overflow(lambda x: jnp.mean(squares(x)))(jnp.full(2, HUGE))  # as it advises
+    check(inside, "squares", "mul")
     first = trace_overflow(lambda i, x: jnp.zeros(2).at[i].add(x))(jnp.int32(1), jnp.inf).first
     assert first is None or first.primitive == "argument"
 

@@ -256,6 +256,22 @@ def test_functions_of_ampx_are_named_with_their_files():
     assert culprit.place.startswith("ampx/loss_scaling/")
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("tail_overlap", [None, True])
+def test_a_branch_of_ampx_does_not_hide_the_culprit(clips, tail_overlap):
+    """On a CPU one branch holds all updates, unless one asks for what an accelerator does."""
+    reduce = ampx.all_reduce("data", op="sum", bucket_bytes=16, tail_overlap=tail_overlap)
+    clip = [optax.clip_by_global_norm(1.0)] * clips
+    tx = ampx.dynamic_loss_scale(optax.chain(reduce, *clip, SGD), axis_names="data")
+    report = checked(tx, reduce=lambda grads: grads)
+    names = [culprit.name for culprit in report.culprits]
+    in_branch = tail_overlap is None
+    assert len(names) == in_branch + clips and ("clip_by_global_norm" in names) is clips
+    assert report.overlaps is not (in_branch or clips)
+    assert ("tail_overlap=True" in str(report)) is in_branch
+    assert ("by its own norm" in str(report)) is clips and "jnp.where" not in str(report)
+
+
 def test_a_chain_of_buckets_does_not_hide_the_culprit():
     tx = optax.chain(optax.clip_by_global_norm(1.0), SGD)
     assert the_culprit(checked(tx, reduce=chain)).name == "clip_by_global_norm"
@@ -444,6 +460,21 @@ def test_a_step_without_a_gradient_reduction_is_refused():
             reduce=lambda g: jax.tree.map(psum, jax.tree.map(jnp.sum, g)),
             update=lambda g, s, p: (p, g),
         )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, functools.partial(functools.partial)])
+def test_arguments_that_are_missing_are_told_before_the_trace(wrap):
+    step = wrap(step_of(SGD))
+    told = "missing a required argument: 'x': .*as in check_overlap\\(step, state, batch\\)"
+    with pytest.raises(TypeError, match=told.replace("'x'", "'params'")):
+        check_overlap(step)(PARAMS, SGD.init(PARAMS), X)
+    with pytest.raises(TypeError, match=told):
+        check_overlap(step, PARAMS, SGD.init(PARAMS))
+    mapped = jax.shard_map(
+        lambda x: x, mesh=make_mesh((4,), ("data",)), in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(TypeError, match=told):
+        check_overlap(wrap(mapped))(X)
 
 
 def test_it_takes_what_is_no_array():
