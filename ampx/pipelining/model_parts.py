@@ -14,19 +14,18 @@ layers in 8 bits, have in these trees their new value: the largest of all micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ampx import flax_modules
-from ampx.mesh_axes import axes_of_spec, is_spec
-from ampx.overwritten import refuse_overwritten, split_overwritten, take_largest
+from ampx.mesh_axes import is_spec
+from ampx.overwritten import refuse_overwritten
 from ampx.pipelining.runtime.buffers import is_key
 from ampx.tree_checks import check_arrays, check_key, check_memory
-from ampx.trees import fill_floating, merge_trainable, path_name
+from ampx.trees import fill_floating, path_name
 
 PARTS = ("first", "stages", "last", "shared")
 NO_STATE = (
@@ -57,31 +56,6 @@ def make_specs(axis_name: str, param_specs: Any, is_divided: bool) -> dict[str, 
 
     specs["stages"] = jax.tree.map(whole_along_stages, specs["stages"], is_leaf=is_spec)
     return specs
-
-
-def join_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
-    """Joins what the devices along some axes found for parameters that are not divided over them.
-
-    Args:
-      grads: gradients, which are summed; of overwritten leaves (`ampx.overwritten`) the largest new
-        value is taken.
-      specs: `PartitionSpec`s by part, or finer.
-      axes: the axes.
-    """
-    if grads is None or not axes:
-        return grads
-
-    def join_all(tree: Any, join: Callable[[Any, tuple[str, ...]], Any]) -> Any:
-        # Specs are a prefix of the gradients' tree: one for each part, or finer.
-        def join_part(spec: P, part: Any) -> Any:
-            divided = axes_of_spec(spec)
-            return join(part, tuple(axis for axis in axes if axis not in divided))
-
-        return jax.tree.map(join_part, specs, tree, is_leaf=is_spec)
-
-    others, new = split_overwritten(grads)
-    summed = join_all(others, lax.psum)
-    return summed if new is None else merge_trainable(summed, join_all(new, take_largest))
 
 
 def check_parts(params: Any) -> None:

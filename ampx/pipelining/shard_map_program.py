@@ -47,14 +47,14 @@ from ampx.mesh_axes import (
     mark_varying,
     place,
 )
-from ampx.overwritten import split_overwritten, take_largest
+from ampx.overwritten import split_overwritten
+from ampx.pipelining.gradient_sums import join_replicas, sum_gradients
 from ampx.pipelining.model_parts import (
     NO_STATE,
     PARTS,
     as_whole_gradients,
     check_params,
     check_parts,
-    join_replicas,
     make_specs,
 )
 from ampx.pipelining.runtime.assembly import assemble, make_stage_parameters
@@ -355,7 +355,7 @@ class PipelineGradients:
             if observe is not None:
                 observe(executor)
             rows_each = batch_size(batch) // model.schedule.num_microbatches
-            result = self._reduce_over_devices(executor.run(), layout, rows_each)
+            result = self._reduce_over_devices(executor.run(), specs, layout, rows_each)
             return result._replace(grads=join_replicas(result.grads, specs, replicas))
 
         # Results: loss, gradients, weight, auxiliary output, state, verdict. All but gradients of
@@ -372,7 +372,9 @@ class PipelineGradients:
             check_vma=self.check_vma,
         )(*placed)
 
-    def _reduce_over_devices(self, totals: Totals, layout: Layout, rows_each: int) -> GradResult:
+    def _reduce_over_devices(
+        self, totals: Totals, specs: Any, layout: Layout, rows_each: int
+    ) -> GradResult:
         """Sums over devices: loss and weight, then the verdict, then gradients."""
         # The last stage's device has loss and weight of each micro-batch, others zeros (and losses
         # of their layers): the sum over stages collects them.
@@ -388,17 +390,11 @@ class PipelineGradients:
         if grads is None:
             return GradResult(loss, None, weight, aux)
         verdict = count_nonfinite(grads, axis_names=self._axes)
-        (over_data, over_all), first = self.reductions, jnp.sum(verdict)
-        # Gradients of layers only lack the sum over the data axes. Those of the ends are zeros on
-        # all devices along the stage axis but one or two: one sum over all axes completes them,
-        # ties (`"shared"`) included.
-        stages = over_data(grads["stages"], first) if over_data.axes else grads["stages"]
-        rest = over_all({part: grads[part] for part in grads if part != "stages"}, first)
-        if new is not None:
-            stages = merge_trainable(stages, take_largest(new.pop("stages"), over_data.axes))
-            rest = merge_trainable(rest, take_largest(new, over_all.axes))
-        stages = layout.as_stored(stages, self.axis_name)
-        return GradResult(loss, rest | {"stages": stages}, weight, aux, None, verdict)
+        grads = merge_trainable(grads, new)
+        grads = sum_gradients(
+            grads, specs, layout, self.axis_name, self.reductions, jnp.sum(verdict)
+        )
+        return GradResult(loss, grads, weight, aux, None, verdict)
 
     def _make_layout(self, model: Model, stages: Any) -> Layout:
         if model.is_separate:
