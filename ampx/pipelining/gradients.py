@@ -106,7 +106,8 @@ def value_and_grad(
       accumulator_dtype: dtype in which gradients of micro-batches are added; that of the gradients
         where that is wider.
       check_vma: see `jax.shard_map`. Collectives over axes of `param_specs` have the same gradients
-        with and without it: the gradient of a sum is not summed again.
+        with and without it: the gradient of a sum is not summed again, also not by a rule of your
+        own, such as Megatron's f and g. False admits loops that begin with constants.
       bucket_bytes: see `ampx.bucket_layout`.
       tail_overlap: see `ampx.all_reduce`.
 

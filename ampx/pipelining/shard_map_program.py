@@ -63,6 +63,7 @@ from ampx.pipelining.runtime.executor import Executor, Totals
 from ampx.pipelining.runtime.layouts import Layout, make_separate_layout, make_stacked_layout
 from ampx.pipelining.runtime.models import Model
 from ampx.pipelining.schedules.schedule import Schedule
+from ampx.pipelining.shard_map_errors import explain_refused_functions
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.precision_schedules import PrecisionSchedule
@@ -363,14 +364,16 @@ class PipelineGradients:
         out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
         in_specs = (specs, P(self.data_axes or None), P(), P())
         placed = place((computed, batch, key, scale), in_specs, self.mesh, self._axes)
-        return jax.shard_map(
+        mapped = jax.shard_map(
             local,
             mesh=mesh,
             in_specs=in_specs,
             out_specs=GradResult(*out_specs),
             axis_names=set(self._axes),
             check_vma=self.check_vma,
-        )(*placed)
+        )
+        with explain_refused_functions():
+            return mapped(*placed)
 
     def _reduce_over_devices(
         self, totals: Totals, specs: Any, layout: Layout, rows_each: int

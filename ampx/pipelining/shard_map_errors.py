@@ -1,0 +1,46 @@
+"""What JAX says of a pipeline's functions, told in terms of the pipeline.
+
+JAX refuses some functions inside `shard_map`, which a user of a pipeline has never called. Its
+message says where it happened. What is added here says why, and what there is to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+# What JAX says, and what a user of a pipeline can do.
+_NOTES = {
+    "manual axis types do not match": (
+        "In a pipeline activations and parameters differ between devices, which their types say, "
+        "and numbers made from constants, such as jnp.zeros(x.shape), do not. Loops and branches "
+        "need one type: begin with numbers of the input, as jnp.zeros_like(x), or give "
+        "ampx.pipelining.value_and_grad check_vma=False, which compares no such types and computes "
+        "the same"
+    ),
+    "out_specs which require replication": (
+        "In a pipeline the loss must be the same along the axes of param_specs that are no "
+        "data_axes, also by its type, and the type of what jax.lax.all_gather or all_to_all "
+        'returns says that it differs. Gather by jax.lax.all_gather(..., to="invarying"), end in a '
+        "psum, or give ampx.pipelining.value_and_grad check_vma=False, which compares no types; "
+        "or, if the rows of the batch are divided over that axis, name it in data_axes"
+    ),
+    "Closing over inputs to shard_map": (
+        "first, stage or last closes over an array that lies on a mesh with Explicit axes, such as "
+        "a table of positions. Make it a NumPy array, by np.asarray(table) outside of jit, or make "
+        "it inside of the function that reads it; what differs between steps belongs in the batch"
+    ),
+}
+
+
+@contextlib.contextmanager
+def explain_refused_functions() -> Iterator[None]:
+    """Adds to an error of JAX about the functions of a pipeline what can be done."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        said = str(error)
+        for words, note in _NOTES.items():
+            if words in said:
+                error.add_note(note)
+        raise
