@@ -9,8 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-# What JAX says, and what a user of a pipeline can do.
+# What JAX says, and what a user of a pipeline can do. The first that fits counts.
 _NOTES = {
+    # check_vma=False would take such a rule, and hide what is wrong with it.
+    "Custom VJP bwd rule must produce": (
+        "A custom_vjp returns a gradient whose type says that it differs along other axes than its "
+        "input. If its backward sums over an axis of param_specs, as one of Megatron's f and g "
+        "does, write plain jax.lax.psum in the place of both: a pipeline differentiates it right, "
+        "and with the pair and check_vma=False gradients would be too small. If it is made from "
+        "constants, begin with numbers of the input, as jnp.zeros_like(x)"
+    ),
     "manual axis types do not match": (
         "In a pipeline activations and parameters differ between devices, which their types say, "
         "and numbers made from constants, such as jnp.zeros(x.shape), do not. Loops and branches "
@@ -39,8 +47,7 @@ def explain_refused_functions() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        said = str(error)
-        for words, note in _NOTES.items():
-            if words in said:
-                error.add_note(note)
+        notes = (note for words, note in _NOTES.items() if words in str(error))
+        if note := next(notes, None):
+            error.add_note(note)
         raise

@@ -158,6 +158,28 @@ def test_gradients_behind_a_gather_are_those_of_one_device(functions, options):
     assert_as_on_one_device(found, gathering_layer(lambda p: p))
 
 
+def test_hand_written_pairs_of_sums_are_not_sent_to_where_they_would_be_wrong():
+    """Megatron's f and g: without a check of types their gradients would be too small."""
+    f, g = jax.custom_vjp(lambda x: x), jax.custom_vjp(lambda x: lax.psum(x, "model"))
+    f.defvjp(lambda x: (x, None), lambda _, ct: (lax.psum(ct, "model"),))
+    g.defvjp(lambda x: (g(x), None), lambda _, ct: (ct,))
+
+    def layer(begin, end):
+        return make_functions(None, None, None) | {
+            "stage": lambda p, x, key: x + end(jnp.tanh(begin(x) @ p) @ p.T)
+        }
+
+    divided = DIVIDED | {"param_specs": {"stages": P("stage", None, "model")}}
+    with pytest.raises(ValueError, match="Custom VJP bwd rule") as caught:
+        jax.eval_shape(make_grads_of(layer(f, g), **divided), PARAMS, X)
+    (note,) = notes_of(caught)
+    assert "write plain jax.lax.psum" in note and "or give" not in note
+
+    plain = layer(lambda x: x, lambda x: lax.psum(x, "model"))
+    found = run(make_grads_of(plain, **divided), PARAMS, X)
+    assert_as_on_one_device(found, layer(lambda x: x, lambda x: x))
+
+
 def test_an_array_on_explicit_axes_is_refused_with_the_ways_out():
     def functions(make_table):
         return gathering_layer(lambda p: make_table()[:, None] * p)
