@@ -9,6 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+_BOXES = (
+    "Inside of a pipeline no sharding can be asked for along the axes that it maps: those of the "
+    "stages, of the data and of param_specs. Parameters of flax.linen ask for it at each use if "
+    "nn.with_partitioning or nn.with_logical_partitioning has put them into boxes: take them out, "
+    "by flax.linen.unbox(params), and say how they are divided in param_specs"
+)
+
 # What JAX says, and what a user of a pipeline can do. The first that fits counts.
 _NOTES = {
     # check_vma=False would take such a rule, and hide what is wrong with it.
@@ -26,6 +33,8 @@ _NOTES = {
         "ampx.pipelining.value_and_grad check_vma=False, which compares no such types and computes "
         "the same"
     ),
+    "can only refer to Auto axes of the mesh": _BOXES,
+    "Resource axis: ": _BOXES,
     "out_specs which require replication": (
         "In a pipeline the loss must be the same along the axes of param_specs that are no "
         "data_axes, also by its type, and the type of what jax.lax.all_gather or all_to_all "

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
@@ -52,9 +52,11 @@ from ampx.pipelining.gradient_sums import join_replicas, sum_gradients
 from ampx.pipelining.model_parts import (
     NO_STATE,
     PARTS,
+    as_dict,
     as_whole_gradients,
     check_params,
     check_parts,
+    make_shardings,
     make_specs,
 )
 from ampx.pipelining.runtime.assembly import assemble, make_stage_parameters
@@ -288,7 +290,7 @@ class PipelineGradients:
           stages that differ.
         """
         check_parts(params)
-        stages = jax.eval_shape(store_keys, params["stages"])
+        stages = jax.eval_shape(store_keys, as_dict(params)["stages"])
         is_divided = self._make_layout(self.model, stages).is_divided
         specs = make_specs(self.axis_name, self.param_specs, is_divided)
         mesh = self.mesh if mesh is None else mesh
@@ -297,12 +299,7 @@ class PipelineGradients:
                 "shardings needs a mesh with devices: give it here or to value_and_grad"
             )
         check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, mesh)
-        return jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part),
-            {part: specs[part] for part in params},
-            dict(params),
-            is_leaf=is_spec,
-        )
+        return make_shardings(params, specs, mesh)
 
     def _run(
         self,
@@ -317,7 +314,7 @@ class PipelineGradients:
         check_params(params, key, draws=model.schedule.has_backward and observe is None)
         # A part that is left out is None, a tree without leaves. Half-precision copies are made
         # once a step, outside of the loop: all micro-batches read the same ones.
-        parts = {part: params.get(part) for part in PARTS}
+        parts = dict.fromkeys(PARTS) | as_dict(params)
         computed = store_keys(self.recipe.half_params(parts) if self.recipe else parts)
         layout = self._make_layout(model, computed["stages"])
         self._check_batch(batch)

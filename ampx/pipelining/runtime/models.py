@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -91,7 +92,15 @@ class Model:
             )
         if self.skips and not self.is_separate:
             raise ValueError("skips are between stages that differ: give stage as a sequence")
-        for name, (source, target) in self.skips.items():
+        for name, edge in self.skips.items():
+            is_pair = isinstance(edge, Sequence) and len(edge) == 2
+            if not is_pair or not all(isinstance(stage, numbers.Integral) for stage in edge):
+                raise TypeError(
+                    f"skips has {edge!r} for {name!r}, and needs a pair of numbers of stages, "
+                    "(source, target), such as (0, 3). What several stages read goes to the first "
+                    "of them by a skip, and from there in x, which may be any tree"
+                )
+            source, target = edge
             if not 0 <= source < target < count:
                 raise ValueError(
                     f"the skip {name!r} goes from stage {source} to {target}: it must go forward, "
