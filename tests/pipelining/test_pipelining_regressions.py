@@ -265,8 +265,28 @@ def test_what_is_printed_is_short():
 
 def test_a_layer_that_changes_its_type_is_named():
     grads_of = pipeline(one_f_one_b(2, 4), stage=lambda p, x, key: x.astype(jnp.bfloat16))
-    with pytest.raises(TypeError, match=r"stage must return what it takes.*float32.*bfloat16"):
+    with pytest.raises(TypeError, match=r"stage must return what it takes.*float32.*bfloat16") as e:
         run(grads_of, make_params(4), make_batch(8))
+    assert "policy" not in str(e.value)
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=lambda half: half.__name__)
+@pytest.mark.parametrize("place", ["first", "stage"])
+def test_a_module_that_does_not_follow_the_policy_is_named_as_the_cause(half, place):
+    def computes_in(dtype):
+        return lambda params, x, key: stage(params, x.astype(half), key).astype(dtype)
+
+    functions = {
+        "first": dict(
+            first=lambda *args: first(*args).astype(jnp.float32), stage=computes_in(half)
+        ),
+        "stage": dict(stage=computes_in(jnp.float32)),
+    }
+    recipe = ampx.opt_level("O2", half_dtype=half)
+    grads_of = pipeline(one_f_one_b(2, 4), policy=recipe, **functions[place])
+    cause = rf"policy casts to {half.__name__}.*dtype=jnp\.float32.*leave that dtype out"
+    with pytest.raises(TypeError, match=cause):
+        jax.eval_shape(grads_of, make_params(4), make_batch(8))
 
 
 def test_a_layer_without_the_loss_that_it_promised_is_named():
