@@ -265,6 +265,19 @@ def divide_sum(total: jax.Array, divisor: Any) -> jax.Array:
     return total * jax.reshard(factor, jax.P(reduced=axes))
 
 
+def take_index(leaf: Any, number: int) -> Any:
+    """`leaf[number]`, also of an array whose first dimension Explicit axes divide.
+
+    JAX indexes such a dimension only where it is told how to lay out the result: as the rest of the
+    array.
+    """
+    entries = tuple(_spec_of(leaf) or ())
+    if not entries or entries[0] is None:
+        return leaf[number]
+    sharding = jax.typeof(leaf).sharding
+    return jnp.asarray(leaf).at[number].get(out_sharding=sharding.update(spec=P(*entries[1:])))
+
+
 def has_automatic_axes() -> bool:
     """Whether the mesh around has axes of several devices that are not mapped here."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -254,6 +254,27 @@ def check_traces():
     assert count([(make_step, 2)] * 3) == 3  # made inside the loop
 
 
+@row('"the manual axis types do not match" from a loop or a branch in a pipeline')
+def check_loops_in_pipelines():
+    def grads_of(zeros, **options):
+        return ampx.pipelining.value_and_grad(
+            first=lambda p, shared, x, key: x,
+            stage=lambda p, x, key: jax.lax.fori_loop(0, 2, lambda _, y: y + p * x, zeros(x)),
+            last=lambda p, shared, x, batch, key: (jnp.sum(x), len(x)),
+            schedule=ampx.pipelining.one_f_one_b(2, 2),
+            axis_name="stage",
+            mesh=make_mesh((2,), ("stage",)),
+            **options,
+        )
+
+    def trace(grads_of):
+        return jax.eval_shape(grads_of, {"stages": W}, jnp.ones((4, 3)))
+
+    expect_quoted(TypeError, lambda: trace(grads_of(lambda x: jnp.zeros(x.shape))))
+    trace(grads_of(jnp.zeros_like))
+    trace(grads_of(lambda x: jnp.zeros(x.shape), check_vma=False))
+
+
 @row('"Buffer has been deleted or donated", "Array has been deleted"')
 def check_donation():
     x, donating = jnp.ones(2), jax.jit(jnp.negative, donate_argnums=0)

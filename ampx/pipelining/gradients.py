@@ -13,12 +13,14 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ampx.accumulation.normalization import Normalize
 from ampx.checking import as_bool, as_dtype, as_int, check_choice
 from ampx.data_parallel.reduction import make_reduction
-from ampx.mesh_axes import as_axes, is_spec
+from ampx.mesh_axes import as_axes, axes_of_spec, is_spec
+from ampx.pipelining.model_parts import PARTS
 from ampx.pipelining.runtime.models import Model
 from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
@@ -28,6 +30,7 @@ from ampx.precision.opt_levels import Recipe
 from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.precision.recipe_names import as_recipe
+from ampx.trees import path_name
 
 
 def value_and_grad(
@@ -97,12 +100,14 @@ def value_and_grad(
         not divide the number of all layers, every device has to hold them all, and their optimizer
         state.
       param_specs: `PartitionSpec`s for parts of `params` (a tree prefix for each part) that name
-        further axes, over which `first`, `stage` and `last` may use collectives. The first entry
-        for `"stages"` is `axis_name`.
+        further axes, over which `first`, `stage` and `last` may use collectives, or data axes: as
+        fully sharded parameters, which are gathered in the stage, and experts are divided. The
+        first entry for `"stages"` is `axis_name`.
       accumulator_dtype: dtype in which gradients of micro-batches are added; that of the gradients
         where that is wider.
       check_vma: see `jax.shard_map`. Collectives over axes of `param_specs` have the same gradients
-        with and without it: the gradient of a sum is not summed again.
+        with and without it: the gradient of a sum is not summed again, also not by a rule of your
+        own, such as Megatron's f and g. False admits loops that begin with constants.
       bucket_bytes: see `ampx.bucket_layout`.
       tail_overlap: see `ampx.all_reduce`.
 
@@ -147,11 +152,7 @@ def value_and_grad(
     for name, value in (("skips", skips), ("param_specs", param_specs)):
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{name} must be a mapping, got {value!r}")
-    for spec in jax.tree.leaves(dict(param_specs or {}), is_leaf=is_spec):
-        if not is_spec(spec):
-            raise TypeError(
-                f"param_specs must hold PartitionSpecs, such as P('stage'), got {spec!r}"
-            )
+    _check_specs(dict(param_specs or {}), axis_name, is_stacked=callable(stage))
     # A faulty schedule could make devices wait for ever, or leave out gradients silently.
     schedule.validate()
     for kind in jax.tree.leaves(aux_reduction):
@@ -204,6 +205,31 @@ def value_and_grad(
         check_vma=as_bool("check_vma", check_vma),
         reductions=(dataclasses.replace(over_all, axes=data), over_all),
     )
+
+
+def _check_specs(param_specs: dict[str, Any], axis_name: str, *, is_stacked: bool) -> None:
+    """Raises unless these are specs of parts, of which the layers alone lie along the stages."""
+    if unknown := set(param_specs) - set(PARTS):
+        raise ValueError(f"param_specs has {sorted(unknown)}: the parts of params are {PARTS}")
+    for path, spec in jax.tree_util.tree_leaves_with_path(param_specs, is_leaf=is_spec):
+        if not is_spec(spec):
+            raise TypeError(
+                f"param_specs must hold PartitionSpecs, such as P('stage'), got {spec!r}"
+            )
+        name, is_ends = path_name(path), path[0].key != "stages"
+        if is_ends and axis_name in axes_of_spec(spec):
+            raise ValueError(
+                f"param_specs divides {name!r} over the axis {axis_name!r} of the stages, as "
+                f"{spec}: devices along it run different stages, and cannot exchange such parts in "
+                "one. Divide it over another axis, such as one of data_axes"
+            )
+        entries = tuple(spec)
+        is_first_alone = entries[:1] == (axis_name,) and axis_name not in axes_of_spec(P(*spec[1:]))
+        if is_stacked and not is_ends and not is_first_alone:
+            raise ValueError(
+                f"param_specs has {spec} for {name!r}: its first entry divides the layers over the "
+                f"stages, so it must be {axis_name!r} alone, as in {P(axis_name, *entries[1:])}"
+            )
 
 
 def _as_counts(layers_per_stage: Any) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.mesh_axes import take_index
 from ampx.tree_checks import check_arrays
 from ampx.trees import path_name
 
@@ -110,7 +111,7 @@ def unstack_layers(stages: Any, into: Any = None, pattern: str | None = None) ->
             )
         )
     ((count,),) = counts
-    layers = [jax.tree.map(lambda leaf, n=n: _take(leaf, n), stages) for n in range(count)]
+    layers = [jax.tree.map(lambda leaf, n=n: take_layer(leaf, n), stages) for n in range(count)]
     if into is None:
         if pattern is not None:
             raise TypeError(
@@ -255,7 +256,8 @@ def _stack(*leaves: Any) -> Any:
     return np.stack(leaves) if on_host else jnp.stack(leaves)
 
 
-def _take(leaf: Any, number: int) -> Any:
+def take_layer(leaf: Any, number: int) -> Any:
+    """Takes one layer of a stacked leaf, which may be a shape, and divided over the stages."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    return leaf[number]
+    return take_index(leaf, number)

@@ -18,15 +18,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ampx import flax_modules
-from ampx.mesh_axes import axes_of_spec, is_spec
-from ampx.overwritten import refuse_overwritten, split_overwritten, take_largest
+from ampx.mesh_axes import is_spec
+from ampx.overwritten import refuse_overwritten
 from ampx.pipelining.runtime.buffers import is_key
 from ampx.tree_checks import check_arrays, check_key, check_memory
-from ampx.trees import fill_floating, merge_trainable, path_name
+from ampx.trees import fill_floating, path_name
 
 PARTS = ("first", "stages", "last", "shared")
 NO_STATE = (
@@ -59,29 +59,18 @@ def make_specs(axis_name: str, param_specs: Any, is_divided: bool) -> dict[str, 
     return specs
 
 
-def join_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
-    """Joins what the devices along some axes found for parameters that are not divided over them.
+def make_shardings(params: Any, specs: dict[str, Any], mesh: Mesh) -> Any:
+    """Makes a tree like the parameters that says where each leaf should lie, by the specs."""
 
-    Args:
-      grads: gradients, which are summed; of overwritten leaves (`ampx.overwritten`) the largest new
-        value is taken.
-      specs: `PartitionSpec`s by part, or finer.
-      axes: the axes.
-    """
-    if grads is None or not axes:
-        return grads
+    def place_part(part: str, own: Any) -> Any:
+        return jax.tree.map(
+            lambda spec, below: jax.tree.map(lambda _: NamedSharding(mesh, spec), below),
+            specs[part],
+            own,
+            is_leaf=is_spec,
+        )
 
-    def join_all(tree: Any, join: Callable[[Any, tuple[str, ...]], Any]) -> Any:
-        # Specs are a prefix of the gradients' tree: one for each part, or finer.
-        def join_part(spec: P, part: Any) -> Any:
-            divided = axes_of_spec(spec)
-            return join(part, tuple(axis for axis in axes if axis not in divided))
-
-        return jax.tree.map(join_part, specs, tree, is_leaf=is_spec)
-
-    others, new = split_overwritten(grads)
-    summed = join_all(others, lax.psum)
-    return summed if new is None else merge_trainable(summed, join_all(new, take_largest))
+    return _map_parts(place_part, params)
 
 
 def check_parts(params: Any) -> None:
@@ -91,22 +80,26 @@ def check_parts(params: Any) -> None:
         raise TypeError(
             f"params must be a dict with 'stages' and any of 'first', 'last', 'shared', got {found}"
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
+    if set(as_dict(params)) != set(params):
+        raise TypeError(
+            f"params is a {type(params).__name__}, which is a leaf to jax.tree: give dict(params)"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
             raise TypeError(
                 f"params: {path_name(path)} is no array but of type {type(leaf).__name__}, and a "
                 "pipeline takes arrays: close over the rest, as eqx.partition(layer, eqx.is_array) "
                 "divides an Equinox module"
             )
-    check_arrays("params", dict(params), may_be_shapes=True)
+    check_arrays("params", params, may_be_shapes=True)
 
 
 def check_params(params: Any, key: Any, *, draws: bool) -> None:
     """Raises unless these are parts of a model, what is floating in them trained, and a key."""
     check_parts(params)
     check_key("key", key)
-    check_memory("params", dict(params))
-    state = flax_modules.find_floating_state(dict(params))
+    check_memory("params", params)
+    state = flax_modules.find_floating_state(params)
     if state is not None:
         raise ValueError(
             f"{state} is no parameter, and {NO_STATE}. What is to be trained is an nnx.Param"
@@ -130,7 +123,7 @@ def _check_keys(params: Any, key: jax.Array | None) -> None:
     """
     if key is not None:
         return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if is_key(leaf):
             raise ValueError(
                 f"{path_name(path)} is a random key, and the call has none: all steps and "
@@ -146,4 +139,23 @@ def as_whole_gradients(grads: Any, params: Any) -> Any:
       grads: a dict of parts, with nothing in the places of other leaves.
       params: the parameters.
     """
-    return {part: fill_floating(params[part], jax.tree.leaves(grads[part])) for part in params}
+    return _map_parts(lambda part, own: fill_floating(own, jax.tree.leaves(grads[part])), params)
+
+
+def _map_parts(fun: Callable[[str, Any], Any], params: Any) -> Any:
+    """Makes a mapping like the parameters, of their kind, of `fun(part, own)` for each part."""
+    pairs, structure = _open_mapping(params)
+    return jax.tree.unflatten(structure, [fun(part, own) for part, own in pairs])
+
+
+def as_dict(params: Any) -> dict[str, Any]:
+    """The parts as `jax.tree` sees them: a FrozenDict makes new ones of what is read from it."""
+    return dict(_open_mapping(params)[0])
+
+
+def _open_mapping(params: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Takes the outermost mapping apart; its structure says what it was, and in what order."""
+    children, structure = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=lambda node: node is not params
+    )
+    return [(path_name(path), own) for path, own in children], structure

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
@@ -47,14 +47,16 @@ from ampx.mesh_axes import (
     mark_varying,
     place,
 )
-from ampx.overwritten import split_overwritten, take_largest
+from ampx.overwritten import split_overwritten
+from ampx.pipelining.gradient_sums import join_replicas, sum_gradients
 from ampx.pipelining.model_parts import (
     NO_STATE,
     PARTS,
+    as_dict,
     as_whole_gradients,
     check_params,
     check_parts,
-    join_replicas,
+    make_shardings,
     make_specs,
 )
 from ampx.pipelining.runtime.assembly import assemble, make_stage_parameters
@@ -63,6 +65,7 @@ from ampx.pipelining.runtime.executor import Executor, Totals
 from ampx.pipelining.runtime.layouts import Layout, make_separate_layout, make_stacked_layout
 from ampx.pipelining.runtime.models import Model
 from ampx.pipelining.schedules.schedule import Schedule
+from ampx.pipelining.shard_map_errors import explain_refused_functions
 from ampx.precision.opt_levels import Recipe
 from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.precision_schedules import PrecisionSchedule
@@ -287,7 +290,7 @@ class PipelineGradients:
           stages that differ.
         """
         check_parts(params)
-        stages = jax.eval_shape(store_keys, params["stages"])
+        stages = jax.eval_shape(store_keys, as_dict(params)["stages"])
         is_divided = self._make_layout(self.model, stages).is_divided
         specs = make_specs(self.axis_name, self.param_specs, is_divided)
         mesh = self.mesh if mesh is None else mesh
@@ -296,12 +299,7 @@ class PipelineGradients:
                 "shardings needs a mesh with devices: give it here or to value_and_grad"
             )
         check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, mesh)
-        return jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part),
-            {part: specs[part] for part in params},
-            dict(params),
-            is_leaf=is_spec,
-        )
+        return make_shardings(params, specs, mesh)
 
     def _run(
         self,
@@ -316,7 +314,7 @@ class PipelineGradients:
         check_params(params, key, draws=model.schedule.has_backward and observe is None)
         # A part that is left out is None, a tree without leaves. Half-precision copies are made
         # once a step, outside of the loop: all micro-batches read the same ones.
-        parts = {part: params.get(part) for part in PARTS}
+        parts = dict.fromkeys(PARTS) | as_dict(params)
         computed = store_keys(self.recipe.half_params(parts) if self.recipe else parts)
         layout = self._make_layout(model, computed["stages"])
         self._check_batch(batch)
@@ -355,7 +353,7 @@ class PipelineGradients:
             if observe is not None:
                 observe(executor)
             rows_each = batch_size(batch) // model.schedule.num_microbatches
-            result = self._reduce_over_devices(executor.run(), layout, rows_each)
+            result = self._reduce_over_devices(executor.run(), specs, layout, rows_each)
             return result._replace(grads=join_replicas(result.grads, specs, replicas))
 
         # Results: loss, gradients, weight, auxiliary output, state, verdict. All but gradients of
@@ -363,16 +361,20 @@ class PipelineGradients:
         out_specs: Any = (P(), specs if model.schedule.has_backward else None, P(), P(), P(), P())
         in_specs = (specs, P(self.data_axes or None), P(), P())
         placed = place((computed, batch, key, scale), in_specs, self.mesh, self._axes)
-        return jax.shard_map(
+        mapped = jax.shard_map(
             local,
             mesh=mesh,
             in_specs=in_specs,
             out_specs=GradResult(*out_specs),
             axis_names=set(self._axes),
             check_vma=self.check_vma,
-        )(*placed)
+        )
+        with explain_refused_functions():
+            return mapped(*placed)
 
-    def _reduce_over_devices(self, totals: Totals, layout: Layout, rows_each: int) -> GradResult:
+    def _reduce_over_devices(
+        self, totals: Totals, specs: Any, layout: Layout, rows_each: int
+    ) -> GradResult:
         """Sums over devices: loss and weight, then the verdict, then gradients."""
         # The last stage's device has loss and weight of each micro-batch, others zeros (and losses
         # of their layers): the sum over stages collects them.
@@ -388,17 +390,11 @@ class PipelineGradients:
         if grads is None:
             return GradResult(loss, None, weight, aux)
         verdict = count_nonfinite(grads, axis_names=self._axes)
-        (over_data, over_all), first = self.reductions, jnp.sum(verdict)
-        # Gradients of layers only lack the sum over the data axes. Those of the ends are zeros on
-        # all devices along the stage axis but one or two: one sum over all axes completes them,
-        # ties (`"shared"`) included.
-        stages = over_data(grads["stages"], first) if over_data.axes else grads["stages"]
-        rest = over_all({part: grads[part] for part in grads if part != "stages"}, first)
-        if new is not None:
-            stages = merge_trainable(stages, take_largest(new.pop("stages"), over_data.axes))
-            rest = merge_trainable(rest, take_largest(new, over_all.axes))
-        stages = layout.as_stored(stages, self.axis_name)
-        return GradResult(loss, rest | {"stages": stages}, weight, aux, None, verdict)
+        grads = merge_trainable(grads, new)
+        grads = sum_gradients(
+            grads, specs, layout, self.axis_name, self.reductions, jnp.sum(verdict)
+        )
+        return GradResult(loss, grads, weight, aux, None, verdict)
 
     def _make_layout(self, model: Model, stages: Any) -> Layout:
         if model.is_separate:

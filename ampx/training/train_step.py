@@ -222,6 +222,20 @@ def _wrap(
     return follow_schedule(tx, schedule) if schedule else tx
 
 
+# Where a pipeline has what a step would be given; all others it takes by the same names.
+_PLACES_IN_PIPELINES = {
+    "num_microbatches": "give it to the schedule, as in ampx.pipelining.one_f_one_b(num_stages, 8)",
+    "axis_name": "name the axes of the batch in ampx.pipelining.value_and_grad(data_axes=...)",
+    "model_axes": "say how parameters are divided in "
+    "ampx.pipelining.value_and_grad(param_specs=...)",
+    "scatter_gradients": "leave it out, as its gradients are global arrays. Shardings by "
+    "ampx.zero1_specs divide the optimizer's state over the data",
+    "batch_axes": "leave it out, as each array of the batch has its rows on axis 0",
+    "remainder": "leave it out, as micro-batches and devices must divide the rows",
+    "sparse_rows": "leave it out, as it makes no gradients of rows",
+}
+
+
 def _refuse_options(**options: Any) -> None:
     """Refuses arguments about gradients beside a pipeline, which has its own."""
     # The signature is the one place where the defaults stand. "is" comes first: a value such as a
@@ -229,9 +243,10 @@ def _refuse_options(**options: Any) -> None:
     defaults = inspect.signature(train_step).parameters
     for name, value in options.items():
         if value is not defaults[name].default and value != defaults[name].default:
+            same = f"give it to ampx.pipelining.value_and_grad({name}=...)"
             raise ValueError(
-                f"{name}={value!r} belongs to the pipeline: give it to "
-                "ampx.pipelining.value_and_grad, or leave it out if it has no such argument"
+                f"{name}={value!r} is not for a step over a pipeline, which has made all choices "
+                f"about gradients: {_PLACES_IN_PIPELINES.get(name, same)}"
             )
 
 

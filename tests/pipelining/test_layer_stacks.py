@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import freeze
-from helpers import assert_bit_equal
+from helpers import assert_bit_equal, make_mesh
 
-from ampx.pipelining import stack_layers, unstack_layers
+from ampx.pipelining import layer_costs, stack_layers, unstack_layers
 
 LAYERS = 12  # with two digits: sorted as words, 10 comes before 2
 
@@ -186,3 +186,25 @@ def test_the_layer_and_the_leaf_are_named(name):
     attempt, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         attempt()
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_layers_that_lie_on_their_stages_are_taken_apart_and_measured(kind):
+    mesh = make_mesh((2, 2), ("data", "stage"), kind)
+    given = {f"block_{n}": {"w": jnp.full((4, 3), float(n))} for n in range(4)}
+
+    def placed(spec):
+        stages = stack_layers(given, "block_{}")
+        return jax.device_put(stages, jax.NamedSharding(mesh, spec))
+
+    for spec in (jax.P("stage"), jax.P("stage", "data"), jax.P(None, "data")):
+        stages = placed(spec)
+        back = unstack_layers(stages, given, "block_{}")
+        assert_bit_equal(back, given)
+        # What else divides a layer goes on to do so.
+        assert back["block_1"]["w"].sharding.is_equivalent_to(
+            jax.NamedSharding(mesh, jax.P(*spec[1:])), 2
+        )
+        assert_bit_equal(stack_layers(back, "block_{}"), stages)
+    costs = layer_costs(lambda p, x, key: x * p["w"], placed(jax.P("stage")), jnp.ones((4, 3)))
+    assert len(set(costs)) == 1

@@ -1,10 +1,15 @@
 """Cases that went wrong once: unusual placements, types and axes."""
 
+import types
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax.core import freeze
 from helpers import make_mesh
 from jax.sharding import PartitionSpec as P
 from pipeline_models import (
@@ -20,7 +25,16 @@ from pipeline_models import (
 )
 
 import ampx
-from ampx.pipelining import Action, Schedule, interleaved, one_f_one_b, value_and_grad, zero_bubble
+from ampx.pipelining import (
+    Action,
+    Schedule,
+    interleaved,
+    one_f_one_b,
+    stack_layers,
+    value_and_grad,
+    zero_bubble,
+)
+from ampx.pipelining.model_parts import PARTS
 
 MICROBATCHES = 4
 
@@ -251,8 +265,28 @@ def test_what_is_printed_is_short():
 
 def test_a_layer_that_changes_its_type_is_named():
     grads_of = pipeline(one_f_one_b(2, 4), stage=lambda p, x, key: x.astype(jnp.bfloat16))
-    with pytest.raises(TypeError, match=r"stage must return what it takes.*float32.*bfloat16"):
+    with pytest.raises(TypeError, match=r"stage must return what it takes.*float32.*bfloat16") as e:
         run(grads_of, make_params(4), make_batch(8))
+    assert "policy" not in str(e.value)
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16], ids=lambda half: half.__name__)
+@pytest.mark.parametrize("place", ["first", "stage"])
+def test_a_module_that_does_not_follow_the_policy_is_named_as_the_cause(half, place):
+    def computes_in(dtype):
+        return lambda params, x, key: stage(params, x.astype(half), key).astype(dtype)
+
+    functions = {
+        "first": dict(
+            first=lambda *args: first(*args).astype(jnp.float32), stage=computes_in(half)
+        ),
+        "stage": dict(stage=computes_in(jnp.float32)),
+    }
+    recipe = ampx.opt_level("O2", half_dtype=half)
+    grads_of = pipeline(one_f_one_b(2, 4), policy=recipe, **functions[place])
+    cause = rf"policy casts to {half.__name__}.*dtype=jnp\.float32.*leave that dtype out"
+    with pytest.raises(TypeError, match=cause):
+        jax.eval_shape(grads_of, make_params(4), make_batch(8))
 
 
 def test_a_layer_without_the_loss_that_it_promised_is_named():
@@ -281,3 +315,45 @@ def test_a_train_state_made_from_placed_parameters_compiles_once():
     for _ in range(3):
         state, _ = jitted(state, make_batch(8))
     assert jitted._cache_size() == 1
+
+
+@pytest.mark.parametrize("make", [dict, freeze, OrderedDict], ids=lambda make: make.__name__)
+def test_the_callers_mapping_comes_back(make):
+    """What comes after `jax.tree` compares kinds of mappings: device_put and optax among others."""
+    # Not sorted, as a mapping with an order of its own may be.
+    params, batch = make({part: make_params(4)[part] for part in PARTS[::-1]}), make_batch(8)
+    grads_of = pipeline(one_f_one_b(2, 4))
+    placed = jax.device_put(params, grads_of.shardings(params))
+    grads = run(grads_of, placed, batch).grads
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    expected = sequential(make_params(4), batch, num_microbatches=4).grads
+    assert relative_error(grads, make({part: expected[part] for part in PARTS[::-1]})) < 1e-5
+    step = ampx.train_step(grads_of, optax.adamw(1e-3), max_grad_norm=1.0, loss_scale="dynamic")
+    jax.eval_shape(step, step.init(params), batch)
+
+
+def test_a_mapping_that_is_a_leaf_to_jax_is_refused():
+    params = types.MappingProxyType(make_params(4))
+    with pytest.raises(TypeError, match=r"is a mappingproxy.*give dict\(params\)"):
+        pipeline(one_f_one_b(2, 4))(params, make_batch(8))
+
+
+@pytest.mark.parametrize("axis", ["data", "no axis of the mesh"])
+def test_parameters_in_boxes_are_refused_with_the_way_out(axis):
+    """A box of `flax.linen` asks for a sharding at each use; in a pipeline its axes are mapped."""
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (axis, None))
+    layer, x = nn.Dense(4, kernel_init=init), jnp.ones((8, 4))
+    stages = stack_layers([layer.init(jax.random.key(n), x) for n in range(2)])
+    grads_of = value_and_grad(
+        first=lambda p, shared, batch, key: batch,
+        stage=lambda p, x, key: layer.apply(p, x),
+        last=lambda p, shared, x, batch, key: (jnp.sum(x**2), len(x)),
+        schedule=one_f_one_b(2, 2),
+        axis_name="stage",
+        data_axes="data",
+        mesh=make_mesh((2, 2), ("data", "stage")),
+    )
+    with pytest.raises(ValueError, match="Auto axes of the mesh|Resource axis") as caught:
+        jax.eval_shape(grads_of, {"stages": stages}, x)
+    assert any("flax.linen.unbox(params)" in note for note in caught.value.__notes__)
+    jax.eval_shape(grads_of, {"stages": nn.unbox(stages)}, x)

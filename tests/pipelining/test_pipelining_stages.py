@@ -449,6 +449,8 @@ def test_arguments_that_do_not_fit_are_refused():
     refused(ValueError, "normalize", normalize="median")
     refused(ValueError, "give stage as a sequence", skips={"a": (0, 1)})
     refused(ValueError, "must go forward", stage=[stage, stage], skips={"a": (1, 1)})
+    for edge in ((0, (1, 2)), (0, [1]), (0, 1, 2), 1, "01", (0, 1.0)):
+        refused(TypeError, "first of them by a skip", stage=[stage, stage], skips={"a": edge})
     refused(ValueError, "2 stages, and stage is a sequence of 3", stage=[stage] * 3)
     refused(TypeError, "must be a list.*2 (trees|stages)", stage=[stage] * 2)
     refused(TypeError, "must be functions", first=None)

@@ -1,6 +1,8 @@
 """A training step over a pipeline is the step on one device: figures, optimizers, skips."""
 
 import functools
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -460,21 +462,33 @@ def test_what_cannot_be_is_refused_with_the_way_out(name):
 
 
 @pytest.mark.parametrize(
-    "name, value",
+    ("name", "value", "place"),
     [
-        ("policy", "O2"),
-        ("num_microbatches", 4),
-        ("normalize", "weights"),
-        ("has_aux", True),
-        ("aux_reduction", {"a": "mean"}),
-        ("accumulator_dtype", jnp.bfloat16),
-        ("remainder", "drop"),
-        ("sparse_rows", {}),
-        ("axis_name", "data"),
-        ("bucket_bytes", 1),
-        ("tail_overlap", False),
+        *(
+            (name, value, rf"give it to ampx.pipelining.value_and_grad\({name}=...\)")
+            for name, value in {
+                "policy": "O2",
+                "normalize": "weights",
+                "has_aux": True,
+                "aux_reduction": {"a": "mean"},
+                "accumulator_dtype": jnp.bfloat16,
+                "bucket_bytes": 1,
+                "tail_overlap": False,
+            }.items()
+        ),
+        ("num_microbatches", 4, "give it to the schedule"),
+        ("axis_name", "data", r"value_and_grad\(data_axes="),
+        ("model_axes", "model", r"value_and_grad\(param_specs="),
+        ("scatter_gradients", True, "leave it out.*ampx.zero1_specs"),
+        ("batch_axes", 1, "leave it out.*axis 0"),
+        ("remainder", "drop", "leave it out.*divide the rows"),
+        ("sparse_rows", {}, "leave it out"),
     ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_arguments_of_the_pipeline_are_not_train_steps(name, value):
-    with pytest.raises(ValueError, match=f"{name}=.* belongs to the pipeline: give it to"):
+def test_arguments_about_gradients_are_sent_to_where_a_pipeline_has_them(name, value, place):
+    with pytest.raises(ValueError, match=f"{name}=.* not for a step over a .*{place}") as caught:
         ampx.train_step(simple(), optax.sgd(1.0), **{name: value})
+    # A name that a message sends to is one that is there.
+    sent_to = re.findall(r"value_and_grad\((\w+)=", str(caught.value))
+    assert set(sent_to) <= set(inspect.signature(value_and_grad).parameters)

@@ -29,6 +29,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ampx.checking import as_number, as_number_array, as_positive_int, check_choice
+from ampx.pipelining.layer_stacks import take_layer
 from ampx.tree_checks import check_arrays, check_key
 from ampx.trees import is_floating
 
@@ -232,7 +233,7 @@ def _split_layers(layer: Any, params: Any) -> Iterator[tuple[Callable[..., Any],
             )
         ((number,),) = numbers
         for i in range(number):
-            yield layer, jax.tree.map(lambda leaf, i=i: _take_layer(leaf, i), params)
+            yield layer, jax.tree.map(lambda leaf, i=i: take_layer(leaf, i), params)
         return
     if not isinstance(params, list | tuple) or len(params) != len(layer):
         raise ValueError(
@@ -240,12 +241,6 @@ def _split_layers(layer: Any, params: Any) -> Iterator[tuple[Callable[..., Any],
             f"{len(layer)} trees"
         )
     yield from zip(layer, params, strict=True)
-
-
-def _take_layer(leaf: Any, number: int) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    return leaf[number]
 
 
 def _make_both_passes(call: Callable[..., Any], key: Any) -> Callable[..., Any]:

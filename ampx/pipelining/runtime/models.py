@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -91,7 +92,15 @@ class Model:
             )
         if self.skips and not self.is_separate:
             raise ValueError("skips are between stages that differ: give stage as a sequence")
-        for name, (source, target) in self.skips.items():
+        for name, edge in self.skips.items():
+            is_pair = isinstance(edge, Sequence) and len(edge) == 2
+            if not is_pair or not all(isinstance(stage, numbers.Integral) for stage in edge):
+                raise TypeError(
+                    f"skips has {edge!r} for {name!r}, and needs a pair of numbers of stages, "
+                    "(source, target), such as (0, 3). What several stages read goes to the first "
+                    "of them by a skip, and from there in x, which may be any tree"
+                )
+            source, target = edge
             if not 0 <= source < target < count:
                 raise ValueError(
                     f"the skip {name!r} goes from stage {source} to {target}: it must go forward, "
@@ -195,7 +204,7 @@ class Model:
             key = _fold_in(key, number + 1)
             out = call(_vary_keys(params, key), x, key)
             new, loss = _unpack_loss(out) if self.has_aux_loss else (out, None)
-            _check_same_type(x, new)
+            _check_same_type(x, new, self.recipe)
             # A layer that ends in a `psum` returns a value that is the same on all devices, and was
             # given one that differs. The carry of a scan has one type, so it is marked.
             return mark_varying(new, sorted(varying_axes(number))), loss
@@ -315,16 +324,26 @@ def _unpack_loss(out: Any) -> tuple[Any, Any]:
     return out
 
 
-def _check_same_type(taken: Any, given: Any) -> None:
+def _check_same_type(taken: Any, given: Any, recipe: Recipe | None) -> None:
     def described(tree: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
 
-    if described(given) != described(taken):
-        raise TypeError(
-            f"stage must return what it takes, of the same shapes and dtypes: it takes "
-            f"{described(taken)} and returns {described(given)}. What first returns is what the "
-            "first layer takes. If stage returns a loss besides x, give has_aux_loss=True"
+    if described(given) == described(taken):
+        return
+    cause = ""
+    half = None if recipe is None else recipe.policy.compute_dtype
+    pair = [{jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)} for tree in (taken, given)]
+    if half in (jnp.float16, jnp.bfloat16) and any(half in dtypes for dtypes in pair):
+        cause = (
+            f" The policy casts to {jnp.dtype(half)}, and a module with a dtype of its own, such "
+            "as nn.Dense(8, dtype=jnp.float32), does not follow it: leave that dtype out, or let "
+            "stage return y.astype(x.dtype)."
         )
+    raise TypeError(
+        f"stage must return what it takes, of the same shapes and dtypes: it takes "
+        f"{described(taken)} and returns {described(given)}.{cause} What first returns is what the "
+        "first layer takes. If stage returns a loss besides x, give has_aux_loss=True"
+    )
 
 
 def _check_aux(aux: Any) -> None:
