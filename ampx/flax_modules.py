@@ -121,13 +121,10 @@ def _call_in_float32(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         return leaf.astype(jnp.float32) if _is_half(leaf) else leaf
 
     operands = (*args, *kwargs.values())
-    first = next((x for x in operands if jnp.issubdtype(_dtype_of(x), jnp.floating)), None)
+    dtypes = [getattr(operand, "dtype", bool) for operand in operands]
+    dtype = next((found for found in dtypes if jnp.issubdtype(found, jnp.floating)), None)
     out = call(*jax.tree.map(widen, args), **jax.tree.map(widen, kwargs))
-    return out.astype(first.dtype) if _is_half(first) and hasattr(out, "astype") else out
-
-
-def _dtype_of(leaf: Any) -> Any:
-    return getattr(leaf, "dtype", bool)
+    return out.astype(dtype) if dtype in _HALF and hasattr(out, "astype") else out
 
 
 def _computes_in_float32(module: Any, norms: tuple[type, ...], params: Any) -> bool:

@@ -165,7 +165,7 @@ def follow_schedule(
         updates, new = inner.update(updates, state.inner_state, params, **about)
         steps_seen = count_up(state.steps_seen)
         losses = state.recent_losses
-        if schedule.needs_loss:
+        if schedule.needs_loss and value is not None:
             losses = schedule.remember(losses, value)
         phase = schedule.next_phase(state.precision_phase, steps_seen, value, losses)
         parked = state.parked_scale

@@ -124,14 +124,13 @@ def _merge_wrapped(old: Any, fresh: Any, path: Path) -> Any:
     """The same for states of different classes: what is around one of them is looked through."""
     inside_old, inside_fresh = _classes_inside(old), _classes_inside(fresh)
     looks_into_fresh = _class_of(old) in inside_fresh or not inside_old
-    if inside_fresh and looks_into_fresh:
-        name = _inner_field(fresh)
+    if (name := _inner_field(fresh)) and looks_into_fresh:
         merged = _merge(old, getattr(fresh, name), (*path, jax.tree_util.GetAttrKey(name)))
         return fresh._replace(**{name: merged})
-    if inside_old:
+    if name := _inner_field(old):
         # Of two wrappers of which neither is inside of the other, one takes the other's place.
         _check_window(old, path)
-        return _merge(getattr(old, _inner_field(old)), fresh, path)
+        return _merge(getattr(old, name), fresh, path)
     raise ValueError(
         f"opt_state{_name(path)} is {_describe(old)}, and that of tx {_describe(fresh)}: "
         "opt_state must come from tx, or from one that differs in groups, masks and wrappers alone"

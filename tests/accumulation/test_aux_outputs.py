@@ -81,7 +81,11 @@ def test_rules_are_a_tree_prefix():
 @pytest.mark.parametrize(
     "reduction, aux_fn, message",
     [
-        ("mean", lambda b: b["x"].size, "needs floating leaves, got int32 at the root: give 'sum' or 'stack'"),
+        (
+            "mean",
+            lambda b: b["x"].size,
+            "needs floating leaves, got int32 at the root: give 'sum' or 'stack'",
+        ),
         ("concat", lambda b: jnp.sum(b["x"]), "needs leaves with a leading batch axis"),
     ],
 )
