@@ -694,7 +694,7 @@ def test_axes_that_a_mesh_lacks_are_refused_at_once():
     with pytest.raises(ValueError, match="none named 'rows'"):
         pipeline(mesh=mesh, data_axes=("data", "rows"))
     with pytest.raises(ValueError, match=r"none named 'model', which axis_name asks for"):
-        ampx.zero1_specs(ampx.zero1(SGD, "data"), P, mesh, "model")
+        ampx.zero1_specs(ampx.zero1(SGD, "model"), P, mesh)
 
 
 def test_schedules_of_numpys_ints_are_those_of_pythons():
