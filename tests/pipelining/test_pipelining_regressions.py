@@ -357,3 +357,28 @@ def test_parameters_in_boxes_are_refused_with_the_way_out(axis):
         jax.eval_shape(grads_of, {"stages": stages}, x)
     assert any("flax.linen.unbox(params)" in note for note in caught.value.__notes__)
     jax.eval_shape(grads_of, {"stages": nn.unbox(stages)}, x)
+
+
+@pytest.mark.parametrize("normalize", ["mean", "weights"])
+def test_a_loss_that_is_averaged_over_devices_already_is_refused(normalize):
+    """The pipeline would divide by the devices once more: gradients came out too small."""
+
+    def last(p, shared, x, batch, key):
+        loss = jax.lax.pmean(jnp.mean((x @ p) ** 2), "data")
+        return (loss, 1.0) if normalize == "weights" else loss
+
+    grads_of = ampx.pipelining.value_and_grad(
+        first=lambda p, shared, batch, key: batch @ p,
+        stage=lambda p, x, key: x + x @ p,
+        last=last,
+        schedule=ampx.pipelining.one_f_one_b(2, 2),
+        mesh=make_mesh((2, 2), ("stage", "data")),
+        axis_name="stage",
+        data_axes="data",
+        normalize=normalize,
+    )
+    params = {"first": jnp.ones((3, 4)), "stages": jnp.ones((2, 4, 4)), "last": jnp.ones((4, 1))}
+    with pytest.raises(
+        ValueError, match=r"last returns is the same .* along \['data'\].*leave the"
+    ):
+        jax.eval_shape(grads_of, params, jnp.ones((8, 3)))

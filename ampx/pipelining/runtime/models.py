@@ -184,6 +184,7 @@ class Model:
             value, aux, _ = unpack_output(out, self.has_aux, False, "last")
             _check_aux(aux)
             loss, weight = as_loss_and_weight(value, self.normalize, "last")
+            _check_not_summed(loss, inputs.microbatch)
             loss = loss if extra_loss is None else loss + extra_loss.astype(loss.dtype)
             return StageOutputs((None, *skipped), loss, weight, aux)
 
@@ -344,6 +345,16 @@ def _check_same_type(taken: Any, given: Any, recipe: Recipe | None) -> None:
         f"{described(taken)} and returns {described(given)}.{cause} What first returns is what the "
         "first layer takes. If stage returns a loss besides x, give has_aux_loss=True"
     )
+
+
+def _check_not_summed(loss: jax.Array, microbatch: Any) -> None:
+    """Refuses a loss of all devices, where types tell it: it would be divided by them once more."""
+    if summed := sorted(varying_axes(microbatch) - varying_axes(loss)):
+        raise ValueError(
+            f"the loss that last returns is the same on all devices along {summed}, over which the "
+            "pipeline sums it: leave the pmean or psum out of last, and return the loss of the "
+            "rows of this device"
+        )
 
 
 def _check_aux(aux: Any) -> None:
