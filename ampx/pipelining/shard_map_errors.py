@@ -19,7 +19,7 @@ _BOXES = (
 # What JAX says, and what a user of a pipeline can do. The first that fits counts.
 _NOTES = {
     # check_vma=False would take such a rule, and hide what is wrong with it.
-    "Custom VJP bwd rule must produce": (
+    "Custom VJP bwd rule": (
         "A custom_vjp returns a gradient whose type says that it differs along other axes than its "
         "input. If its backward sums over an axis of param_specs, as one of Megatron's f and g "
         "does, write plain jax.lax.psum in the place of both: a pipeline differentiates it right, "
