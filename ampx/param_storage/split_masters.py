@@ -125,8 +125,7 @@ def split_masters(
         old_errors = structure.flatten_up_to(state.error_bits)
         # The dtype says which parameters are split, in `init` and in every step.
         given = [
-            NarrowParam(SplitParam(param, error)) if _is_split(param) else widen(param)
-            for param, error in zip(leaves, old_errors, strict=True)
+            _as_given(param, error) for param, error in zip(leaves, old_errors, strict=True)
         ]
         steps, forms, inner_state = update_narrow(
             inner, updates, state.inner_state, params, given, tail, extra_args
@@ -138,6 +137,13 @@ def split_masters(
         return steps, SplitMastersState(structure.unflatten(errors), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_given(param: Any, error: jax.Array) -> Any:
+    """What is to be updated for a parameter, see `update_narrow`."""
+    if isinstance(param, NarrowParam):  # of a wrapper around this one
+        return param
+    return NarrowParam(SplitParam(param, error)) if _is_split(param) else widen(param)
 
 
 def _is_split(param: Any) -> bool:
