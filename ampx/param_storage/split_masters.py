@@ -124,9 +124,7 @@ def split_masters(
         leaves, structure = jax.tree.flatten(params)
         old_errors = structure.flatten_up_to(state.error_bits)
         # The dtype says which parameters are split, in `init` and in every step.
-        given = [
-            _as_given(param, error) for param, error in zip(leaves, old_errors, strict=True)
-        ]
+        given = [_as_given(param, error) for param, error in zip(leaves, old_errors, strict=True)]
         steps, forms, inner_state = update_narrow(
             inner, updates, state.inner_state, params, given, tail, extra_args
         )
