@@ -157,9 +157,8 @@ def normalize_sums(
     """
     own_axes = _axes_to_sum(losses, normalize, axes)
     number = losses.size * count_devices(own_axes)
-    loss = jax.lax.psum(mark_varying(jnp.sum(losses), own_axes), own_axes)
-    weight = jnp.sum(weights) if normalize == "weights" else None
-    weight = jax.lax.psum(mark_varying(weight, own_axes), own_axes)
+    totals = (jnp.sum(losses), jnp.sum(weights) if normalize == "weights" else None)
+    loss, weight = jax.lax.psum(mark_varying(totals, own_axes), own_axes)
     if weight is None:
         # Known while tracing: XLA may turn a division by a constant into a product, and products
         # are what it fuses and recomputes.
