@@ -13,6 +13,7 @@ Some kinds of leaves need care wherever a tree is mapped, and have a predicate o
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -129,6 +130,16 @@ def wider_dtype(first: DTypeLike, second: DTypeLike) -> np.dtype:
     # Under `jax_numpy_dtype_promotion="strict"` any two unequal dtypes are an error.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(first, second)
+
+
+def widen(leaf: jax.Array) -> jax.Array:
+    """A floating array in float32, or in its own dtype if that is wider; others as they are."""
+    return leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) if is_floating(leaf) else leaf
+
+
+def size_in_bytes(leaf: Any) -> int:
+    """Counts the bytes of an array or of its type."""
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def path_name(path: Any) -> str:

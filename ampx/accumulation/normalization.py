@@ -34,7 +34,7 @@ from ampx.mesh_axes import (
     untracked_axes,
     varying_axes,
 )
-from ampx.trees import is_floating, path_name, wider_dtype
+from ampx.trees import is_floating, path_name, widen, wider_dtype
 
 Normalize = Literal["mean", "sum", "weights"]
 AuxReduction = Literal["auto", "mean", "sum", "stack", "concat", "last"]
@@ -124,7 +124,7 @@ def as_loss_and_weight(
     # The weight is a count that happens to be computed beside the loss. If it depended on a
     # parameter, the quotient rule would add a term that sums of gradients cannot express.
     weight = jax.lax.stop_gradient(jnp.asarray(weight).astype(jnp.float32))
-    return loss.astype(wider_dtype(loss.dtype, jnp.float32)), weight
+    return widen(loss), weight
 
 
 def normalize_sums(
@@ -294,7 +294,7 @@ def reduce_aux(
                 f"got {stacked.dtype} at {path_name(path) or 'the root'}: give 'sum' or 'stack' "
                 "for this leaf, in a tree of reductions like the auxiliary output"
             )
-        wide = stacked.astype(wider_dtype(stacked.dtype, jnp.float32))
+        wide = widen(stacked)
         per_row = weights.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
         # A micro-batch without weight may well report NaN, a mean over nothing, and 0 * NaN is NaN.
         weighted = jnp.sum(jnp.where(per_row == 0, jnp.zeros_like(wide), wide * per_row), axis=0)

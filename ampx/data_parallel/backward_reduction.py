@@ -30,7 +30,7 @@ from ampx.trees import (
     is_overwritten,
     keep_finite,
     path_name,
-    wider_dtype,
+    widen,
 )
 
 
@@ -122,7 +122,7 @@ def _make_identity(axes: tuple[str, ...], takes_largest: bool) -> Any:
         if takes_largest:
             new = keep_finite(cotangent, old)
             return take_largest(new if added is None else jnp.maximum(new, added), axes), none
-        wide = cotangent.astype(wider_dtype(cotangent.dtype, jnp.float32))  # summed in float32
+        wide = widen(cotangent)  # summed in float32
         if added is not None:
             wide = wide + added.astype(wide.dtype)
         return lax.psum(mark_varying(wide, axes), axes).astype(cotangent.dtype), none

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from ampx.diagnostics.hlo import CompiledReduction, find_waits_of_outputs
 from ampx.jaxprs import pure_calls
 from ampx.summaries import show_fields, show_table
 from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich, spread
-from ampx.trees import path_name
+from ampx.trees import path_name, size_in_bytes
 
 _LOOP = "A loop gives all of its results at once: reduce and update after it."
 # From a word to advice. The first word that occurs in the culprit's name, in the functions around
@@ -286,7 +285,7 @@ def check_overlap(
         OutputRecord(
             path_name(path),
             tuple(leaf.shape),
-            _size_in_bytes(leaf),
+            size_in_bytes(leaf),
             flow.find_waits(node, gradients),
         )
         for (path, leaf), node in zip(leaves, nodes, strict=True)
@@ -328,7 +327,3 @@ def _check_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> None:
             f"{error}: check_overlap takes the arguments of the step after the step, as in "
             "check_overlap(step, state, batch)"
         ) from None
-
-
-def _size_in_bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize

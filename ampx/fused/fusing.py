@@ -33,7 +33,7 @@ from ampx.jaxprs import reading
 from ampx.overwritten import refuse_overwritten
 from ampx.param_storage.narrow_params import as_arrays
 from ampx.tree_checks import check_arrays
-from ampx.trees import cast_like, hold, is_floating, null_updates, wider_dtype
+from ampx.trees import cast_like, hold, is_floating, null_updates, widen
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
@@ -263,7 +263,7 @@ def _update_as_written(
     def unscale(grad: Any) -> Any:
         if tail.factor is None or not is_floating(grad):
             return grad
-        wide = grad.astype(wider_dtype(grad.dtype, jnp.float32))
+        wide = widen(grad)
         return wide * tail.factor.astype(wide.dtype)
 
     wide: Any = None if params is None else as_arrays(params)

@@ -20,10 +20,10 @@ import optax
 
 from ampx.checking import as_int, check_transformation
 from ampx.param_storage.narrow_params import NarrowParam, SplitParam
-from ampx.param_storage.wide_updates import update_narrow, widen
+from ampx.param_storage.wide_updates import update_narrow
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays, check_structure
-from ampx.trees import convert_numbers
+from ampx.trees import convert_numbers, widen
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail

@@ -31,7 +31,7 @@ from ampx.param_storage.narrow_params import (
     as_arrays,
     runs_kernels,
 )
-from ampx.trees import is_float0, is_floating, wider_dtype
+from ampx.trees import is_float0, is_floating, widen
 from ampx.updates.applying import apply_updates
 from ampx.updates.tails import Tail, TailResult, takes_tail, unwrap_results
 
@@ -180,8 +180,3 @@ def _difference(new: jax.Array, old: jax.Array) -> Any:
     # optax gives an integer parameter an update of its own dtype, and a PRNG key one of float0.
     is_key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
     return np.zeros(old.shape, jax.dtypes.float0) if is_key else jnp.zeros_like(old)
-
-
-def widen(leaf: jax.Array) -> jax.Array:
-    """A floating array in float32, or in its own dtype if that is wider; others as they are."""
-    return leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) if is_floating(leaf) else leaf

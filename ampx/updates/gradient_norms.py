@@ -30,7 +30,7 @@ from jax import lax
 
 from ampx.mesh_axes import add_divided, can_add_divided, mark_varying, varying_axes
 from ampx.model_axes import NOT_DIVIDED, ModelAxes, add_over_shards, untracked_of_leaves
-from ampx.trees import is_floating, wider_dtype
+from ampx.trees import is_floating, widen
 from ampx.updates.devices import chooses_behind_updates
 from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Tail
@@ -174,7 +174,7 @@ def sum_at_once(leaves: Sequence[jax.Array]) -> jax.Array | None:
 
 def _wide_squares(leaf: jax.Array) -> jax.Array:
     """|x|**2 of each element, in float32 or wider."""
-    wide = leaf.astype(wider_dtype(leaf.dtype, jnp.float32))
+    wide = widen(leaf)
     # This is traced for each array, and `x**2` takes longer to trace.
     if jnp.iscomplexobj(wide):
         return lax.square(wide.real) + lax.square(wide.imag)
@@ -231,7 +231,7 @@ def _large_squares(
         one = lax.select(before < 0, jnp.zeros_like(before), jnp.ones_like(before))
         first = first * one.astype(first.dtype)
     stack = jnp.stack([first, *others])
-    wide = stack.astype(wider_dtype(stack.dtype, jnp.float32))
+    wide = widen(stack)
     squares = _wide_squares(wide * inverse_unit.astype(wide.dtype))
     # The barrier keeps XLA from adding up the whole stack a second time, for the sum of these sums.
     return lax.optimization_barrier(jnp.sum(squares, axis=range(1, squares.ndim)))
@@ -292,7 +292,7 @@ def _derive_norm(norm: jax.Array, factor: Any, grads: Any, model_axes: ModelAxes
         norm = known(*primals)  # so derivatives of second order go this way, too
         _, factor, leaves = primals
         _, of_factor, changes = tangents
-        wide = [leaf.astype(wider_dtype(leaf.dtype, jnp.float32)) for leaf in leaves]
+        wide = [*map(widen, leaves)]
         # Of |f g| it is f**2 (g, dg) / |f g| + |f g| df / f. Nothing but gradients is in what is
         # summed over shards: f differs where devices have loss scales of their own.
         parts = [

@@ -27,6 +27,7 @@ from jax import lax
 
 from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
+from ampx.trees import size_in_bytes
 
 # What says over which axes a value varies, or where it lies, does nothing on one device.
 _IDENTITIES = primitives.AXIS_TYPE_CASTS | primitives.PLACEMENTS
@@ -196,8 +197,3 @@ def _count_rounds(name: str, number: int, is_exchange: bool) -> float:
         return number - 1.0
     halves = 1 if name in primitives.SCATTERING_COLLECTIVES else 2
     return halves * (number - 1) / number
-
-
-def size_in_bytes(leaf: Any) -> int:
-    """Counts the bytes of an array or a type."""
-    return math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -22,16 +22,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ampx.jaxprs import reading
-from ampx.pipelining.planning.device_programs import (
-    find_traffic,
-    make_device_program,
-    size_in_bytes,
-)
+from ampx.pipelining.planning.device_programs import find_traffic, make_device_program
 from ampx.pipelining.runtime.buffers import ArrayType
 from ampx.pipelining.runtime.executor import Executor
 from ampx.pipelining.runtime.lowering import Route
 from ampx.pipelining.shard_map_program import PipelineGradients
-from ampx.trees import split_trainable
+from ampx.trees import size_in_bytes, split_trainable
 
 WIRES = "activations", "cotangents"
 
