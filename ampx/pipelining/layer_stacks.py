@@ -101,16 +101,7 @@ def unstack_layers(stages: Any, into: Any = None, pattern: str | None = None) ->
       {'w': array([2., 2.])} ['block_0', 'block_1', 'embed']
     """
     check_arrays("stages", stages, may_be_shapes=True)
-    counts = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(stages)}
-    if len(counts) != 1 or () in counts:
-        raise ValueError(
-            "all leaves of stages need the same leading axis of layers, got "
-            + ", ".join(
-                f"{path_name(path) or 'the root'} {np.shape(leaf)}"
-                for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
-            )
-        )
-    ((count,),) = counts
+    count = count_layers("stages", stages)
     layers = [jax.tree.map(lambda leaf, n=n: take_layer(leaf, n), stages) for n in range(count)]
     if into is None:
         if pattern is not None:
@@ -254,6 +245,23 @@ def _stack(*leaves: Any) -> Any:
     # A checkpoint on the host stays there: the stack may be larger than one device.
     on_host = all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves)
     return np.stack(leaves) if on_host else jnp.stack(leaves)
+
+
+def count_layers(name: str, stages: Any, advice: str = "") -> int:
+    """The length of the axis that all leaves share; an error of others ends in `advice`."""
+    shapes = {
+        path_name(path): np.shape(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
+    }
+    counts = {shape[:1] for shape in shapes.values()}
+    if len(counts) != 1 or () in counts:
+        raise ValueError(
+            f"all leaves of {name} need the same leading axis of layers, got "
+            + (", ".join(f"{at or 'the root'} {shape}" for at, shape in shapes.items()) or "none")
+            + advice
+        )
+    ((count,),) = counts
+    return count
 
 
 def take_layer(leaf: Any, number: int) -> Any:

@@ -29,7 +29,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ampx.checking import as_number, as_number_array, as_positive_int, check_choice
-from ampx.pipelining.layer_stacks import take_layer
+from ampx.pipelining.layer_stacks import count_layers, take_layer
 from ampx.tree_checks import check_arrays, check_key
 from ampx.trees import is_floating
 
@@ -224,15 +224,8 @@ def layer_costs(
 
 def _split_layers(layer: Any, params: Any) -> Iterator[tuple[Callable[..., Any], Any]]:
     if callable(layer):
-        leaves = jax.tree.leaves(params)
-        numbers = {tuple(leaf.shape[:1]) for leaf in leaves}
-        if len(numbers) != 1 or () in numbers:
-            raise ValueError(
-                "all leaves of params need the same leading axis of layers, got sizes "
-                f"{sorted(numbers)}: for layers that differ, give a list of functions"
-            )
-        ((number,),) = numbers
-        for i in range(number):
+        advice = ": for layers that differ, give a list of functions"
+        for i in range(count_layers("params", params, advice)):
             yield layer, jax.tree.map(lambda leaf, i=i: take_layer(leaf, i), params)
         return
     if not isinstance(params, list | tuple) or len(params) != len(layer):

@@ -36,10 +36,11 @@ from jax import lax
 
 from ampx.mesh_axes import mark_varying
 from ampx.overwritten import add_gradients
+from ampx.pipelining.layer_stacks import count_layers
 from ampx.pipelining.runtime.buffers import ArrayType, Carrier, make_carrier, read_at, read_slot
 from ampx.pipelining.runtime.layer_exchange import Place, Round, exchange_blocks, plan_exchange
 from ampx.pipelining.schedules.schedule import Schedule
-from ampx.trees import cast_like, is_floating, path_name
+from ampx.trees import cast_like, is_floating
 
 
 class Layout(Protocol):
@@ -98,17 +99,7 @@ def make_stacked_layout(
             "stage is one function, and params['stages'] a list: stack the layers by "
             "ampx.pipelining.stack_layers"
         )
-    shapes = {
-        path_name(path): np.shape(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
-    }
-    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
-        raise ValueError(
-            "all leaves of params['stages'] need the same leading axis of layers, got "
-            + ", ".join(f"{name or 'the root'} {shape}" for name, shape in shapes.items())
-        )
-    # Any leaf will do now; leaves of shape (layers, ...).
-    number, count = next(iter(shapes.values()))[0], schedule.num_stages
+    number, count = count_layers("params['stages']", stages), schedule.num_stages
     if number < 1:
         raise ValueError("the leaves of params['stages'] have 0 layers: a model needs at least one")
     if layers_per_stage is None:
