@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from code_blocks import ROOT, run_page
+from code_blocks import ROOT, blocks_of, run_block, run_page
 from helpers import scan_flags
 
 import ampx
@@ -39,12 +39,12 @@ def cells_of_ours(page: str) -> list[str]:
 
 
 @pytest.mark.slow_but("deepspeed")
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "index"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_our_side_of_each_table_runs(family, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = f"docs/migrating/{family}.md"
     with jax.numpy_dtype_promotion("standard"):
-        names = run_page(page)
+        names = run_page(page if family != "index" else "docs/migrating/torch.md")
         cells = cells_of_ours(page)
         assert len(cells) >= 9
         for cell in cells:
@@ -57,6 +57,38 @@ def test_a_cell_that_fails_is_found() -> None:
     assert "NPUOptimizer" not in " ".join(cells)
     with pytest.raises(NameError):
         eval(cells[0], {})
+
+
+def test_words_of_others_are_no_arguments_here() -> None:
+    """The index says so of `ampx.train_step`: each of them is Python's own TypeError."""
+    section = (ROOT / "docs/migrating/index.md").read_text().split("## Their words")[1]
+    words = {
+        re.match(r"\w+", word)[0]
+        for row in re.findall(r"^\| (`.*?) \| `", section.split("## What differs")[0], re.M)
+        for word in re.findall("`([^`]+)`", row)
+    }
+    assert len(words) == 18
+    for word in sorted(words):
+        with pytest.raises(TypeError, match=word):
+            ampx.train_step(lambda params, batch: 0.0, SGD, **{word: 1})
+
+
+def test_moments_of_torch_go_on() -> None:
+    """One more step of Adam in float64, as torch's manual has it, from what was saved."""
+    names: dict[str, Any] = {}
+    for block in blocks_of("docs/migrating/torch.md"):
+        if not names or "exp_avg" in block.source:
+            run_block(block, "docs/migrating/torch.md", names)
+    adam, params, own = names["adam"], names["params"], names["saved"]["w"]
+    grad = np.linspace(-1, 1, 6).reshape(3, 2)
+    mu = 0.9 * np.asarray(own["exp_avg"], np.float64) + 0.1 * grad
+    nu = 0.999 * np.asarray(own["exp_avg_sq"], np.float64) + 0.001 * grad**2
+    steps = own["step"] + 1
+    expected = -1e-3 * mu / (1 - 0.9**steps) / (np.sqrt(nu / (1 - 0.999**steps)) + 1e-8)
+    for tx in (adam, ampx.fused.adam(1e-3)):
+        state = ampx.extend_state(tx, names["adam_state"], params)
+        updates, _ = tx.update({"w": jnp.asarray(grad, jnp.float32)}, state, params)
+        np.testing.assert_allclose(updates["w"], expected, rtol=1e-5)
 
 
 def test_every_family_is_in_the_table_of_the_index() -> None:

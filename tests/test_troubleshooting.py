@@ -171,6 +171,22 @@ def check_axes():
     assert not np.array_equal(unlike[0], unlike[1]) and np.array_equal(alike[0], alike[1])
 
 
+@row('"out_specs which require replication" from `shard_map` around a step')
+def check_axis_of_a_step():
+    mesh, params, batch = make_mesh((2,), ("data",)), {"w": jnp.ones((2, 1))}, jnp.ones((4, 2))
+
+    def mapped(step):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        return jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+
+    forgotten = ampx.train_step(loss_of, SGD)
+    with pytest.raises(ValueError, match="out_specs which require replication"):
+        mapped(forgotten)(forgotten.init(params), batch)
+    step = ampx.train_step(loss_of, SGD, axis_name="data")
+    state, report = mapped(step)(step.init(params), batch)
+    assert report.loss == 4
+
+
 @row("Gradients are n times too large or too small")
 def check_means():
     def on_device(batch, op):

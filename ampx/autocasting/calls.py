@@ -34,6 +34,8 @@ from ampx.autocasting.values import AS_TRACED, COMPUTED, IN_HALF, Demand, Value,
 from ampx.jaxprs import reading, source_info
 from ampx.jaxprs.reading import Jaxpr
 
+AS_WRITTEN = "left as written"  # the rule of a region that autocast does not enter
+
 
 class PlansJaxprs(Protocol):
     """What this module needs of the planner, which imports this module."""
@@ -104,7 +106,7 @@ def decide(
     site = _Site(planner, eqn, values, wanted, rule, around)
     mark = reading.call_name(eqn)
     if mark == NATIVE_MARK:
-        return operations.decide_opaque(eqn, "left as written")
+        return operations.decide_opaque(eqn, AS_WRITTEN)
     if mark == RELABEL_MARK and relabels_half(eqn):
         return _decide_relabel(eqn)
     if mark == PROMOTE_MARK:

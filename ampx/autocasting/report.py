@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ampx.autocasting.calls import AS_WRITTEN
 from ampx.autocasting.float8 import Dots, Float8, casts_of, find_fallback
 from ampx.autocasting.planner import HIDDEN_FUNCTION
 from ampx.autocasting.plans import Decision, Plan, Settings
@@ -158,6 +159,11 @@ class Explanation:
         blocks.append(f"{half} of {products} matrix products and convolutions in {self.half_dtype}")
         if self.dots is not None:
             blocks.append(self._describe_float8(self.dots))
+        if as_written := sum(row.rule == AS_WRITTEN for row in self.equations):
+            blocks.append(
+                f"{as_written} {AS_WRITTEN}: an autocast of its own, float_function or "
+                "half_function decides inside; explain what that was given"
+            )
         if self.unknown:
             names = ", ".join(sorted({row.primitive for row in self.unknown}))
             blocks.append(f"functions that could not be rewritten: {names}")

@@ -149,15 +149,15 @@ class OverflowRecord:
             f"  written in  {self.source and PurePath(self.source).name or 'no line of your own'}",
             self.scope and f"  scope       {self.scope}",
             f"  iteration   {', '.join(map(str, self.iterations))}" if self.iterations else "",
-            *(f"  operand     {kind}, up to {_format_number(size)}" for kind, size in sizes),
-            f"  result      {self.output_type}, finite up to {_format_number(self.largest_output)}",
+            *(f"  operand     {kind}, {_format_size('', size)}" for kind, size in sizes),
+            f"  result      {self.output_type}, {_format_size('finite ', self.largest_output)}",
             self.note and f"  note        {self.note}",
         ]
         return "\n".join(line for line in lines if line)
 
 
-def _format_number(size: float | None) -> str:
-    return "nothing" if size is None else f"{size:.6g}"
+def _format_size(finite: str, size: float | None) -> str:
+    return "nothing finite" if size is None else f"{finite}up to {size:.6g}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -234,13 +234,16 @@ LADDER = (
 
 
 class Recommendation(NamedTuple):
-    """The first rung of the ladder that holds.
+    """What `ampx.numerics_report` says to try: the cheapest choice that holds all values.
+
+    The choices, cheapest first: O2 in float16 with a loss scale of 128, O1 with 128, O1 with a
+    dynamic scale, O2 in bfloat16, float32 (O0).
 
     Attributes:
       level: for `ampx.opt_level`.
       half_dtype: for `ampx.opt_level`; None for O0.
       loss_scale: for `ampx.opt_level`.
-      reason: what is wrong with each rung before it, in words, and what could not be looked into.
+      reason: what is wrong with each cheaper choice, in words, and what could not be looked into.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -277,7 +280,7 @@ def recommend(found: Findings) -> Recommendation:
         if not objection:
             break
         refused.append(f"not {rung}: {objection}")
-    reason = "; ".join(refused) or "the first of the ladder holds"
+    reason = "; ".join(refused) or "the cheapest choice holds all values"
     if found.opaque:
         reason += f"; unknown: what happens inside {', '.join(found.opaque)}"
     return Recommendation(rung.level, rung.half_dtype, rung.loss_scale, reason)

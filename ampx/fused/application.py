@@ -36,6 +36,7 @@ from ampx.checking import (
 )
 from ampx.fused.kernels.measured import resolve_backend
 from ampx.fused.kernels.pallas_updates import make_kernel_squares
+from ampx.loss_scaling.gradient_results import put_grads, take_grads, unscale_result
 from ampx.loss_scaling.new_values import hide
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, has_skipped
@@ -107,7 +108,8 @@ def apply(
       tx: an optimizer of `ampx.fused`, or one in `fuse`, or several in `optax.partition`, inside
         `optax.inject_hyperparams`, `ampx.master_weights` and, outermost,
         `ampx.dynamic_loss_scale` or `static_loss_scale`, with `ampx.follow_schedule` around it.
-      grads: gradients, still multiplied by the loss scale; any floating dtype.
+      grads: gradients, still multiplied by the loss scale; any floating dtype. Or the whole result
+        of `ampx.value_and_grad`, of which a loss scale knows whether its loss was multiplied.
       opt_state: the state of `tx`. Donate it and `params` to update in place, to a jitted function
         that takes them in the order in which they come back: `params` first. JAX pairs donated
         arrays with results of the same shape in order; crossed pairs cost a copy.
@@ -139,8 +141,9 @@ def apply(
     Raises:
       TypeError: if something in `tx` would have to see updates or unscaled gradients, or for an
         extra argument that is nearly called as one of these.
-      ValueError: for a `max_norm` that is not positive, a backend that is unknown or has no
-        kernels for this platform, or arrays of which kernels cannot know where they lie.
+      ValueError: for a `max_norm` that is not positive, a result whose loss scale is missing or
+        not that of `opt_state`, a backend that is unknown or has no kernels for this platform, or
+        arrays of which kernels cannot know where they lie.
 
     Examples:
       >>> import ampx, jax, jax.numpy as jnp
@@ -172,6 +175,8 @@ def apply(
         raise TypeError("params must be a tree of arrays, got None")
     check_memory("opt_state", opt_state)
     scaled = find_outermost_loss_scale(opt_state)
+    # A loss scale reads of whole results which scale their gradients carry.
+    given, grads = grads, take_grads(grads)
     num_losses = 1 if scaled is None else scaled.loss_scale.size
     hidden = hide(grads, opt_state, params, extra_args, divided, num_losses)
     if hidden is not None:
@@ -196,10 +201,11 @@ def apply(
     if find_outermost_loss_scale(opt_state) is not None:
         # The loss scale judges, folds its own factor and the clip into the tail, and moves.
         applied, new_state = tx.update(
-            grads, opt_state, params, tail=tail, verdict=verdict, **extra_args
+            put_grads(given, grads), opt_state, params, tail=tail, verdict=verdict, **extra_args
         )
         new_params, norm = cast(Applied, applied)
     else:
+        grads = unscale_result(given, grads, opt_state)
         # Without a loss scale there is no verdict: a norm is measured only where a clip needs it.
         if max_norm is not None:
             norm = measure_and_judge(grads, squares=squares, model_axes=divided).norm

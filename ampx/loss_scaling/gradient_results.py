@@ -73,6 +73,34 @@ def accept_results(
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+def take_grads(given: Any) -> Any:
+    """The gradients of a whole result, or of one for each loss; gradients as they are."""
+    if _is_result(given):
+        return given.grads
+    if isinstance(given, tuple | list) and any(map(_is_result, given)):
+        return tuple(take_grads(own) for own in given)
+    return given
+
+
+def put_grads(given: Any, grads: Any) -> Any:
+    """What `take_grads` was given, with other gradients in the place of its own."""
+    if _is_result(given):
+        return given._replace(grads=grads)
+    if isinstance(given, tuple | list) and any(map(_is_result, given)):
+        return tuple(put_grads(*pair) for pair in zip(given, grads, strict=True))
+    return grads
+
+
+def unscale_result(given: Any, grads: Any, state: Any) -> Any:
+    """The gradients of a result for an optimizer without a loss scale: divided by what it carries.
+
+    Raises:
+      ValueError: if its loss was multiplied; inside of jit, where that is not known, never.
+    """
+    scale = _read_scale(given, state, 1.0, None) if _is_result(given) else None
+    return grads if scale is None else unscale(grads, scale)
+
+
 def replace_scale(state: LossScaleState, gradient_scale: Any) -> LossScaleState:
     """The state with the scale that gradients carry: a scalar, None, or a list of these."""
     if gradient_scale is None:

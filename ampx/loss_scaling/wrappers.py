@@ -107,14 +107,14 @@ def dynamic_loss_scale(
       saturation_dtype: for hardware that saturates instead of overflowing: ``|gradient|`` >= the
         largest number of this dtype counts as an overflow. The scaled gradients are compared, in
         the dtype in which they arrive.
-      nonfinite_updates: what to do when such gradients give a non-finite update or state (0/0
-        in a half Adam, a learning rate of NaN). `"accept"` does nothing and costs nothing; only
-        elements of float16 parameters that would become infinite are held. `"hold"` keeps the old
-        value of exactly those elements, in parameters and state. On CPUs that takes 2 to 3 times
-        the time of clip and AdamW, and room for a copy of its state. `"skip"` undoes the whole
-        step, and takes as long. Such steps are counted in `bad_update_total`. An optimizer of
-        `ampx.fused` holds elements in the same pass with `"accept"` too, and counts only those
-        that come from a coefficient that is not finite or from the range of float16.
+      nonfinite_updates: what to do when finite gradients give a non-finite update or state (0/0 in
+        an Adam with half moments, a learning rate of NaN). `"accept"` does nothing and costs
+        nothing; only elements of float16 parameters that would become infinite are held. `"hold"`
+        keeps the old value of exactly those elements, in parameters and state. On CPUs that takes 2
+        to 3 times the time of clip and AdamW, and room for a copy of its state. `"skip"` undoes the
+        whole step, and takes as long. Such steps are counted in `bad_update_total`. An optimizer of
+        `ampx.fused` holds elements in the same pass with `"accept"` too, and counts only those that
+        come from a coefficient that is not finite or from the range of float16.
       nonfinite_loss: what to do when the loss, the extra argument `value` of `update` (which
         `ampx.train_step` gives), is not finite and the gradients are: `"count"` it in
         `nonfinite_loss_total`, or `"skip"` the step, too. The scale stays in either case.

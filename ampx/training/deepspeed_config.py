@@ -71,6 +71,9 @@ _REFUSED = {
     "scheduler": "optax's optimizers take a schedule as learning_rate; take the key out",
     "amp": "it hands its settings to Apex: give policy=ampx.opt_level(...) to ampx.train_step",
     "bfloat16": "it is the old name of 'bf16': write that",
+    "data_types": "gradients are summed in float32, whatever their dtype; take the key out",
+    "activation_checkpointing": "put jax.checkpoint around a layer of the model; take the key out",
+    "pipeline": "its schedules are in ampx.pipelining; take the key out",
 }
 _LARGEST_SCALE = 2.0**126  # that `ampx.dynamic_loss_scale` allows
 

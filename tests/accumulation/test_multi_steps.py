@@ -407,3 +407,42 @@ def test_two_windows_count_no_step_before_one_is_complete():
         state, _ = jax.jit(step)(state, jnp.ones(2))
         steps.append(int(state.step))
     assert steps == [0, 0, 0, 1, 1]
+
+
+def window_length(gradient_step):
+    """Of an epoch of 10 calls: 4, 4 and 2, as in the guide."""
+    return jnp.where((gradient_step + 1) % 3 == 0, 2, 4)
+
+
+@pytest.mark.parametrize("order", ["plain", "scale inside", "scale outside"])
+@pytest.mark.parametrize("how", ["every_k", "set in the state", "divided by k"])
+def test_the_last_window_of_an_epoch_may_be_shorter(order, how):
+    grads = np.random.default_rng(0).normal(size=(3, 10, 2)).astype(np.float32)
+    adam = optax.adam(0.1)
+    length = window_length if how == "every_k" else 4
+    normalize = "sum" if how == "divided by k" else "mean"
+    windows = functools.partial(ampx.multi_steps, every_k=length, normalize=normalize)
+    scaled = functools.partial(ampx.dynamic_loss_scale, init_scale=1.0)
+    tx = {
+        "plain": lambda: windows(adam),
+        "scale inside": lambda: windows(scaled(adam)),
+        "scale outside": lambda: scaled(windows(adam)),
+    }[order]()
+    params, update = jnp.ones(2), jax.jit(tx.update)
+    state = tx.init(params)
+    by_hand, its_state = params, adam.init(params)
+    for epoch in grads:
+        for i, grad in enumerate(epoch):
+            if how != "every_k" and i == 9:
+                state = optax.tree.set(state, micro_step=jnp.int32(3))
+            grad = grad / 4 if how == "divided by k" else grad
+            updates, state = update(jnp.asarray(grad), state, params)
+            params = optax.apply_updates(params, updates)
+        for window in (epoch[:4], epoch[4:8], epoch[8:]):
+            divisor = 4 if how == "divided by k" else len(window)
+            mean = jnp.asarray(np.sum(window, 0, np.float64) / divisor, jnp.float32)
+            updates, its_state = adam.update(mean, its_state, by_hand)
+            by_hand = optax.apply_updates(by_hand, updates)
+        assert int(optax.tree.get(state, "micro_step")) == 0
+        np.testing.assert_allclose(params, by_hand, rtol=1e-5)
+    assert update._cache_size() == 1

@@ -156,3 +156,13 @@ def test_rules_that_decide_nothing_are_listed():
     assert explanation.idle_rules == ("half('softmax')", "half('jit_of_nobody')")
     assert "rules that decided nothing: half('softmax'), half('jit_of_nobody')" in str(explanation)
     assert "decided nothing" not in str(ampx.explain(model)(W, X))
+
+
+def test_a_function_under_an_autocast_of_its_own_is_told_of():
+    """Of two autocasts the inner one decides, so that the report of it shows no product."""
+    half = ampx.autocast(model, half_dtype="float16")
+    for fun in (half, jax.grad(half), ampx.autocast(model, enabled=False)):
+        text = str(ampx.explain(fun)(W, X))
+        assert "0 of 0 matrix products" in text
+        assert "left as written: an autocast of its own, float_function or half_function" in text
+    assert "left as written" not in str(ampx.explain(model)(W, X))

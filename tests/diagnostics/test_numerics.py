@@ -390,7 +390,7 @@ WIDE = tuple(2.0**e for e in range(-60, 16))
 @pytest.mark.parametrize(
     ("findings", "rung", "reason"),
     [
-        (found(), FIRST, "the first of the ladder holds"),
+        (found(), FIRST, "the cheapest choice holds all values"),
         (found([6e4], [2.0**-20, 500.0]), FIRST, "holds"),
         (found([65520.0], products=([1.0], [1.0])), SECOND, "1 forward values exceed 65504"),
         (found([1.0], [512.0], ([1.0], [1.0])), SECOND, "overflow at a loss scale of 128: 2**6"),

@@ -213,15 +213,67 @@ def test_who_takes_gradients_alone_says_what_to_give(name, params):
         tx.update(result, tx.init(params), params)
 
 
+FUSED = ampx.fused.sgd(0.1, momentum=0.9)
+APPLIED = {
+    "dynamic": lambda: dynamic(FUSED, init_scale=8.0),
+    "static": lambda: ampx.static_loss_scale(FUSED, 8.0),
+    "rated": lambda: dynamic(optax.inject_hyperparams(ampx.fused.sgd)(0.1), init_scale=8.0),
+    "fuse": lambda: dynamic(ampx.fused.fuse(SGD), init_scale=8.0),
+    "no scale": lambda: FUSED,
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
+@pytest.mark.parametrize("name", APPLIED)
+def test_apply_takes_a_result_as_its_gradients(name, jit):
+    tx = APPLIED[name]()
+    state = tx.init(PARAMS)
+
+    def step(state, whole):
+        result = grads_of(PARAMS, X, loss_scale=ampx.current_loss_scale(state))
+        return ampx.fused.apply(tx, result if whole else result.grads, state, PARAMS, max_norm=1.0)
+
+    run = jax.jit(step, static_argnums=1) if jit else step
+    assert_bit_equal(run(state, True), run(state, False))
+
+
+def test_apply_refuses_a_result_of_another_scale():
+    tx = dynamic(FUSED, init_scale=8.0)
+    state = tx.init(PARAMS)
+    result = grads_of(PARAMS, X, loss_scale=8.0)
+    with pytest.raises(ValueError, match="carry no loss scale, .*give ampx.value_and_grad loss_sc"):
+        ampx.fused.apply(tx, grads_of(PARAMS, X), state, PARAMS)
+    with pytest.raises(ValueError, match="carry a loss scale of 4, .* is 8: give ampx"):
+        ampx.fused.apply(tx, result.with_scale(4.0), state, PARAMS)
+    with pytest.raises(ValueError, match="carry a loss scale of 8, .* is 1: give ampx"):
+        ampx.fused.apply(FUSED, result, FUSED.init(PARAMS), PARAMS)
+    # Inside of jit the numbers are not known: they are divided by what they carry.
+    right = ampx.fused.apply(tx, result, state, PARAMS)
+    for scaled, its_state in ((tx, state), (FUSED, FUSED.init(PARAMS))):
+        run = jax.jit(
+            lambda scale, tx=scaled, state=its_state: ampx.fused.apply(
+                tx, grads_of(PARAMS, X, loss_scale=scale), state, PARAMS
+            )[0]
+        )
+        assert_bit_equal(run(jnp.float32(32)), right[0])
+
+
+def test_apply_takes_a_result_of_each_loss():
+    tx = dynamic(FUSED, init_scale=8.0, num_losses=2)
+    state = tx.init(PARAMS)
+    parts = [grads_of(PARAMS, x, loss_scale=8.0) for x in (X, 2 * X)]
+    alone = tuple(part.grads for part in parts)
+    for whole, grads in ((tuple(parts), alone), ((None, parts[1]), (None, alone[1]))):
+        assert_bit_equal(
+            ampx.fused.apply(tx, whole, state, PARAMS), ampx.fused.apply(tx, grads, state, PARAMS)
+        )
+
+
 @pytest.mark.parametrize("params", [PARAMS, PARAMS["w"]], ids=["tree", "one array"])
 def test_functions_that_take_gradients_alone_say_what_to_give(params):
-    tx = ampx.fused.sgd(0.1)
     result = ampx.value_and_grad(lambda p, x: sum(jnp.sum(a) for a in jax.tree.leaves(p)))(
         params, X
     )
-    state = tx.init(params)
-    with pytest.raises(ValueError, match="got a GradResult .*: give the grads of a GradResult"):
-        ampx.fused.apply(tx, result, state, params)
     with pytest.raises(ValueError, match="got a GradResult .*: give the grads of a GradResult"):
         ampx.apply_updates(params, result)
 

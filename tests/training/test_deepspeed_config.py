@@ -162,6 +162,9 @@ def test_zero_clips_inside():
 REFUSED = {
     "optimizer": ({"optimizer": {"type": "AdamW"}}, "'optimizer'.*give it as tx"),
     "scheduler": ({"scheduler": {}}, "'scheduler'.*learning_rate"),
+    "dtype of sums": ({"data_types": {"grad_accum_dtype": "fp32"}}, "'data_types'.*in float32"),
+    "checkpoints": ({"activation_checkpointing": {}}, "'activation_checkp.*jax.checkpoint around"),
+    "pipeline": ({"pipeline": {"stages": 4}}, "'pipeline'.*ampx.pipelining"),
     "amp": ({"amp": {"enabled": True}}, "'amp'.*opt_level"),
     "both": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both 'fp16' and 'bf16'"),
     "auto": ({"fp16": {"enabled": "auto"}}, "'fp16'.*'enabled'.*='auto'.*write the value"),

@@ -93,7 +93,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     ticks go by, and each micro-batch on the way gives the stage two ticks of work. So
     num_stages - s of them keep it busy, which is how many forwards it does before its first
     backward, and how many it keeps: min(num_microbatches, num_stages - s). It waits as long as
-    with `gpipe`, only at other times.
+    with `gpipe`, only at other times. (In ampx's compiled program devices move in step, and a stage
+    keeps more: `Schedule.liveness` counts them.)
 
     Args:
       num_stages: devices along the stage axis, and stages of the model.
