@@ -12,6 +12,8 @@ CheckName = Literal[
     "reduction",
     "schedule",
     "batch_stats",
+    "lost_state",
+    "random_key",
     "half_sum",
     "half_state",
     "half_constant",

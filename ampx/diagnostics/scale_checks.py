@@ -37,6 +37,9 @@ from ampx.diagnostics.scale_powers import (
 from ampx.diagnostics.step_programs import (
     Leaf,
     StepProgram,
+    is_chain,
+    is_named_tuple,
+    is_of_library,
     place_of,
     source_of,
     source_of_output,
@@ -289,28 +292,9 @@ def _is_count_of_optimizer(leaf: Leaf) -> bool:
     if "opt_state" in leaf.path[:at]:
         return True
     *around, state = leaf.nodes[: at + 1]
-    if not _is_named_tuple(state):
+    if not is_named_tuple(state):
         return False
-    return _is_of_library(state) or any(_is_of_library(n) or _is_chain(n) for n in around)
-
-
-def _is_named_tuple(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
-
-
-def _is_of_library(node: Any) -> bool:
-    """Whether a node is a state of optax, or of an optimizer of ampx."""
-    package, *inside = type(node).__module__.split(".")
-    is_optimizer = package == "optax" or package == "ampx" and "training" not in inside
-    return _is_named_tuple(node) and is_optimizer
-
-
-def _is_chain(node: Any) -> bool:
-    """Whether a node is the state of `optax.chain`: a tuple of states, some of them known."""
-    if not isinstance(node, tuple) or _is_named_tuple(node):
-        return False
-    are_states = all(_is_named_tuple(part) or _is_chain(part) for part in node)
-    return are_states and any(_is_of_library(part) or _is_chain(part) for part in node)
+    return is_of_library(state) or any(is_of_library(n) or is_chain(n) for n in around)
 
 
 def _is_always_new(program: StepProgram, flow: ScaleFlow, number: int) -> bool:
