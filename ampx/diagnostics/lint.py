@@ -7,6 +7,8 @@ silent where it cannot:
 
     scale_checks    the loss scale: once, unscaled before all else, and skips that undo all
     state_checks    what is handed on: an optimizer's state, random keys, batch statistics
+    reduction_checks, device_checks
+                    one gradient of those of all devices, and results that differ on them
     half_checks     what is kept, added up or written in half precision
     float8_checks   heads in float8, and products that only a size keeps out of it
     here            callbacks to the host, donated arrays, dtypes that change
@@ -23,6 +25,7 @@ from typing import Any, ParamSpec, get_args
 
 from ampx.checking import check_callable, check_choice, join_first
 from ampx.diagnostics import (
+    device_checks,
     float8_checks,
     half_checks,
     reduction_checks,
@@ -143,7 +146,10 @@ def lint_step(
     - `"unscale_order"`: scaled gradients meet numbers that are not scaled: a clip, a decay or a
       noise outside of the loss scale; or a term of the loss is not multiplied by it;
     - `"reduction"`: gradients of `ampx.value_and_grad(axis_name=...)`, which are divided by the
-      weight of all devices, are averaged over devices, and so divided twice;
+      weight of all devices, are averaged over devices, and so divided twice; or gradients that
+      JAX or the step has summed over devices are summed or averaged again;
+    - `"out_specs"`: what differs on the devices comes out of a `shard_map(..., check_vma=False)` as
+      if it were equal on all;
     - `"schedule"`: a rate is computed from a counter of optax that counts skipped steps;
     - `"batch_stats"`: a skipped step changes batch statistics of flax linen; or they are among the
       parameters of an optimizer, which moves them;
@@ -230,6 +236,7 @@ def _find_all(program: StepProgram) -> Iterator[LintFinding]:
         yield from scale_checks.find_unfrozen_statistics(program, flow)
     yield from state_checks.find_state_faults(program)
     yield from reduction_checks.find_means_of_shares(program)
+    yield from device_checks.find_device_faults(program)
     yield from half_checks.find_half_sums(program)
     yield from half_checks.find_half_states(program)
     yield from float8_checks.find_float8_faults(program)

@@ -10,6 +10,7 @@ CheckName = Literal[
     "loss_scale",
     "unscale_order",
     "reduction",
+    "out_specs",
     "schedule",
     "batch_stats",
     "lost_state",

@@ -78,7 +78,8 @@ _DIAGNOSES = {
     "other scale": (
         "loss_scale",
         "gradients are divided by one loss scale, and were multiplied by another",
-        "multiply each loss by the scale of the state whose update gets its gradients",
+        "multiply each loss by the scale of the state whose update gets its gradients; of several "
+        "losses each by its own: ampx.current_loss_scale(opt_state, loss_id)",
     ),
     "part": (
         "unscale_order",
@@ -86,6 +87,10 @@ _DIAGNOSES = {
         "multiply every term of the loss by the loss scale: the loss as a whole, once",
     ),
 }
+
+
+# The number of an input that holds loss scales, and which of them; None for all, or the only one.
+Scale = tuple[int, int | None]
 
 
 class ScaleFlow(NamedTuple):
@@ -102,15 +107,15 @@ class ScaleFlow(NamedTuple):
     outputs: list[Power]
 
 
-def follow_scale(program: StepProgram, scales: Sequence[int] | None = None) -> ScaleFlow:
+def follow_scale(program: StepProgram, scales: Sequence[Scale] | None = None) -> ScaleFlow:
     """Follows the loss scales of a step to all of its results.
 
     Args:
       program: the step.
-      scales: the inputs that count as scales, as if all were one; None: all that are.
+      scales: those that count, as if all were one; None: all that there are.
     """
-    scales = program.scales if scales is None else scales
-    flow, suspected = _follow(program, scales, {})
+    chosen = dict([(i, None) for i in program.scales] if scales is None else scales)
+    flow, suspected = _follow(program, chosen, {})
     # An array that gradients are summed in over several calls holds them times the scale. No name
     # tells; but if all conflicts vanish once it has that power, before the step and after it, then
     # there were none.
@@ -118,7 +123,7 @@ def follow_scale(program: StepProgram, scales: Sequence[int] | None = None) -> S
     again = flow
     while again.conflicts and not suspected.keys() <= bound.keys():
         bound |= suspected
-        again, suspected = _follow(program, scales, bound)
+        again, suspected = _follow(program, chosen, bound)
         stays = all(
             power.power == bound[i] or power.marks & FREE
             for number, i in program.carried.items()
@@ -131,13 +136,19 @@ def follow_scale(program: StepProgram, scales: Sequence[int] | None = None) -> S
 
 
 def _follow(
-    program: StepProgram, scales: Sequence[int], bound: dict[int, Fraction]
+    program: StepProgram, scales: dict[int, int | None], bound: dict[int, Fraction]
 ) -> tuple[ScaleFlow, dict[int, Fraction]]:
     carried = set(program.carried.values())
 
     def power_of(i: int) -> Power:
         if i in scales:
-            return Power(Fraction(1), READS | PURE, 0, i)
+            whole = Power(Fraction(1), READS | PURE, 0, i)
+            if (chosen := scales[i]) is None:
+                return whole
+            # What an operation on the whole array makes of it is not known.
+            places = range(program.inputs[i].aval.shape[0])
+            parts = tuple(whole if place == chosen else Power(Fraction(0)) for place in places)
+            return Power(None, READS, 0, i, parts)
         return Power(bound.get(i, Fraction(0)), 0, 0, i if i in carried else -1)
 
     powers = Powers()
@@ -179,10 +190,19 @@ def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding
 
 def _find_exchanged(program: StepProgram) -> list[Conflict]:
     """Finds where a scale divides what another has multiplied: together they looked right."""
-    if len(program.scales) < 2:
+    each: list[Scale] = []
+    for i in program.scales:
+        shape = program.inputs[i].aval.shape
+        each += [(i, place) for place in range(shape[0])] if len(shape) == 1 else [(i, None)]
+    if len(each) < 2:
         return []
-    alone = [follow_scale(program, (i,)).conflicts for i in program.scales]
-    return [c for conflicts in alone for c in conflicts if _diagnose(c) == "forgotten"]
+    alone = [follow_scale(program, (one,)).conflicts for one in each]
+    return [
+        c
+        for conflicts in alone
+        for c in conflicts
+        if _diagnose(c) == "forgotten" or min(c.powers) < 0 < max(c.powers)
+    ]
 
 
 def _is_in_loss(conflict: Conflict, jaxpr: Jaxpr) -> bool:

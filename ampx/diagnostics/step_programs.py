@@ -234,7 +234,12 @@ def place_of(eqns: tuple[Equation, ...], jaxpr: Jaxpr) -> Place:
 
 def source_of_output(program: StepProgram, number: int) -> str:
     """The line that computes a result, inside of the jitted functions that it comes out of."""
-    jaxpr, eqns = program.jaxpr, ()
+    return source_of_result(program.jaxpr, number, (), program.jaxpr)
+
+
+def source_of_result(jaxpr: Jaxpr, number: int, around: tuple[Equation, ...], whole: Jaxpr) -> str:
+    """The line that computes a result of a jaxpr, which stands in equations of another."""
+    eqns = around
     while True:
         opened = reading.open_jaxpr(jaxpr)
         wanted = opened.outvars[number]
@@ -247,4 +252,4 @@ def source_of_output(program: StepProgram, number: int) -> str:
             break
         number = next(i for i, out in enumerate(makers[0].outvars) if out is wanted)
         jaxpr = body
-    return source_of(eqns, program.jaxpr)
+    return source_of(eqns, whole)
