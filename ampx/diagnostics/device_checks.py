@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from ampx.checking import join_first
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_result
@@ -264,8 +266,11 @@ class Devices:
         if name == "sub" and inputs[0].is_total:
             made = made._replace(unknown=made.unknown | inputs[1].varies - inputs[0].varies)
         if name in _SIDE_BY_SIDE:  # a part that is taken out again may be one that is equal
-            pairs = zip(inputs, eqn.invars, strict=True)
-            parts = [v for v, atom in pairs if atom.aval.shape and not v.is_constant]
+            parts = [
+                value
+                for value, atom in zip(inputs, eqn.invars, strict=True)
+                if jnp.ndim(atom.aval) and not value.is_constant
+            ]
             everywhere = _common(parts, "varies")
             made = made._replace(unknown=made.unknown | made.varies - everywhere)
         if name in _SAME_FACTOR:
