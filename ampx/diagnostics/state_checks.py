@@ -79,10 +79,14 @@ def _changes_when_used(program: StepProgram, i: int) -> bool:
 
 
 def _is_elsewhere(program: StepProgram, i: int) -> bool:
-    """Whether a result that is paired with no input may be what an input has become."""
-    before = program.inputs[i].aval
+    """Whether a result that is paired with no input may be what an input has become.
+
+    It has the same type; or the same names, as where the states of several steps are stacked.
+    """
+    before = program.inputs[i]
     return any(
-        (leaf.aval.shape, leaf.aval.dtype) == (before.shape, before.dtype)
+        (leaf.aval.shape, leaf.aval.dtype) == (before.aval.shape, before.aval.dtype)
+        or leaf.path[-2:] == before.path[-2:]
         for number, leaf in enumerate(program.outputs)
         if number not in program.carried
     )

@@ -79,6 +79,7 @@ def test_an_optimizer_state_that_is_handed_on_is_not(name):
         lambda params, old, new: {"state": new, "params": params},
         lambda params, old, new: (old, params, new),
         lambda params, old, new: (params, jax.tree.leaves(new)),
+        lambda params, old, new: (params, jax.tree.map(lambda x: x[None], new)),
     ):
         step, args = handing_on(READING[name], choose)
         assert lint_step(step, ignore=["loss_scale"])(*args).ok
