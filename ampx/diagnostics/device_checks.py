@@ -21,8 +21,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from ampx.checking import join_first
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_result
@@ -35,13 +33,9 @@ _NONE: Axes = frozenset()
 # of its terms. A norm is no gradient any more, and parameters plus an update are none.
 _LINEAR = (
     primitives.REARRANGING
-    | primitives.IDENTITIES
-    | primitives.PLACEMENTS
-    | primitives.AXIS_TYPE_CASTS
-    | primitives.ALL_REDUCTIONS
     | primitives.ADDING
     | frozenset(("mul", "div", "neg", "convert_element_type", "concatenate", "select_n"))
-    | frozenset(("optimization_barrier", "reduce_precision", "reduce_sum", "integer_pow"))
+    | frozenset(("reduce_precision", "reduce_sum", "integer_pow"))
 )
 _SAME_FACTOR = primitives.REARRANGING | frozenset(("mul", "div", "convert_element_type"))
 _SIDE_BY_SIDE = frozenset(("concatenate", "stack", "dynamic_update_slice", "scatter"))
@@ -94,6 +88,9 @@ class Suspect(NamedTuple):
 
 def find_device_faults(program: StepProgram) -> Iterator[LintFinding]:
     """Finds results that differ and count as equal, and sums of what was summed before."""
+    names = {eqn.primitive.name for eqn, _ in folds.equations_inside(program.jaxpr)}
+    if "shard_map" not in names:
+        return
     devices = Devices()
     operands = [Spread()] * len(program.inputs)
     outputs = devices.follow(program.jaxpr, operands, {}, ())
@@ -194,6 +191,8 @@ class Devices:
             results = [self.follow(body, operands, sizes, eqns) for body, operands in bodies]
             chosen_by = inputs[:1] if name == "cond" else []
             return [_choose(group, chosen_by) for group in zip(*results, strict=True)]
+        if name in primitives.SAME_NUMBERS and len(inputs) == count:
+            return inputs
         axes = frozenset(axis for axis in _named_axes(eqn) if sizes.get(axis, 1) > 1)
         if name in primitives.ALL_REDUCTIONS and not eqn.params.get("axis_index_groups"):
             return [self._reduce(value, axes, sizes, eqns) for value in inputs]
@@ -203,7 +202,7 @@ class Devices:
             self._note_forward(axes, eqns)
         elif name in ("axis_index", *primitives.SCATTERING_COLLECTIVES - primitives.TRANSFERS):
             made = made._replace(varies=made.varies | axes)
-        elif name not in primitives.AXIS_TYPE_CASTS:
+        else:
             made = made._replace(unknown=made.unknown | axes)
         if reading.has_bodies(eqn):  # a kernel may send to other devices
             made = made._replace(unknown=made.unknown | frozenset(sizes))
@@ -266,11 +265,9 @@ class Devices:
         if name == "sub" and inputs[0].is_total:
             made = made._replace(unknown=made.unknown | inputs[1].varies - inputs[0].varies)
         if name in _SIDE_BY_SIDE:  # a part that is taken out again may be one that is equal
-            parts = [
-                value
-                for value, atom in zip(inputs, eqn.invars, strict=True)
-                if jnp.ndim(atom.aval) and not value.is_constant
-            ]
+            avals: list[Any] = [atom.aval for atom in eqn.invars]
+            pairs = zip(inputs, avals, strict=True)
+            parts = [value for value, aval in pairs if aval.shape and not value.is_constant]
             everywhere = _common(parts, "varies")
             made = made._replace(unknown=made.unknown | made.varies - everywhere)
         if name in _SAME_FACTOR:

@@ -20,12 +20,6 @@ from ampx.diagnostics.step_programs import StepProgram
 from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
 
-_SAME = (
-    primitives.IDENTITIES
-    | primitives.PLACEMENTS
-    | primitives.AXIS_TYPE_CASTS
-    | {"optimization_barrier"}
-)
 _DRAWING = frozenset({"random_bits", "random_gamma"})
 
 
@@ -110,7 +104,7 @@ class Sources:
             results = [self._follow(body, operands, eqns) for body, operands in bodies]
             chosen_by = inputs[:1] if name == "cond" else []
             return [_unite(group, chosen_by) for group in zip(*results, strict=True)]
-        if name in _SAME and len(inputs) == count:
+        if name in primitives.SAME_NUMBERS and len(inputs) == count:
             return inputs
         if name == "select_n":
             return [_unite(inputs[1:], inputs[:1])]

@@ -281,6 +281,9 @@ EQUAL = {
     "a loss of the first": lambda: of_axes(of_first),
     "a total by hand": lambda: of_axes(total_by_hand),
     "side by side with what differs": lambda: of_axes(side_by_side),
+    "in one barrier with what differs": lambda: of_axes(
+        lambda p, b: lax.optimization_barrier((p, loss_of(p, b)))[0]
+    ),
     "a ring": lambda: of_axes(ring),
     "parts that are gathered": lambda: of_axes(functools.partial(scattered, gather=True)),
     "all losses": lambda: of_axes(lambda p, b: lax.all_gather(loss_of(p, b), "data")),
