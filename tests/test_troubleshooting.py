@@ -148,6 +148,41 @@ def check_floor():
         ampx.raise_if_exhausted(state)
 
 
+@row("The second call compiles anew, and no other")
+def check_weak_types():
+    traces = []
+
+    @jax.jit
+    def step(state, x):
+        traces.append(1)
+        rate = jnp.where(True, 0.1, 0.2)
+        return {"w": state["w"] - rate * x, "rate": rate}
+
+    first = state = {"w": W, "rate": jnp.float32(0.1)}
+    for _ in range(3):
+        state = step(state, W)
+    assert len(traces) == 2
+    (found,) = ampx.lint_step(step)(first, W).findings
+    assert found.check == "dtype" and found.message.endswith(": rate")
+
+
+@row("`count` in the optimizer's state stays 0")
+def check_lost_state():
+    tx = optax.adam(0.1)
+
+    def step(params, opt_state, x, is_right):
+        grads = jax.grad(loss_of)(params, x)
+        updates, new = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), new if is_right else opt_state
+
+    params, x = {"w": np.ones((3, 2), np.float32)}, np.ones((4, 3), np.float32)
+    for is_right in (False, True):
+        _, state = step(params, tx.init(params), x, is_right)
+        assert int(state[0].count) == int(is_right)
+        report = ampx.lint_step(step)(params, tx.init(params), x, is_right)
+        assert [found.check for found in report.findings] == ([] if is_right else ["lost_state"])
+
+
 @row("The scale climbs to 2^24 and stays, `ceiling_hits` grows, `skipped_total` is 0")
 def check_ceiling():
     state = begin(loss_scale=2**23)

@@ -32,8 +32,8 @@ from ampx.jaxprs import folds, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.jaxprs.source_info import Frame
 
-# The most elements of a verdict: a count of infinities and one of NaN, or a loss and a weight.
-# Whether so small a gradient overlaps does not matter.
+# The most elements of a floating sum that counts as a verdict: a loss and a weight travel in one.
+# Whether so small a gradient overlaps does not matter. Counts of infinities are integers.
 OF_VERDICTS = 2
 
 

@@ -41,12 +41,6 @@ _AVERAGED = (
     "averages in {} decay by less than it resolves, and stand still: {}",
     "keep them in float32, or use moments of ampx.fused, which are rounded at random",
 )
-_SAME = (
-    primitives.IDENTITIES
-    | primitives.PLACEMENTS
-    | primitives.AXIS_TYPE_CASTS
-    | {"optimization_barrier"}
-)
 
 
 class _Multiple(NamedTuple):
@@ -95,7 +89,7 @@ class _Multiples:
             results = [self.follow(body, operands, eqns) for body, operands in bodies]
             return [_choose(group) for group in zip(*results, strict=True)]
         self._look_for_infinities(eqn, eqns)
-        if name in _SAME and len(inputs) == count:
+        if name in primitives.SAME_NUMBERS and len(inputs) == count:
             return inputs
         if name == "convert_element_type":
             return [self._convert(eqn, inputs[0], eqns)]

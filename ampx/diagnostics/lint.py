@@ -6,6 +6,9 @@ in the program, without running it. Each check asks for one thing that can be de
 silent where it cannot:
 
     scale_checks    the loss scale: once, unscaled before all else, and skips that undo all
+    state_checks    what is handed on: an optimizer's state, random keys, batch statistics
+    reduction_checks, device_checks
+                    one gradient of those of all devices, and results that differ on them
     half_checks     what is kept, added up or written in half precision
     float8_checks   heads in float8, and products that only a size keeps out of it
     here            callbacks to the host, donated arrays, dtypes that change
@@ -21,11 +24,23 @@ from pathlib import PurePath
 from typing import Any, ParamSpec, get_args
 
 from ampx.checking import check_callable, check_choice, join_first
-from ampx.diagnostics import float8_checks, half_checks, reduction_checks, scale_checks
+from ampx.diagnostics import (
+    device_checks,
+    float8_checks,
+    half_checks,
+    reduction_checks,
+    scale_checks,
+    state_checks,
+)
 from ampx.diagnostics.dataflow import Flow, ReductionRecord
 from ampx.diagnostics.lint_findings import CheckName, LintFinding
 from ampx.diagnostics.product_shares import ProductCount, count_products, describe_shares
-from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output, trace_step
+from ampx.diagnostics.step_programs import (
+    StepProgram,
+    source_of,
+    source_of_output,
+    trace_step,
+)
 from ampx.jaxprs import folds, reading, source_info
 from ampx.summaries import show_table
 from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich, spread
@@ -131,9 +146,17 @@ def lint_step(
     - `"unscale_order"`: scaled gradients meet numbers that are not scaled: a clip, a decay or a
       noise outside of the loss scale; or a term of the loss is not multiplied by it;
     - `"reduction"`: gradients of `ampx.value_and_grad(axis_name=...)`, which are divided by the
-      weight of all devices, are averaged over devices, and so divided twice;
+      weight of all devices, are averaged over devices, and so divided twice; or gradients that
+      JAX or the step has summed over devices are summed or averaged again;
+    - `"out_specs"`: what differs on the devices comes out of a `shard_map(..., check_vma=False)` as
+      if it were equal on all;
     - `"schedule"`: a rate is computed from a counter of optax that counts skipped steps;
-    - `"batch_stats"`: a skipped step changes batch statistics of flax linen;
+    - `"batch_stats"`: a skipped step changes batch statistics of flax linen; or they are among the
+      parameters of an optimizer, which moves them;
+    - `"lost_state"`: parameters are updated with an optimizer's state that comes back as it came
+      in; or nnx modules are changed under `jax.jit`, which works on copies;
+    - `"random_key"`: random numbers that reach the state are drawn from a key of it that comes back
+      unchanged, with nothing folded in that changes;
     - `"half_sum"`: a loop adds up in half precision, as gradients of micro-batches;
     - `"half_state"`: arrays in half that each step adds to, without a wider copy or rounding at
       random; averages that decay by less than half precision resolves;
@@ -145,7 +168,8 @@ def lint_step(
     - `"callback"`: a callback or a print, for which the device talks to the host in every step; one
       in a branch of a cond is left out;
     - `"donation"`: a donated array that no result can take the place of;
-    - `"dtype"`: an array of the state comes back in another dtype, so the next call compiles anew.
+    - `"dtype"`: an array of the state comes back in another dtype, or weakly typed as a Python
+      number is, so the next call compiles anew.
 
     The printed report also has the bytes that are reduced over devices, and the share of matrix
     products in each dtype, with the line of the largest that is float32 in a step that is half. It
@@ -188,7 +212,8 @@ def lint_step(
     @functools.wraps(step)
     def linted(*args: Any, **kwargs: Any) -> LintReport:
         program = trace_step(step, args, kwargs)
-        found = [finding for finding in _find_all(program) if finding.check not in ignore]
+        found = [*_find_all(program), *state_checks.find_lost_changes(step, args, kwargs, program)]
+        found = [finding for finding in found if finding.check not in ignore]
         flow = Flow()
         flow.follow(program.jaxpr, [0] * len(program.inputs), {})
         products = count_products(program.jaxpr)
@@ -209,7 +234,9 @@ def _find_all(program: StepProgram) -> Iterator[LintFinding]:
         yield from scale_checks.find_scale_faults(program, flow)
         yield from scale_checks.find_counting_schedules(program, flow)
         yield from scale_checks.find_unfrozen_statistics(program, flow)
+    yield from state_checks.find_state_faults(program)
     yield from reduction_checks.find_means_of_shares(program)
+    yield from device_checks.find_device_faults(program)
     yield from half_checks.find_half_sums(program)
     yield from half_checks.find_half_states(program)
     yield from float8_checks.find_float8_faults(program)
@@ -271,6 +298,10 @@ def _find_changing_dtypes(program: StepProgram) -> Iterator[LintFinding]:
     changed: dict[tuple[str, str], list[int]] = {}
     for number, i in program.carried.items():
         before, after = str(program.inputs[i].aval.dtype), str(program.outputs[number].aval.dtype)
+        # jit tells arrays whose dtype is weak, as that of a Python number, from others. What begins
+        # so, as jnp.full does, is strong from the first step on.
+        if program.outputs[number].aval.weak_type and not program.inputs[i].aval.weak_type:
+            after = f"weakly typed {after}"
         if before != after and len(program.inputs[i].path) > 1:
             changed.setdefault((before, after), []).append(number)
     for (before, after), numbers in changed.items():
@@ -279,5 +310,6 @@ def _find_changing_dtypes(program: StepProgram) -> Iterator[LintFinding]:
             "dtype",
             f"{before} comes back as {after}: {join_first(names)}",
             source_of_output(program, numbers[0]),
-            f"cast the result back to {before}, so that the next call need not compile anew",
+            f"cast the result back to {before}, so that the next call need not compile anew: "
+            f"x.astype({before!r})",
         )

@@ -37,6 +37,9 @@ from ampx.diagnostics.scale_powers import (
 from ampx.diagnostics.step_programs import (
     Leaf,
     StepProgram,
+    is_chain,
+    is_named_tuple,
+    is_of_library,
     place_of,
     source_of,
     source_of_output,
@@ -75,7 +78,8 @@ _DIAGNOSES = {
     "other scale": (
         "loss_scale",
         "gradients are divided by one loss scale, and were multiplied by another",
-        "multiply each loss by the scale of the state whose update gets its gradients",
+        "multiply each loss by the scale of the state whose update gets its gradients; of several "
+        "losses each by its own: ampx.current_loss_scale(opt_state, loss_id)",
     ),
     "part": (
         "unscale_order",
@@ -83,6 +87,10 @@ _DIAGNOSES = {
         "multiply every term of the loss by the loss scale: the loss as a whole, once",
     ),
 }
+
+
+# The number of an input that holds loss scales, and which of them; None for all, or the only one.
+Scale = tuple[int, int | None]
 
 
 class ScaleFlow(NamedTuple):
@@ -99,15 +107,15 @@ class ScaleFlow(NamedTuple):
     outputs: list[Power]
 
 
-def follow_scale(program: StepProgram, scales: Sequence[int] | None = None) -> ScaleFlow:
+def follow_scale(program: StepProgram, scales: Sequence[Scale] | None = None) -> ScaleFlow:
     """Follows the loss scales of a step to all of its results.
 
     Args:
       program: the step.
-      scales: the inputs that count as scales, as if all were one; None: all that are.
+      scales: those that count, as if all were one; None: all that there are.
     """
-    scales = program.scales if scales is None else scales
-    flow, suspected = _follow(program, scales, {})
+    chosen = dict([(i, None) for i in program.scales] if scales is None else scales)
+    flow, suspected = _follow(program, chosen, {})
     # An array that gradients are summed in over several calls holds them times the scale. No name
     # tells; but if all conflicts vanish once it has that power, before the step and after it, then
     # there were none.
@@ -115,7 +123,7 @@ def follow_scale(program: StepProgram, scales: Sequence[int] | None = None) -> S
     again = flow
     while again.conflicts and not suspected.keys() <= bound.keys():
         bound |= suspected
-        again, suspected = _follow(program, scales, bound)
+        again, suspected = _follow(program, chosen, bound)
         stays = all(
             power.power == bound[i] or power.marks & FREE
             for number, i in program.carried.items()
@@ -128,13 +136,19 @@ def follow_scale(program: StepProgram, scales: Sequence[int] | None = None) -> S
 
 
 def _follow(
-    program: StepProgram, scales: Sequence[int], bound: dict[int, Fraction]
+    program: StepProgram, scales: dict[int, int | None], bound: dict[int, Fraction]
 ) -> tuple[ScaleFlow, dict[int, Fraction]]:
     carried = set(program.carried.values())
 
     def power_of(i: int) -> Power:
         if i in scales:
-            return Power(Fraction(1), READS | PURE, 0, i)
+            whole = Power(Fraction(1), READS | PURE, 0, i)
+            if (chosen := scales[i]) is None:
+                return whole
+            # What an operation on the whole array makes of it is not known.
+            places = range(program.inputs[i].aval.shape[0])
+            parts = tuple(whole if place == chosen else Power(Fraction(0)) for place in places)
+            return Power(None, READS, 0, i, parts)
         return Power(bound.get(i, Fraction(0)), 0, 0, i if i in carried else -1)
 
     powers = Powers()
@@ -176,10 +190,19 @@ def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding
 
 def _find_exchanged(program: StepProgram) -> list[Conflict]:
     """Finds where a scale divides what another has multiplied: together they looked right."""
-    if len(program.scales) < 2:
+    each: list[Scale] = []
+    for i in program.scales:
+        shape = program.inputs[i].aval.shape
+        each += [(i, place) for place in range(shape[0])] if len(shape) == 1 else [(i, None)]
+    if len(each) < 2:
         return []
-    alone = [follow_scale(program, (i,)).conflicts for i in program.scales]
-    return [c for conflicts in alone for c in conflicts if _diagnose(c) == "forgotten"]
+    alone = [follow_scale(program, (one,)).conflicts for one in each]
+    return [
+        c
+        for conflicts in alone
+        for c in conflicts
+        if _diagnose(c) == "forgotten" or min(c.powers) < 0 < max(c.powers)
+    ]
 
 
 def _is_in_loss(conflict: Conflict, jaxpr: Jaxpr) -> bool:
@@ -289,28 +312,9 @@ def _is_count_of_optimizer(leaf: Leaf) -> bool:
     if "opt_state" in leaf.path[:at]:
         return True
     *around, state = leaf.nodes[: at + 1]
-    if not _is_named_tuple(state):
+    if not is_named_tuple(state):
         return False
-    return _is_of_library(state) or any(_is_of_library(n) or _is_chain(n) for n in around)
-
-
-def _is_named_tuple(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
-
-
-def _is_of_library(node: Any) -> bool:
-    """Whether a node is a state of optax, or of an optimizer of ampx."""
-    package, *inside = type(node).__module__.split(".")
-    is_optimizer = package == "optax" or package == "ampx" and "training" not in inside
-    return _is_named_tuple(node) and is_optimizer
-
-
-def _is_chain(node: Any) -> bool:
-    """Whether a node is the state of `optax.chain`: a tuple of states, some of them known."""
-    if not isinstance(node, tuple) or _is_named_tuple(node):
-        return False
-    are_states = all(_is_named_tuple(part) or _is_chain(part) for part in node)
-    return are_states and any(_is_of_library(part) or _is_chain(part) for part in node)
+    return is_of_library(state) or any(is_of_library(n) or is_chain(n) for n in around)
 
 
 def _is_always_new(program: StepProgram, flow: ScaleFlow, number: int) -> bool:

@@ -188,6 +188,37 @@ def _fits(
     )
 
 
+def is_named_tuple(node: Any) -> bool:
+    """Whether a node is a NamedTuple, as the states of optax are."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def is_of_library(node: Any) -> bool:
+    """Whether a node is a state of optax, or of an optimizer of ampx."""
+    package, *inside = type(node).__module__.split(".")
+    is_optimizer = package == "optax" or package == "ampx" and "training" not in inside
+    return is_named_tuple(node) and is_optimizer
+
+
+def is_chain(node: Any) -> bool:
+    """Whether a node is the state of `optax.chain`: a tuple of states, some of them known."""
+    if not isinstance(node, tuple) or is_named_tuple(node):
+        return False
+    are_states = all(is_named_tuple(part) or is_chain(part) for part in node)
+    return are_states and any(is_of_library(part) or is_chain(part) for part in node)
+
+
+def optimizer_of(leaf: Leaf) -> Names | None:
+    """The path of the optimizer's state that an input is a part of; or None."""
+    # flax nnx knows the classes of states no more, but keeps them under this name.
+    if "opt_state" in leaf.path:
+        return leaf.path[: leaf.path.index("opt_state") + 1]
+    for depth, node in enumerate(leaf.nodes):
+        if is_of_library(node) or is_chain(node):
+            return leaf.path[:depth]
+    return None
+
+
 def source_of(eqns: tuple[Equation, ...], jaxpr: Jaxpr) -> str:
     """The innermost line of the user's own at an equation and those around it, innermost first."""
     return place_of(eqns, jaxpr).source
@@ -203,7 +234,12 @@ def place_of(eqns: tuple[Equation, ...], jaxpr: Jaxpr) -> Place:
 
 def source_of_output(program: StepProgram, number: int) -> str:
     """The line that computes a result, inside of the jitted functions that it comes out of."""
-    jaxpr, eqns = program.jaxpr, ()
+    return source_of_result(program.jaxpr, number, (), program.jaxpr)
+
+
+def source_of_result(jaxpr: Jaxpr, number: int, around: tuple[Equation, ...], whole: Jaxpr) -> str:
+    """The line that computes a result of a jaxpr, which stands in equations of another."""
+    eqns = around
     while True:
         opened = reading.open_jaxpr(jaxpr)
         wanted = opened.outvars[number]
@@ -216,4 +252,4 @@ def source_of_output(program: StepProgram, number: int) -> str:
             break
         number = next(i for i, out in enumerate(makers[0].outvars) if out is wanted)
         jaxpr = body
-    return source_of(eqns, program.jaxpr)
+    return source_of(eqns, whole)

@@ -65,6 +65,8 @@ AXIS_TYPE_CASTS = _names(
     """pvary pcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
     vary_unreduced_cast_p"""
 )
+# Result i is operand i, number for number, if there are as many of both.
+SAME_NUMBERS = IDENTITIES | PLACEMENTS | AXIS_TYPE_CASTS | _names("optimization_barrier")
 # Sums over the devices along mapped axes.
 PSUMS = _names("psum psum_invariant unreduced_psum")
 # Operand i becomes result i on every device: its reduction over all of them.

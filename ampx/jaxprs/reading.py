@@ -164,6 +164,18 @@ def mesh_sizes(eqn: Equation) -> dict[Any, int]:
     return dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else {}
 
 
+def specs_of(eqn: Equation) -> tuple[list[frozenset[Any]], list[frozenset[Any]], bool]:
+    """The axes that divide each operand and each result of a shard_map, and its `check_vma`."""
+
+    def axes_of(spec: Any) -> frozenset[Any]:
+        parts = (part if isinstance(part, tuple) else (part,) for part in spec)
+        return frozenset(axis for part in parts for axis in part if axis is not None)
+
+    params = eqn.params
+    ins, outs = (list(map(axes_of, params[name])) for name in ("in_specs", "out_specs"))
+    return ins, outs, params["check_vma"]
+
+
 def reduced_axes(eqn: Equation) -> tuple[Any, ...] | None:
     """The mapped axes that a sum, a maximum or an exchange of parts runs over; or None."""
     name = _AXES_OF_REDUCTIONS.get(eqn.primitive.name)

@@ -444,6 +444,9 @@ FAULTS = {
         "loss_scale",
         lambda: two_networks(swapped=True, tx=dynamic(optax.adam(0.1))),
     ),
+    "scale of another loss": ("loss_scale", lambda: two_losses((1, 0))),
+    "the first scale for both losses": ("loss_scale", lambda: two_losses((0, 0), optax.adam(0.1))),
+    "scale of another loss, jit": ("loss_scale", lambda: two_losses((1, 0), jit=jax.jit)),
     "clip by norm outside": ("unscale_order", lambda: early(optax.clip_by_global_norm(1.0))),
     "clip outside": ("unscale_order", lambda: early(optax.clip(1.0))),
     "clip by hand": (
@@ -567,16 +570,34 @@ def over_calls(around):
     return step_of(tx)
 
 
-def two_losses():
-    tx = dynamic(optax.sgd(0.1), num_losses=2)
+def two_losses(order=(0, 1), inner=None, jit=lambda step: step):
+    """Two losses with scales in one array; `order` says which scale multiplies each."""
+    tx = dynamic(optax.sgd(0.1) if inner is None else inner, num_losses=2)
 
     def step(params, opt_state, batch):
         grads = tuple(
             jax.grad(lambda p, i=i: loss_of(p, batch) * ampx.current_loss_scale(opt_state, i))(
                 params
             )
-            for i in range(2)
+            for i in order
         )
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    return jit(step), (PARAMS, tx.init(PARAMS), BATCH)
+
+
+def two_losses_in_a_vector():
+    """Losses that are multiplied by all scales at once, and differentiated one by one."""
+    tx = dynamic(optax.sgd(0.1), num_losses=2)
+
+    def step(params, opt_state, batch):
+        def losses(params):
+            pair = jnp.stack([loss_of(params, batch), 0.5 * loss_of(params, batch)])
+            return pair * opt_state.loss_scale
+
+        jacobian = jax.jacrev(losses)(params)
+        grads = tuple(jax.tree.map(lambda j, i=i: j[i], jacobian) for i in range(2))
         updates, opt_state = tx.update(grads, opt_state, params)
         return ampx.apply_updates(params, updates), opt_state
 
@@ -671,6 +692,8 @@ SOUND = {
     "two networks": lambda: two_networks(swapped=False),
     "two groups of one loss": two_groups,
     "two losses": two_losses,
+    "two losses, Adam, jit": lambda: two_losses(inner=optax.adamw(RATE), jit=jax.jit),
+    "two losses, as one vector": two_losses_in_a_vector,
     "MultiSteps inside": lambda: over_calls("optax inside"),
     "multi_steps": lambda: over_calls("ampx"),
     "accumulation": lambda: with_value_and_grad(
