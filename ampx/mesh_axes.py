@@ -189,15 +189,33 @@ def unreduced_zeros(leaf: Any, dtype: Any) -> jax.Array:
 def can_add_divided(arrays: Sequence[jax.Array]) -> bool:
     """Whether types tell how arrays are divided, and one is, so that `add_divided` takes them."""
     return (
-        any(map(_axes_of_type, arrays))
+        any(map(explicit_axes, arrays))
         and all(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
         and not any(jax.typeof(leaf).sharding.mesh.manual_axes for leaf in arrays)
     )
 
 
-def _axes_of_type(leaf: jax.Array) -> frozenset[str]:
-    """The Explicit mesh axes that divide an array."""
+def explicit_axes(leaf: jax.Array) -> frozenset[str]:
+    """The Explicit mesh axes that divide an array, of those that are not mapped here."""
     return frozenset(axes_of_spec(_spec_of(leaf) or P()))
+
+
+def count_row_devices(leaf: Any) -> int:
+    """Counts the devices along the Explicit mesh axes that divide the first axis of an array."""
+    spec = tuple(_spec_of(leaf) or ())
+    axes = axes_of_entry(spec[0]) if spec else ()
+    return math.prod(jax.typeof(leaf).sharding.mesh.shape[axis] for axis in axes)
+
+
+def take_rows(leaf: Any, rows: jax.Array) -> jax.Array:
+    """`leaf[rows]`, laid out on Explicit axes as `leaf` is."""
+    return jnp.asarray(leaf).at[rows].get(out_sharding=jax.typeof(leaf).sharding)
+
+
+def lay_out_as_rows(numbers: jax.Array, like: jax.Array) -> jax.Array:
+    """Divides an array of one axis over Explicit mesh axes, as the rows of another are."""
+    sharding = jax.typeof(like).sharding
+    return jax.reshard(numbers, sharding.update(spec=P(sharding.spec[0])))
 
 
 def add_divided(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -217,7 +235,7 @@ def add_divided(arrays: Sequence[jax.Array]) -> jax.Array:
     Returns:
       A scalar of that dtype.
     """
-    own_axes = list(map(_axes_of_type, arrays))
+    own_axes = list(map(explicit_axes, arrays))
     divided = next(leaf for leaf, own in zip(arrays, own_axes, strict=True) if own)
     mesh = jax.typeof(divided).sharding.mesh
 

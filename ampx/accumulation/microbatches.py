@@ -13,12 +13,14 @@ In the second case the compiler would gather the batch and compute everything on
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ampx.checking import as_int, as_positive_int
+from ampx.mesh_axes import count_row_devices, lay_out_as_rows, take_rows
 from ampx.tree_checks import check_arrays
 
 
@@ -66,6 +68,13 @@ def reshape_into_microbatches(batch: Any, num_microbatches: int) -> Any:
     # Not optax.microbatching.reshape_batch_axis, which fails on Explicit meshes: it compares jax
     # versions as strings and takes 0.10 for older than 0.7.
     rows = size // num_microbatches
+    if rows % (devices := _count_row_devices(batch)):
+        raise ValueError(
+            f"{num_microbatches} micro-batches of {rows} rows each cannot be divided over the "
+            f"{devices} devices that Explicit mesh axes divide the {size} rows of the batch over: "
+            f"take fewer micro-batches, so that each has a multiple of {devices} rows, or "
+            "remainder='mask' with a loss that uses the mask"
+        )
     return jax.tree.map(lambda x: jnp.reshape(x, (rows, num_microbatches, *x.shape[1:])), batch)
 
 
@@ -89,15 +98,30 @@ def batch_size(batch: Any) -> int:
 def pad_and_mask(batch: Any, num_microbatches: int) -> tuple[Any, jax.Array]:
     """Repeats the last row up to a multiple of k; the mask is False on the repeats.
 
+    Where d devices divide the rows by type, each of the k micro-batches gets a multiple of d rows.
+
     Returns:
       The batch with leaves of shape (n * k, ...), and the mask, bool[n * k].
     """
     size = batch_size(batch)
-    padding = -size % num_microbatches  # -10 % 4 == 2: 10 rows and 2 more are 3 for each of 4
+    devices = _count_row_devices(batch)
+    # -10 % 4 == 2: 10 rows and 2 more are 3 for each of 4
+    padding = -size % (num_microbatches * devices)
+    mask = jnp.arange(size + padding) < size
     # A real row and not zeros: on a row of zeros a model may divide by zero, and a NaN times a mask
     # of 0 is still NaN.
-    padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], padding, 0)]), batch)
-    return padded, jnp.arange(size + padding) < size
+    if devices == 1:
+        last = jax.tree.map(lambda x: jnp.repeat(x[-1:], padding, 0), batch)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), batch, last), mask
+    numbers = jnp.minimum(jnp.arange(size + padding), size - 1)
+    padded = jax.tree.map(lambda x: take_rows(x, numbers), batch)
+    divided = next(leaf for leaf in jax.tree.leaves(padded) if count_row_devices(leaf) > 1)
+    return padded, lay_out_as_rows(mask, divided)
+
+
+def _count_row_devices(batch: Any) -> int:
+    """How many devices divide the rows of a batch, as far as types tell."""
+    return math.lcm(*map(count_row_devices, jax.tree.leaves(batch)))
 
 
 def separate_whole(batch: Any, batch_axes: Any) -> tuple[Any, Any]:

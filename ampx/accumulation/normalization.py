@@ -282,7 +282,8 @@ def reduce_aux(
             # Row r of the batch is row r // k of micro-batch r % k (see `split_microbatches`), so
             # (k, B/k, ...) -> (B/k, k, ...) -> (B, ...) restores the order; then repeats are cut.
             rows = jnp.swapaxes(stacked, 0, 1)
-            return rows.reshape(-1, *rows.shape[2:])[:num_rows]
+            # Without jit, Explicit axes that divide the rows refuse `[:num_rows]`.
+            return jax.lax.slice_in_dim(rows.reshape(-1, *rows.shape[2:]), 0, num_rows)
         if kind == "sum":
             least = jnp.float32 if is_floating(stacked) else jnp.int32
             dtype = wider_dtype(stacked.dtype, least)

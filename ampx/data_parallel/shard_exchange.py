@@ -34,7 +34,7 @@ from ampx.data_parallel.gradient_shards import GradientShard, is_gradient_shard
 from ampx.data_parallel.reduction import Reduction
 from ampx.data_parallel.shard_layouts import choose_shard_dim, take_own_shard
 from ampx.flat_buffers.buckets import bucket_layout
-from ampx.mesh_axes import count_devices, varying_axes
+from ampx.mesh_axes import count_devices, explicit_axes, varying_axes
 from ampx.trees import path_name
 
 
@@ -55,6 +55,7 @@ class ShardExchange:
         self, reduction: Reduction, params: Any, own_axes: Sequence[Sequence[str]] | None = None
     ) -> None:
         leaves = jax.tree.leaves(params)
+        _check_all_mapped(params)
         self.reduction = reduction
         self.own_axes = own_axes or [()] * len(leaves)
         self.axes = [tuple(a for a in reduction.axes if a not in own) for own in self.own_axes]
@@ -224,3 +225,15 @@ class ShardExchange:
             for i, offset, size in places:
                 moved[i] = lax.slice_in_dim(joined, offset, offset + size, axis=-1)
         return [moved[i] for i in range(len(rows))]
+
+
+def _check_all_mapped(params: Any) -> None:
+    """Refuses parameters that axes divide which are not mapped here; on Auto axes no type tells."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if axes := sorted(explicit_axes(leaf)):
+            raise ValueError(
+                f"the parameter at {path_name(path) or 'the root'} is divided over {axes}, which "
+                "are not mapped here, and zero1 cannot divide its parts further: map these axes, "
+                "too (shard_map without axis_names, and with their names in in_specs), or leave "
+                "zero1 and shard_map out and divide the state by its shardings under plain jit"
+            )

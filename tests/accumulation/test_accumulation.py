@@ -219,6 +219,46 @@ def test_remainder_mask_equals_unpadded(normalize, num_microbatches):
         assert result.weight == 10
 
 
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_remainder_mask_on_explicit_axes(num_microbatches, jitted):
+    """Each device gets as many rows of a micro-batch as any other; the mask lies as rows do."""
+    params, batch = data(rows=12)
+    mesh = make_mesh(4, AxisType.Explicit)
+
+    def masked(params, batch, mask):
+        errors = errors_of(params, batch)
+        kept = jnp.where(mask, errors, jnp.zeros_like(errors))
+        return (jnp.sum(kept), jnp.sum(mask.astype(jnp.float32))), errors
+
+    grads_of = ampx.value_and_grad(
+        masked,
+        num_microbatches=num_microbatches,
+        normalize="weights",
+        remainder="mask",
+        has_aux=True,
+        aux_reduction="concat",
+    )
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        whole = jax.device_put(params, NamedSharding(mesh, P()))
+        result = (jax.jit(grads_of) if jitted else grads_of)(whole, rows)
+    expected = jax.value_and_grad(mean_loss)(params, batch)
+    chex.assert_trees_all_close(
+        jax.device_get((result.loss, result.grads)), expected, rtol=1e-5, atol=1e-6
+    )
+    chex.assert_trees_all_close(
+        jax.device_get(result.aux), errors_of(params, batch), rtol=1e-5, atol=1e-6
+    )
+    assert result.weight == 12 and result.aux.sharding.spec[0] == "data"
+
+
+def test_micro_batches_that_explicit_axes_cannot_divide_are_named():
+    rows = jax.device_put(data()[1], NamedSharding(make_mesh(4, AxisType.Explicit), P("data")))
+    with pytest.raises(ValueError, match="8 micro-batches of 2 rows each cannot be divided over"):
+        ampx.split_microbatches(rows, 8)
+
+
 # --- auxiliary output, keys, state ---------------------------------------------------------------
 
 

@@ -403,6 +403,24 @@ def test_a_parameter_that_differs_along_data_must_be_named():
     assert "psum_scatter" not in update(P("data")) and "all_gather" not in update(P("data"))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_explicit_axes_that_are_not_mapped_are_refused(check_vma):
+    """`shard_map` over "data" alone, where types say that "model" divides a parameter."""
+    mesh = make_mesh((2, 2), ("data", "model"), "Explicit")
+    params = {"w": jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("model")))}
+    tx = ampx.zero1(optax.sgd(0.1), "data")
+
+    def step(params, grads):
+        return tx.update(grads, tx.init(params), params)[0]
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=check_vma
+    )
+    message = r"at w is divided over \['model'\], which are not mapped here"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mapped, params, params)
+
+
 def test_a_scalar_that_differs_along_model_is_refused():
     with pytest.raises(ValueError, match="parameter at w is a scalar that is divided over"):
         trace(optax.sgd(0.1), "model", {"w": jnp.ones(())}, {"w": P()})
