@@ -46,10 +46,12 @@ from ampx.autocasting.values import (
     is_float32,
     is_repeated_along_first_axis,
     restrict_to_type,
+    rounds_to_one,
 )
 from ampx.jaxprs import building, primitives, reading
 
 OUT_OF_RANGE = "a constant leaves the range of half"
+AT_ONE = "half rounds a bound to 1"
 NO_SUM = "a product without a sum"
 
 
@@ -297,6 +299,8 @@ def _find_objection(name: str, atom: Any, constant: Value, half: Any) -> str | N
     # Where a number is picked and not computed with, -1e9 may become the lowest half number: both
     # only have to lose against everything else.
     saturates = name in tables.SELECTING
+    if saturates and rounds_to_one(constant.span, half):
+        return AT_ONE
     return None if fits_in(constant.span, half, saturates) else OUT_OF_RANGE
 
 

@@ -105,6 +105,32 @@ def test_numbers_do_not_promote():
     assert dtypes(bfloat16(f)(A, jnp.float32(3))) == ("bfloat16",) * 6
 
 
+# What keeps an operation away from where it ends, at 1, stays on its side of 1.
+GUARDS = {
+    "clip": lambda h: jnp.clip(jax.nn.sigmoid(h), 1e-7, 1 - 1e-7),
+    "clip in a function": jax.jit(lambda h: jnp.clip(jnp.tanh(h), -0.9995, 0.9995)),
+    "clamp": lambda h: lax.clamp(-1 + 1e-6, jnp.tanh(h), 1 - 1e-6),
+    "minimum of an array": lambda h: jnp.minimum(jnp.tanh(h), jnp.full(h.shape, 1 - 1e-6)),
+    "choice": lambda h: jnp.where(h > 4, 1 - 1e-6, jnp.tanh(h)),
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
+@pytest.mark.parametrize("half", [bfloat16, float16])
+def test_guards_at_one_are_not_rounded_to_one(guard, half):
+    def loss(x):
+        p = guard(x @ x)
+        return jnp.mean(jnp.log1p(-p) + jnp.arctanh(p) + jnp.sqrt(1 - p**2)), p
+
+    (value, p), grad = jax.value_and_grad(half(loss), has_aux=True)(4 * jnp.eye(2))
+    assert all_finite((value, p, grad))
+    assert jnp.max(jnp.abs(p)) < 1
+
+
+def test_other_bounds_do_not_promote():
+    assert bfloat16(lambda x: jnp.clip(x @ x, -1.0, 0.99))(EYE).dtype == jnp.bfloat16
+
+
 # By einsum and by `*`: the same operation in two notations.
 WITHOUT_A_SUM = {
     "angles": (lambda h, p: jnp.einsum("i,j->ij", p, p), lambda h, p: p[:, None] * p, "float32"),
