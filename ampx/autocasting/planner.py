@@ -177,6 +177,8 @@ class Planner:
         )
         if dots is None or decision.precision != "half" or name not in tables.HALF_BY_DEFAULT:
             return decision
+        if decision.rule == operations.NO_SUM:
+            return decision
         if around.in_custom_jvp:
             # The rule's tangents run through its products, and JAX transposes these for reverse
             # mode. A product in float8 has a rule for its gradients and cannot be transposed.

@@ -36,6 +36,7 @@ from jax.typing import DTypeLike
 
 from ampx.autocasting.calls import AS_WRITTEN
 from ampx.autocasting.float8 import Dots, Float8, casts_of, find_fallback
+from ampx.autocasting.operations import NO_SUM
 from ampx.autocasting.planner import HIDDEN_FUNCTION
 from ampx.autocasting.plans import Decision, Plan, Settings
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
@@ -130,7 +131,9 @@ class Explanation:
         return sum(map(_is_float8, products)), len(products)
 
     def _list_products(self) -> list[ExplainedEquation]:
-        return [row for row in self.equations if row.primitive in HALF_BY_DEFAULT]
+        return [
+            row for row in self.equations if row.primitive in HALF_BY_DEFAULT and row.rule != NO_SUM
+        ]
 
     def _describe_float8(self, dots: Float8) -> str:
         float8, products = self.products_in_float8()

@@ -188,6 +188,17 @@ def fits_in(span: tuple[float, float] | None, dtype: Any, saturates: bool = Fals
     return enough and least >= float(limits.smallest_subnormal)
 
 
+def rounds_to_one(span: tuple[float, float] | None, dtype: Any) -> bool:
+    """Whether a number at an end of this span becomes 1 or -1 in `dtype` and is none.
+
+    `clip(p, 1e-7, 1 - 1e-7)` guards what ends at 1: `log(1 - p)`, `arctanh(p)`, `sqrt(1 - p**2)`.
+    """
+    distance = float(jnp.finfo(dtype).eps)  # from 1 to the next number above it
+    return span is not None and any(
+        0 < abs(number - 1) < distance and float(np.asarray(number, dtype)) == 1 for number in span
+    )
+
+
 def saturate(constant: float, dtype: Any) -> np.ndarray:
     """Converts a number to `dtype`, and keeps it finite if it was.
 

@@ -113,7 +113,7 @@ class CountingWalk(Walk):
         if name in _KERNELS or (is_opaque(eqn) and name != "scan"):
             self.opaque.add(name)
         made = self._find_origin(name, operands)
-        if name in HALF_BY_DEFAULT:
+        if name in HALF_BY_DEFAULT and not reading.multiplies_without_sum(eqn):
             for value in (*operands, *(Value(array, made) for array in arrays)):
                 _count(self.products, scope, value)
         if name == "dot_general":

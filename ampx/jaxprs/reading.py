@@ -229,6 +229,14 @@ def split_while(eqn: Equation, operands: Sequence[Any]) -> tuple[list[Any], list
     return values[:of_condition], values[of_condition:consts], values[consts:]
 
 
+def multiplies_without_sum(eqn: Equation) -> bool:
+    """Whether a `dot_general` adds up nothing: each number of its result is one product."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (summed, _), _ = eqn.params["dimension_numbers"]
+    return not summed
+
+
 def is_inexact(atom: Atom) -> bool:
     """Whether a value has floating or complex numbers."""
     return is_differentiable(atom.aval)

@@ -105,6 +105,85 @@ def test_numbers_do_not_promote():
     assert dtypes(bfloat16(f)(A, jnp.float32(3))) == ("bfloat16",) * 6
 
 
+# What keeps an operation away from where it ends, at 1, stays on its side of 1.
+GUARDS = {
+    "clip": lambda h: jnp.clip(jax.nn.sigmoid(h), 1e-7, 1 - 1e-7),
+    "clip in a function": jax.jit(lambda h: jnp.clip(jnp.tanh(h), -0.9995, 0.9995)),
+    "clamp": lambda h: lax.clamp(-1 + 1e-6, jnp.tanh(h), 1 - 1e-6),
+    "minimum of an array": lambda h: jnp.minimum(jnp.tanh(h), jnp.full(h.shape, 1 - 1e-6)),
+    "choice": lambda h: jnp.where(h > 4, 1 - 1e-6, jnp.tanh(h)),
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
+@pytest.mark.parametrize("half", [bfloat16, float16])
+def test_guards_at_one_are_not_rounded_to_one(guard, half):
+    def loss(x):
+        p = guard(x @ x)
+        return jnp.mean(jnp.log1p(-p) + jnp.arctanh(p) + jnp.sqrt(1 - p**2)), p
+
+    (value, p), grad = jax.value_and_grad(half(loss), has_aux=True)(4 * jnp.eye(2))
+    assert all_finite((value, p, grad))
+    assert jnp.max(jnp.abs(p)) < 1
+
+
+def test_other_bounds_do_not_promote():
+    assert bfloat16(lambda x: jnp.clip(x @ x, -1.0, 0.99))(EYE).dtype == jnp.bfloat16
+
+
+# By einsum and by `*`: the same operation in two notations.
+WITHOUT_A_SUM = {
+    "angles": (lambda h, p: jnp.einsum("i,j->ij", p, p), lambda h, p: p[:, None] * p, "float32"),
+    "scale": (lambda h, p: jnp.einsum("bi,i->bi", h, p), lambda h, p: h * p, "bfloat16"),
+    "scale over another axis": (
+        lambda h, p: jnp.einsum("bi,j->bij", h, p),
+        lambda h, p: h[..., None] * p,
+        "bfloat16",
+    ),
+    "weight of each row": (
+        lambda h, p: jnp.einsum("bi,b->bi", h, p),
+        lambda h, p: h * p[:, None],
+        "float32",
+    ),
+    "halves": (lambda h, p: jnp.einsum("bi,bi->bi", h, h), lambda h, p: h * h, "bfloat16"),
+    "half and float32": (
+        lambda h, p: jnp.einsum("bi,bi->bi", h, jnp.exp(h)),
+        lambda h, p: h * jnp.exp(h),
+        "float32",
+    ),
+    "lifted": (
+        lambda h, p: jnp.einsum("bi,bi->bi", h, h).sum(),
+        lambda h, p: (h * h).sum(),
+        "float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "by_einsum, by_product, dtype", WITHOUT_A_SUM.values(), ids=list(WITHOUT_A_SUM)
+)
+def test_a_product_without_a_sum_is_a_multiplication(by_einsum, by_product, dtype):
+    w, p = A / 8, jnp.linspace(0.1, 999.7, 8)
+    found, expected = (
+        bfloat16(lambda w, p, fun=fun: fun(w @ w, p)) for fun in (by_einsum, by_product)
+    )
+    assert found(w, p).dtype.name == expected(w, p).dtype.name == dtype
+    np.testing.assert_array_equal(found(w, p), expected(w, p))
+    grads, of_product = (
+        jax.grad(lambda w, p, fun=fun: fun(w, p).astype(jnp.float32).sum(), argnums=(0, 1))(w, p)
+        for fun in (found, expected)
+    )
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=2e-2), grads, of_product)
+    explained = ampx.explain(lambda w, p: by_einsum(w @ w, p), dots="float8")(w, p)
+    assert explained.products_in_half()[1] == explained.products_in_float8()[1] == 1
+
+
+def test_a_rule_asks_for_half_of_a_product_without_a_sum():
+    rules = ampx.DEFAULT_RULES.half("dot_general")
+    outer = bfloat16(lambda p: jnp.einsum("i,j->ij", p, p), rules=rules)
+    assert outer(jnp.ones(4)).dtype == jnp.bfloat16
+
+
 def test_a_fill_of_a_gather_stays_finite():
     def rows(x, i):
         return jnp.take(x @ x, i, axis=0, mode="fill", fill_value=-1e9)
