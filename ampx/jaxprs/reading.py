@@ -17,6 +17,7 @@ what several modules need, is read here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -215,6 +216,19 @@ def split_while(eqn: Equation, operands: Sequence[Any]) -> tuple[list[Any], list
     of_condition, of_body = while_sizes(eqn)
     values, consts = list(operands), of_condition + of_body
     return values[:of_condition], values[of_condition:consts], values[consts:]
+
+
+def find_default_precision() -> Any:
+    """What `jax_default_matmul_precision` writes into products that ask for no precision."""
+    return _read_default_precision(jax.config.jax_default_matmul_precision)  # pyrefly: ignore
+
+
+@functools.cache
+def _read_default_precision(setting: str | None) -> Any:
+    if setting is None:
+        return None
+    vector = jax.ShapeDtypeStruct((1,), np.float32)
+    return jax.make_jaxpr(jax.lax.dot)(vector, vector).eqns[-1].params["precision"]
 
 
 def is_inexact(atom: Atom) -> bool:
