@@ -402,6 +402,8 @@ def _requests_other_precision(eqn: Any, half_dtype: Any) -> bool:
     if preferred is not None and preferred not in (np.float32, half_dtype):
         return True
     precision = eqn.params.get("precision")
+    if precision == reading.find_default_precision():
+        return False  # that of `jax_default_matmul_precision` is for float32 operands
     wanted = precision if isinstance(precision, tuple) else (precision,)
     return not all(
         p in (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.DEFAULT) for p in wanted

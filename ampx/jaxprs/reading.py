@@ -17,6 +17,7 @@ what several modules need, is read here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -235,6 +236,19 @@ def multiplies_without_sum(eqn: Equation) -> bool:
         return False
     (summed, _), _ = eqn.params["dimension_numbers"]
     return not summed
+
+
+def find_default_precision() -> Any:
+    """What `jax_default_matmul_precision` writes into products that ask for no precision."""
+    return _read_default_precision(jax.config.jax_default_matmul_precision)  # pyrefly: ignore
+
+
+@functools.cache
+def _read_default_precision(setting: str | None) -> Any:
+    if setting is None:
+        return None
+    vector = jax.ShapeDtypeStruct((1,), np.float32)
+    return jax.make_jaxpr(jax.lax.dot)(vector, vector).eqns[-1].params["precision"]
 
 
 def is_inexact(atom: Atom) -> bool:

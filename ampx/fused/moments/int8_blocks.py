@@ -169,7 +169,7 @@ def magnitudes_of(x: jax.Array, *, signed: bool) -> jax.Array:
       [2.0, inf]
     """
     own = jnp.abs(x) if signed else jnp.where(x < 0, jnp.zeros_like(x), x)
-    return jnp.where(x == x, own, jnp.full_like(x, jnp.inf))
+    return jnp.where(x == x, own, jnp.inf)
 
 
 def block_scale(largest: jax.Array, *, signed: bool) -> jax.Array:

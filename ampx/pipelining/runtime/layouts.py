@@ -277,12 +277,15 @@ class StackedLayers:
         if self.unrolled:
             gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
 
-        # (layers of the stage, ...) into (chunks, longest, ...); padding stays as it is.
+        # (layers of the stage, ...) into (chunks, longest, ...); padding stays as it is. The axis
+        # of chunks is written out: `jax_numpy_rank_promotion` may forbid to leave it away.
+        gradients = jax.tree.map(lambda gradient: gradient[None], gradients)
+
         def start_of(gradient: jax.Array) -> tuple[Any, ...]:
-            return (chunk, *[jnp.zeros_like(chunk)] * gradient.ndim)
+            return (chunk, *[jnp.zeros_like(chunk)] * (gradient.ndim - 1))
 
         old = jax.tree.map(
-            lambda sums, g: lax.dynamic_slice(sums, start_of(g), (1, *g.shape)), total, gradients
+            lambda sums, g: lax.dynamic_slice(sums, start_of(g), g.shape), total, gradients
         )
         new = add_gradients(old, cast_like(gradients, total))
         return jax.tree.map(
