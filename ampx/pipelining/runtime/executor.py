@@ -156,8 +156,7 @@ class Executor:
 
         def run_tick(tick: jax.Array, carry: _Carry) -> _Carry:
             def look_up(table: np.ndarray) -> jax.Array:
-                # int32[ticks, devices] -> int32[]; with x64 a counter is wider than an index, and
-                # under `jax_disable_jit` it is an int
+                # int32[ticks, devices] -> int32[]. The counter may be int64, or Python's without jit.
                 place = jnp.asarray(tick, device.dtype), device
                 entry = lax.dynamic_slice(table, place, (1, 1), allow_negative_indices=False)
                 return entry.reshape(())
