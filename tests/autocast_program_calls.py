@@ -171,7 +171,8 @@ def while_over_a_half_array(x, w):
     return lax.while_loop(lambda c: jnp.sum(c) < jnp.max(h), lambda c: c + jnp.abs(h), x)
 
 
-@gives("half half")
+# The gradient of a vector times w is an outer product, and so as float32 as the vector.
+@gives("half half", gradients="half float32")
 def hessian_and_linearize(x, w):
     hessian = jax.hessian(lambda v: (jnp.tanh(v @ w) @ w)[0])(x[0])
     return hessian, jax.linearize(lambda x: jnp.sin(x @ w), x)[1](x)

@@ -156,7 +156,7 @@ class Executor:
 
         def run_tick(tick: jax.Array, carry: _Carry) -> _Carry:
             def look_up(table: np.ndarray) -> jax.Array:
-                # int32[ticks, devices] -> int32[]. The counter may be int64, or Python's without jit.
+                # int32[ticks, devices] -> int32[]. The counter may be int64, or an int without jit.
                 place = jnp.asarray(tick, device.dtype), device
                 entry = lax.dynamic_slice(table, place, (1, 1), allow_negative_indices=False)
                 return entry.reshape(())
