@@ -135,6 +135,10 @@ SETTINGS = {
 }
 
 
+# The others compile anew what other tests have compiled, or take long to trace.
+QUICK = ("jax_default_matmul_precision", "jax_numpy_rank_promotion", "jax_enable_x64")
+
+
 @contextlib.contextmanager
 def setting(name, value):
     before = getattr(jax.config, name)
@@ -174,7 +178,10 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS],
+)
 def test_a_setting_of_jax_changes_nothing(name, feature, as_jax_comes):
     wanted = as_jax_comes(feature)
     with setting(name, SETTINGS[name]):
