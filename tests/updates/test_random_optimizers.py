@@ -171,7 +171,7 @@ def reference(seed):
     return plain(make(seed)[0])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.slow_but(*map(str, SEEDS[:1]))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_way_gives_the_numbers_of_optax(seed):
