@@ -177,7 +177,7 @@ def assert_same(found, wanted):
         np.testing.assert_allclose(*numbers, **tolerance, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10, "jax_debug_infs-few_bits")
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
 @pytest.mark.parametrize(
     "name",

@@ -282,9 +282,10 @@ class Devices:
         factors = inputs if name == "mul" else inputs[:1]
         by_jax, by_hand = _union(factors, "by_jax"), _union(factors, "by_hand")
         made = made._replace(by_jax=by_jax, by_hand=by_hand)
-        numbers = [value.number for value in inputs if value.number]
-        divisor = 1 / numbers[0] if numbers and name == "mul" else (*numbers, 0.0)[0]
-        return self._divide(made, divisor, sizes)
+        number = next((value.number for value in inputs if value.number), None)
+        if number is None:
+            return made
+        return self._divide(made, 1 / number if name == "mul" else number, sizes)
 
     def _divide(self, made: Spread, divisor: float, sizes: dict[Any, int]) -> Spread:
         """A sum that is divided by the number of devices is a mean."""
