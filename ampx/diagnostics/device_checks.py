@@ -18,7 +18,7 @@ total is written by hand, nor of arrays that hold parts which differ beside othe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ampx.checking import join_first
@@ -172,25 +172,12 @@ class Devices:
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name == "shard_map":
             return self._enter_shard_map(eqn, inputs, sizes, eqns)
-        if name == "scan":
-            (body,) = reading.bodies_of(eqn)
-            consts, carry, xs = reading.split_scan(eqn, inputs)
-            return _loop(carry, lambda c: self.follow(body, [*consts, *c, *xs], sizes, eqns))
-        if name == "while":
-            condition, body = reading.bodies_of(eqn)
-            of_condition, consts, carry = reading.split_while(eqn, inputs)
-
-            def run(carry: list[Spread]) -> list[Spread]:
-                ends = self.follow(condition, [*of_condition, *carry], sizes, eqns)
-                results = self.follow(body, [*consts, *carry], sizes, eqns)
-                return [_choose([result], ends) for result in results]
-
-            return _loop(carry, run)
-        bodies = folds.bodies_with_operands(eqn, inputs)
-        if bodies:
-            results = [self.follow(body, operands, sizes, eqns) for body, operands in bodies]
-            chosen_by = inputs[:1] if name == "cond" else []
-            return [_choose(group, chosen_by) for group in zip(*results, strict=True)]
+        # Axes and marks are only added, and sums of gradients only lost, so a loop settles.
+        results = folds.follow_bodies(
+            eqn, inputs, lambda body, operands: self.follow(body, operands, sizes, eqns), _choose
+        )
+        if results is not None:
+            return results
         if name in primitives.SAME_NUMBERS and len(inputs) == count:
             return inputs
         axes = frozenset(axis for axis in _named_axes(eqn) if sizes.get(axis, 1) > 1)
@@ -240,7 +227,7 @@ class Devices:
             varies=value.varies - axes, unknown=value.unknown - axes, is_total=bool(axes)
         )
         self._note_forward(axes, eqns)
-        is_backward = _is_backward(eqns)
+        is_backward = source_info.is_backward(eqns)
         if eqns[0].primitive.name not in primitives.PSUMS or not axes:
             return made
         is_equal = axes.isdisjoint(value.varies | value.unknown)
@@ -261,7 +248,7 @@ class Devices:
     ) -> Spread:
         """What an equation on one device makes of values."""
         name, made = eqn.primitive.name, _choose(inputs)
-        made = made._replace(is_gradient=made.is_gradient or _is_backward(eqns))
+        made = made._replace(is_gradient=made.is_gradient or source_info.is_backward(eqns))
         if name == "sub" and inputs[0].is_total:
             made = made._replace(unknown=made.unknown | inputs[1].varies - inputs[0].varies)
         if name in _SIDE_BY_SIDE:  # a part that is taken out again may be one that is equal
@@ -312,13 +299,8 @@ class Devices:
 
     def _note_forward(self, axes: Axes, eqns: tuple[Equation, ...]) -> None:
         is_inside = any("jvp(" in str(eqn.source_info.name_stack) for eqn in eqns)
-        if is_inside and not _is_backward(eqns):
+        if is_inside and not source_info.is_backward(eqns):
             self.forward |= axes
-
-
-def _is_backward(eqns: Sequence[Equation]) -> bool:
-    told = (source_info.is_transposed(eqn) for eqn in eqns)
-    return next((answer for answer in told if answer is not None), False)
 
 
 def _named_axes(eqn: Equation) -> tuple[Any, ...]:
@@ -361,16 +343,6 @@ def _union(values: Sequence[Spread], field: str) -> Axes:
 def _common(values: Sequence[Spread], field: str) -> Axes:
     first, *others = (getattr(value, field) for value in values or (Spread(),))
     return first.intersection(*others)
-
-
-def _loop(carry: list[Spread], run: Callable[[list[Spread]], list[Spread]]) -> list[Spread]:
-    # Axes and marks are only added, and sums of gradients only lost, so this ends.
-    while True:
-        results = run(carry)
-        after = [_choose(pair) for pair in zip(carry, results, strict=False)]
-        if after == carry:
-            return [*carry, *results[len(carry) :]]
-        carry = after
 
 
 def _places(bits: int) -> Iterator[int]:

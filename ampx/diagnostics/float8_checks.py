@@ -84,7 +84,7 @@ class _Products:
             groups = [group for group in results if len(group) == count]
             return [_NONE.union(*facts) for facts in zip(*groups, strict=True)] or [_NONE] * count
         if name == "dot_general":
-            if not _is_forward(eqns):
+            if source_info.is_backward(eqns):
                 return [_NONE]
             self.found.append(eqns)
             return [frozenset((_Fact(len(self.found) - 1, "scores"),))]
@@ -100,11 +100,6 @@ class _Products:
             )
             facts |= {_Fact(product, "shifted") for product in scores & maxima}
         return [facts if name in _KEEPING else _NONE] * count
-
-
-def _is_forward(eqns: tuple[Equation, ...]) -> bool:
-    told = (source_info.is_transposed(eqn) for eqn in eqns)
-    return not next((answer for answer in told if answer is not None), False)
 
 
 def _is_float8(eqns: tuple[Equation, ...]) -> bool:

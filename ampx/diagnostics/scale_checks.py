@@ -343,9 +343,10 @@ class _Counts(NamedTuple):
 
 def _follow_counts(jaxpr: Jaxpr, operands: Sequence[_Counts]) -> list[_Counts]:
     def apply(eqn: Equation, inputs: list[_Counts]) -> Sequence[_Counts]:
-        bodies = folds.bodies_with_operands(eqn, inputs)
-        if bodies:
-            return _run_bodies(eqn, inputs)
+        # What decides between values makes none of them. Bits are only added, so a loop settles.
+        results = folds.follow_bodies(eqn, inputs, _follow_counts, lambda own, _: _unite(own))
+        if results is not None:
+            return results
         # A random key that is made of a counter is no rate.
         if eqn.primitive.name.startswith(("random_", "threefry", "bitcast")):
             return [_Counts(0, 0)] * len(eqn.outvars)
@@ -358,27 +359,6 @@ def _follow_counts(jaxpr: Jaxpr, operands: Sequence[_Counts]) -> list[_Counts]:
         ]
 
     return folds.fold(jaxpr, operands, apply, lambda _: _Counts(0, 0))
-
-
-def _run_bodies(eqn: Equation, inputs: list[_Counts]) -> list[_Counts]:
-    name = eqn.primitive.name
-    if name == "scan":
-        (body,) = reading.bodies_of(eqn)
-        consts, carry, xs = reading.split_scan(eqn, inputs)
-    elif name == "while":
-        body = reading.bodies_of(eqn)[1]
-        _, consts, carry = reading.split_while(eqn, inputs)
-        xs = []
-    else:
-        results = [_follow_counts(*pair) for pair in folds.bodies_with_operands(eqn, inputs)]
-        return [_unite(group) for group in zip(*results, strict=True)]
-    # Bits are only added, so this ends.
-    while True:
-        results = _follow_counts(body, [*consts, *carry, *xs])
-        after = [_unite(pair) for pair in zip(carry, results, strict=False)]
-        if after == carry:
-            return [*carry, *results[len(carry) :]]
-        carry = after
 
 
 def _unite(values: Sequence[Any]) -> _Counts:

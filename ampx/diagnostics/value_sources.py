@@ -13,11 +13,11 @@ What reads fixed inputs alone is the same in each step, too, such as random numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ampx.diagnostics.step_programs import StepProgram
-from ampx.jaxprs import folds, primitives, reading
+from ampx.jaxprs import folds, primitives
 from ampx.jaxprs.reading import Equation, Jaxpr
 
 _DRAWING = frozenset({"random_bits", "random_gamma"})
@@ -85,25 +85,12 @@ class Sources:
         self, eqn: Equation, inputs: list[Source], eqns: tuple[Equation, ...]
     ) -> Sequence[Source]:
         name, count = eqn.primitive.name, len(eqn.outvars)
-        if name == "scan":
-            (body,) = reading.bodies_of(eqn)
-            consts, carry, xs = reading.split_scan(eqn, inputs)
-            return self._loop(carry, lambda c: self._follow(body, [*consts, *c, *xs], eqns))
-        if name == "while":
-            condition, body = reading.bodies_of(eqn)
-            of_condition, consts, carry = reading.split_while(eqn, inputs)
-
-            def run(carry: list[Source]) -> list[Source]:
-                ends = self._follow(condition, [*of_condition, *carry], eqns)
-                results = self._follow(body, [*consts, *carry], eqns)
-                return [_unite([result], ends) for result in results]
-
-            return self._loop(carry, run)
-        bodies = folds.bodies_with_operands(eqn, inputs)
-        if bodies:
-            results = [self._follow(body, operands, eqns) for body, operands in bodies]
-            chosen_by = inputs[:1] if name == "cond" else []
-            return [_unite(group, chosen_by) for group in zip(*results, strict=True)]
+        # Reads are only added, and what is no input stays none, so a loop settles.
+        results = folds.follow_bodies(
+            eqn, inputs, lambda body, operands: self._follow(body, operands, eqns), _unite
+        )
+        if results is not None:
+            return results
         if name in primitives.SAME_NUMBERS and len(inputs) == count:
             return inputs
         if name == "select_n":
@@ -116,17 +103,6 @@ class Sources:
             self._draws[key] = Draw(bit, made.reads, eqns)
             made = made._replace(reads=made.reads | bit)
         return [made] * count
-
-    def _loop(
-        self, carry: list[Source], run: Callable[[list[Source]], list[Source]]
-    ) -> list[Source]:
-        # Reads are only added, and what is no input stays none, so this ends.
-        while True:
-            results = run(carry)
-            after = [_unite(pair) for pair in zip(carry, results, strict=False)]
-            if after == carry:
-                return [*carry, *results[len(carry) :]]
-            carry = after
 
 
 def _unite(values: Sequence[Source], read: Sequence[Source] = ()) -> Source:

@@ -10,7 +10,8 @@ results follow from those of its operands. `fold` does what all such analyses sh
       in (d,) }                    -> [facts[d]]
 
 It does not enter equations that hold jaxprs: for some analyses a loop is one step and for others it
-is a program, so `apply` decides. `bodies_with_operands` tells it what it may enter and with what.
+is a program, so `apply` decides. `bodies_with_operands` tells it what it may enter and with what,
+and `follow_bodies` enters it.
 
 The facts may be arrays, real or traced: a fold then evaluates the program, each equation as `apply`
 likes. `ampx.jaxprs.interpreter` evaluates, too, but is not a fold: it runs only what some outputs
@@ -20,10 +21,12 @@ need and drops each array after its last use, so that a whole training step fits
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ampx.jaxprs import reading
 from ampx.jaxprs.reading import Equation, Jaxpr
+
+Fact = TypeVar("Fact")
 
 
 def fold(
@@ -79,6 +82,53 @@ def bodies_with_operands(
         return [(condition, [*of_condition, *carry]), (body, [*of_body, *carry])]
     body = reading.called_body(eqn)
     return [] if body is None else [(body, operands)]
+
+
+def follow_bodies(
+    eqn: Equation,
+    operands: Sequence[Fact],
+    follow: Callable[[Jaxpr, Sequence[Fact]], list[Fact]],
+    unite: Callable[[Sequence[Fact], Sequence[Fact]], Fact],
+) -> list[Fact] | None:
+    """The facts of what a call, a branch or a loop gives; None for all other equations.
+
+    The body of a loop is followed until the facts of its carry settle. So they must only grow.
+
+    Args:
+      eqn: the equation.
+      operands: the facts of its operands.
+      follow: the facts of a jaxpr's outputs, from those of its inputs.
+      unite: the fact of what is one of several values, as of two branches, from the facts of these
+        and of what decides which one it is.
+    """
+    name = eqn.primitive.name
+    if name == "scan":
+        (body,) = reading.bodies_of(eqn)
+        consts, carry, xs = reading.split_scan(eqn, operands)
+
+        def run(carry: list[Fact]) -> list[Fact]:
+            return follow(body, [*consts, *carry, *xs])
+
+    elif name == "while":
+        condition, body = reading.bodies_of(eqn)
+        of_condition, consts, carry = reading.split_while(eqn, operands)
+
+        def run(carry: list[Fact]) -> list[Fact]:
+            ends = follow(condition, [*of_condition, *carry])
+            return [unite([result], ends) for result in follow(body, [*consts, *carry])]
+
+    else:
+        bodies = bodies_with_operands(eqn, operands)
+        results = [follow(*pair) for pair in bodies]
+        decides = operands[:1] if name == "cond" else []
+        groups = zip(*results, strict=True)
+        return [unite(group, decides) for group in groups] if bodies else None
+    while True:
+        results = run(carry)
+        after = [unite(pair, ()) for pair in zip(carry, results, strict=False)]
+        if after == carry:
+            return [*carry, *results[len(carry) :]]
+        carry = after
 
 
 def equations_inside(

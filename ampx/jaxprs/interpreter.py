@@ -91,9 +91,7 @@ class Place(NamedTuple):
     @property
     def is_backward(self) -> bool:
         """Whether the equation belongs to a backward pass; what remat runs again does not."""
-        # The innermost equation that tells decides: a whole call may be recomputed.
-        told = [source_info.is_transposed(eqn) for eqn, _ in self.path]
-        return next((answer for answer in reversed(told) if answer is not None), False)
+        return source_info.is_backward(eqn for eqn, _ in reversed(self.path))
 
     @property
     def is_derivative(self) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -73,6 +74,17 @@ def scope_of(eqn: Equation) -> tuple[str, ...]:
     stack = re.sub(r"transpose\(.*/(?=jvp\()", "", str(eqn.source_info.name_stack))
     names = (re.sub(r"\w+\(|\)", "", part) for part in stack.split("/"))
     return tuple(name for name in names if name)
+
+
+def is_backward(eqns: Iterable[Equation]) -> bool:
+    """Whether an equation is of a backward pass; what remat runs again is not.
+
+    Args:
+      eqns: the equation and those around it, innermost first. The first that tells decides: a whole
+        call may be recomputed.
+    """
+    told = map(is_transposed, eqns)
+    return next((answer for answer in told if answer is not None), False)
 
 
 def is_transposed(eqn: Equation) -> bool | None:
