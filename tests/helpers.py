@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ampx
 
@@ -65,6 +67,23 @@ def counted_step(tx):
         return optimizer_step(tx, params, state, grads)
 
     return step, traces
+
+
+def map_zero1(tx, step, params, mesh, check_vma):
+    """A step of `zero1` on all devices of a mesh, and its first state, divided over them.
+
+    Of the step's three arguments the second is the state, as it is of the step's two results.
+    """
+    specs = ampx.zero1_specs(tx, params, mesh)
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), specs, P()),
+        out_specs=(P(), specs),
+        check_vma=check_vma,
+    )
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    return mapped, jax.jit(tx.init, out_shardings=shardings)(params)
 
 
 def run_steps(tx, params, grads_sequence, step=None):

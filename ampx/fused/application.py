@@ -198,7 +198,7 @@ def apply(
     tail = Tail(max_norm=max_norm, new_params=True, backend=backend, plan=plan, squares=squares)
     scale = current_loss_scale(opt_state)
     norm = None
-    if find_outermost_loss_scale(opt_state) is not None:
+    if scaled is not None:
         # The loss scale judges, folds its own factor and the clip into the tail, and moves.
         applied, new_state = tx.update(
             put_grads(given, grads), opt_state, params, tail=tail, verdict=verdict, **extra_args

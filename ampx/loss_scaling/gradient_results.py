@@ -60,7 +60,7 @@ def accept_results(
                 _read_scale(own, state, init_scale, i) if _is_result(own) else None
                 for i, own in found
             ]
-            updates = tuple(own.grads if _is_result(own) else own for own in updates)
+            updates = take_grads(updates)
         else:
             return tx.update(updates, state, params, **extra_args)
         if isinstance(state, LossScaleState):

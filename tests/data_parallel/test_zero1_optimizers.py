@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bit_equal, make_mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from helpers import assert_bit_equal, make_mesh, map_zero1
 from optax_optimizers import NAMES, TAKES, make
 
 import ampx
@@ -56,17 +54,8 @@ def compare(tx, without=None, check_vma=False, **extra_args):
 
     ours = ampx.zero1(tx, "data")
     params = {name: param for name, param in PARAMS.items() if name != without}
-    specs = ampx.zero1_specs(ours, params, MESH)
-    mapped = jax.shard_map(
-        step_of_device,
-        mesh=MESH,
-        in_specs=(P(), specs, P()),
-        out_specs=(P(), specs),
-        check_vma=check_vma,
-    )
-    shardings = jax.tree.map(lambda spec: NamedSharding(MESH, spec), specs)
-    init = jax.jit(ours.init, out_shardings=shardings)
-    found, state = run(jax.jit(mapped), init(params), params)
+    mapped, state = map_zero1(ours, step_of_device, params, MESH, check_vma)
+    found, state = run(jax.jit(mapped), state, params)
     plain = optax.with_extra_args_support(tx)
     expected, own = run(jax.jit(functools.partial(step, plain)), plain.init(params), params)
 

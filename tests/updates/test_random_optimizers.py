@@ -14,9 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bit_equal, make_mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from helpers import assert_bit_equal, make_mesh, map_zero1
 from random_optimizers import make
 
 import ampx
@@ -114,23 +112,13 @@ def in_multi_steps(tx):
 
 
 def in_zero1(tx, check_vma):
-    mesh = make_mesh((4,), ("data",))
     wrapped = ampx.zero1(tx, "data")
-    specs = ampx.zero1_specs(wrapped, PARAMS, mesh)
 
     def update(grads, state, params):
         grads = jax.lax.pcast(grads, "data", to="varying")
         return as_update(wrapped)(grads, state, params)
 
-    mapped = jax.shard_map(
-        update,
-        mesh=mesh,
-        in_specs=(P(), specs, P()),
-        out_specs=(P(), specs),
-        check_vma=check_vma,
-    )
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    state = jax.jit(wrapped.init, out_shardings=shardings)(PARAMS)
+    mapped, state = map_zero1(wrapped, update, PARAMS, make_mesh((4,), ("data",)), check_vma)
     return train(mapped, state, inner=lambda state: state.inner_state, skips=False)
 
 
