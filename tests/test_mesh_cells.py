@@ -28,9 +28,9 @@ PAIRS = {
     for place, kind in enumerate(KINDS)
 }
 CASES = list(dict.fromkeys([*QUICK, *PAIRS]))
-# Beside whose turn it is, one that finds a fault that others do not.
-DUE = ("densify_rows", "Auto", AXES[2])
-IN_SUITE = [*QUICK, DUE]
+# Beside whose turn it is, those that found a fault that others do not.
+DUE = [("densify_rows", "Auto", AXES[2]), ("fused.novograd", "Explicit", AXES[1])]
+IN_SUITE = [*QUICK, *DUE]
 FOR_WHOLE = [case for case, is_due in PAIRS.items() if not is_due and case not in IN_SUITE]
 
 
@@ -51,7 +51,7 @@ def test_the_guide_has_a_row_for_every_transformation():
     assert titles | {"`optax.adamw`", "`optax.lamb`"} == set(rows_of_guide())
 
 
-@pytest.mark.sampled(3, "-".join(DUE))
+@pytest.mark.sampled(3, *map("-".join, DUE))
 @pytest.mark.slow_but(*map("-".join, QUICK))
 @pytest.mark.whole(*map("-".join, FOR_WHOLE))
 @pytest.mark.parametrize(("name", "kind", "axes"), CASES, ids=lambda word: word)

@@ -127,14 +127,15 @@ def _update(
         h = h._replace(factor=None)
     if rule.needs_squares:
         # NovoGrad: |factor * g|**2, whole, before anything else is done with the gradient.
-        scaled = g if h.factor is None else g * h.factor
+        scaled = _zero_if(skip, g if h.factor is None else g * h.factor)
         h = h._replace(squares=sum_parameter(scaled * scaled, leaf.segments, untracked))
     wide_leaf = leaf._replace(grad=g, param=p, slots=slots)
     step, new_slots = compute_direction(rule, h, wide_leaf, skip)
     if rule.direction_again is not None:
         # LAMB. XLA is free to write the direction out or to compute it twice; kernels compute it
         # twice.
-        step = step * compute_trust_ratio(p, step, leaf.segments, untracked)
+        ratio = compute_trust_ratio(_zero_if(skip, p), step, leaf.segments, untracked)
+        step = step * ratio
     step = step if h.step_size is None else h.step_size * step
     # Without a skip a float16 moment overflows, as optax's does.
     saturates = skip is not None and rule.is_guarded
@@ -191,6 +192,16 @@ def _choose(condition: jax.Array, a: Any, b: Any) -> jax.Array:
     types = [(x.shape, x.dtype) for x in (a, b) if isinstance(x, jax.Array)]
     alike = len(types) == 2 and types[0] == types[1]
     return lax.select(condition, a, b) if alike else jnp.where(condition, a, b)
+
+
+def _zero_if(skip: jax.Array | None, x: jax.Array) -> jax.Array:
+    """What a norm is taken of, so that it needs the verdict; on a skip nothing reads the norm.
+
+    A sum over devices must come behind those of the verdict on all of them. A verdict may look a
+    second time, in a branch, and on CPUs what does not need the branch can overtake it: then
+    devices may wait for each other for ever.
+    """
+    return x if skip is None else _choose(skip, jnp.zeros_like(x), x)
 
 
 def keep_leaf(leaf: Leaf, tail: Tail) -> TailResult:
