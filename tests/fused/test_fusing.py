@@ -499,6 +499,37 @@ def test_a_clip_without_a_loss_scale(name, backend):
     near(params, optax.apply_updates(PARAMS, updates))
 
 
+READ_THE_LOSS = [name for name in DERIVED if TAKES.get(name)]
+
+
+@pytest.mark.parametrize("name", READ_THE_LOSS)
+def test_a_result_hands_its_loss_on_with_and_without_a_loss_scale(name):
+    def loss_fn(params, batch):
+        return sum(jnp.mean((leaf - batch) ** 2) for leaf in jax.tree.leaves(params))
+
+    assert len(READ_THE_LOSS) > 3
+    plain, one = make(name), fused.fuse(make(name))
+    expected, of_plain = PARAMS, plain.init(PARAMS)
+    for _ in range(3):
+        loss, grads = jax.value_and_grad(loss_fn)(expected, 2.0)
+        updates, of_plain = plain.update(grads, of_plain, expected, value=loss)
+        expected = optax.apply_updates(expected, updates)
+    for tx in (one, ampx.no_loss_scale(one), ampx.dynamic_loss_scale(one)):
+        params, state = PARAMS, tx.init(PARAMS)
+        grads_of = ampx.value_and_grad(loss_fn)
+        for _ in range(3):
+            result = grads_of(params, 2.0, loss_scale=ampx.current_loss_scale(state))
+            params, state, _ = apply_step(tx)(params, state, result)
+        near(params, expected)
+
+
+def test_an_argument_of_the_caller_goes_before_what_a_result_tells():
+    tx = fused.fuse(optax.polyak_sgd())
+    result = ampx.value_and_grad(lambda params, batch: jnp.sum(params["s"] ** 2))(PARAMS, 0.0)
+    given = apply_step(tx)(PARAMS, tx.init(PARAMS), result, value=0.5)[0]
+    near(given, apply_step(tx)(PARAMS, tx.init(PARAMS), result.grads, value=0.5)[0])
+
+
 @pytest.mark.parametrize("name", ["adabelief", "adan", "sm3"])
 def test_a_train_step_takes_what_is_there(name):
     def loss_fn(params, batch):
