@@ -253,6 +253,43 @@ def test_an_init_that_looks_into_the_parameters_is_left_to_optax():
         fused.fuse(tx, strict=True).init(PARAMS)
 
 
+def of_update(update, state=optax.EmptyState()):
+    return optax.GradientTransformation(lambda params: state, update)
+
+
+BLAMED = {
+    "another parameter": (
+        of_update(lambda g, s, p: ({**g, "w": g["w"] * g["v"]}, s)),
+        r"`mul` reads arrays of several parameters, 'v', 'w', in .*test_fusing\.py:\d+",
+    ),
+    "one that is broadcast": (
+        of_update(lambda g, s, p: ({**g, "w": g["w"] * g["b"]}, s)),
+        r"an array of 'b' is broadcast from float32\[1,3\] to float32\[2,3\], in .*test_fusing",
+    ),
+    "an array of its own": (
+        of_update(lambda g, s, p: (jax.tree.map(lambda x: x * np.float32([[1, 2, 3]]), g), s)),
+        r"an array is broadcast from float32\[1,3\] to float32\[2,3\], in .*test_fusing\.py:\d+",
+    ),
+    "a number of its state": (
+        of_update(lambda g, s, p: (g, s), {"a": {"rate": 0.5}}),
+        r"0\.5 at 'a/rate' of its state is a number of Python.*make it jnp.asarray\(0\.5\)",
+    ),
+    "a number for a parameter": (optax.sgd(0.1), r"2\.0 at 'b' of its parameters is a number"),
+}
+
+
+@pytest.mark.parametrize("name", BLAMED)
+def test_a_refusal_says_what_is_not_of_one_parameter(name):
+    tx, message = BLAMED[name]
+    params = {name: jnp.ones((2, 3)) for name in "bvw"}
+    if name == "one that is broadcast":
+        params["b"] = jnp.ones((1, 3))
+    if name == "a number for a parameter":
+        params["b"] = 2.0
+    with pytest.raises(ValueError, match=message):
+        fused.fuse(tx, strict=True).init(params)
+
+
 def test_a_refusal_names_the_line():
     def update(updates, state, params=None):
         return jax.tree.map(lambda g: g - jnp.cumsum(g, 0), updates), state
