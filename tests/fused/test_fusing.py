@@ -253,7 +253,7 @@ def test_an_init_that_looks_into_the_parameters_is_left_to_optax():
         fused.fuse(tx, strict=True).init(PARAMS)
 
 
-def of_update(update, state=optax.EmptyState()):
+def of_update(update, state=()):
     return optax.GradientTransformation(lambda params: state, update)
 
 
