@@ -412,8 +412,9 @@ class _Program:
             return f"it reads an array of {atom.aval.str_short()} that belongs to no parameter"
         eqn = self.causes[atom]
         name, line = eqn.primitive.name, source_info.line_of(eqn)
-        found = {self.owners.get(self._find_same(operand)) for operand in _variables(eqn.invars)}
-        owners = [repr(self.names[owner]) for owner in sorted(found - {None})]
+        atoms = _variables(map(self._find_same, eqn.invars))
+        found = sorted({self.owners[each] for each in atoms if each in self.owners})
+        owners = [repr(self.names[owner]) for owner in found]
         if name in primitives.ELEMENTWISE and len(owners) > 1:
             return f"`{name}` reads arrays of several parameters, {join_first(owners)}, in {line}"
         if name == "broadcast_in_dim":

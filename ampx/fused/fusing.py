@@ -215,7 +215,7 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
     places = (range(len(dtypes)), slots, range(len(dtypes)))
     types = [list(map(widen, *pair)) for pair in zip(leaves, places, strict=True)]
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return derive(run, slots, [leaf.dtype for leaf in leaves[1]], *types, names)
+    return derive(run, slots, [leaf.dtype for leaf in leaves[1]], *types, names=names)
 
 
 def _update(
