@@ -261,7 +261,7 @@ def numerics_report(
     """
     check_callable("fun", fun, "fun(*args)")
     has_aux = as_bool("has_aux", has_aux)
-    loss_scale = as_number("loss_scale", loss_scale, may_be_infinite=True)
+    loss_scale = as_number("loss_scale", loss_scale)
     if not loss_scale > 0 or math.frexp(loss_scale)[0] != 0.5:
         raise ValueError(f"loss_scale must be a power of two, got {loss_scale}")
 
