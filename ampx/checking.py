@@ -133,18 +133,22 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}{suggest(value, choices)}")
 
 
-def as_positive_int(name: str, value: Any) -> int:
+def as_positive_int(name: str, value: Any, *, is_counted: bool = False) -> int:
     """Converts an int of at least 1, also one of numpy or of a known array, to Python's.
+
+    What `is_counted` must be one that a counter in a state, an int32, reaches.
 
     Raises:
       TypeError: for anything that is no int; True is not an int here, and 4.0 neither.
-      ValueError: for 0 and negative numbers.
+      ValueError: for 0 and negative numbers, and for what no counter reaches.
     """
     found = _as_int(value)
     if found is None:
         raise TypeError(f"{name} must be a positive int, {describe(value)}")
     if found < 1:
         raise ValueError(f"{name} must be a positive int, got {value}")
+    if is_counted and found > 2**31 - 1:
+        raise ValueError(f"{name} must be at most {2**31 - 1}, the largest count, got {value}")
     return found
 
 
@@ -202,6 +206,8 @@ def as_number(
     found = _as_real(value)
     if found is None:
         raise TypeError(f"{name} must be a number, {describe(value)}")
+    if isinstance(found, int) and found.bit_length() > 1023:  # no float is as large
+        found = math.inf if found > 0 else -math.inf
     # Written so that NaN, which compares to nothing, fails each of them.
     is_inside = (
         (math.isfinite(found) or (may_be_infinite and not math.isnan(found)))
@@ -226,7 +232,7 @@ def as_number(
         expected = " and ".join([*parts, *bounds]) or "a number"
         in_unit = f", in {unit}" if unit else ""
         ending = f": {fix}" if fix else ""
-        raise ValueError(f"{name} must be {expected}{in_unit}, got {value!r}{ending}")
+        raise ValueError(f"{name} must be {expected}{in_unit}, got {shorten(value)}{ending}")
     return found
 
 
@@ -260,16 +266,18 @@ def check_hyperparameter(
       **bounds: of a plain number, see `as_number`.
 
     Raises:
-      TypeError: for words, bools, and arrays of bools or of complex numbers.
+      TypeError: for words, bools, and arrays of bools, of complex numbers, or with axes.
       ValueError: for a plain number outside of the bounds.
     """
     if may_be_schedule and callable(value):
         return
     if isinstance(value, jax.Array) or hasattr(value, "__jax_array__"):
-        dtype = jnp.result_type(value)
-        if jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.floating):
+        dtype, shape = jnp.result_type(value), jnp.shape(value)
+        is_real = jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.floating)
+        if is_real and not shape:
             return
-        raise TypeError(f"{name} must be a number, got an array of dtype {dtype}")
+        of = f"shape {shape}" if is_real else f"dtype {dtype}"
+        raise TypeError(f"{name} must be a number, got an array of {of}")
     try:
         as_number(name, value, **bounds)
     except TypeError as error:
@@ -386,7 +394,9 @@ def _find_dtype(value: Any) -> np.dtype | None:
         dtype = jnp.dtype(value)
     except (TypeError, ValueError):
         return None
-    return None if dtype.type is np.void else dtype  # what an empty dict or list names
+    # An empty dict or list names void, and `np.longdouble` what JAX has no arrays of.
+    is_known = dtype.type is not np.void and (dtype.kind != "f" or dtype.itemsize <= 8)
+    return dtype.newbyteorder("=") if is_known else None
 
 
 def _as_int(value: Any) -> int | None:

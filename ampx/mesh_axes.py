@@ -40,7 +40,8 @@ def as_axes(
 
     Raises:
       TypeError: if it is something else.
-      ValueError: if it is an empty sequence where an axis is needed.
+      ValueError: if it is an empty sequence where an axis is needed, or names one twice, over
+        which sums would be taken twice.
 
     Examples:
       >>> from ampx import mesh_axes
@@ -60,6 +61,8 @@ def as_axes(
         )
     if not axes and not may_be_empty:
         raise ValueError(f"{argument} must name at least one mesh axis, such as 'data'")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{argument} must name each mesh axis once, got {axes}")
     return axes
 
 

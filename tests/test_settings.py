@@ -263,18 +263,20 @@ WRONG = {
     "bool": ["False", "yes", 1, 0.0, np.int64(1), np.array([True]), [True]],
     "int": [True, "4", 4.5, np.float32(4), np.array([4]), np.bool_(True), [4]],
     "number": [True, "0.1", NAN, 1j, np.array([0.1, 0.2]), np.bool_(True), [0.1], {}],
-    "dtype": ["foo", "int32", jnp.int32, bool, np.complex64, 3, True, {}],
+    "dtype": ["foo", "int32", jnp.int32, bool, np.complex64, 3, True, {}, np.longdouble],
     "function": [3, "f", 0.1],
-    "axes": [3, True, 0.1, ("data", 3), [None]],
+    "axes": [3, True, 0.1, ("data", 3), [None], ("data", "data")],
 }
 AS_GOOD = {
     "bool": [np.True_, np.array(False), True],
     "int": [np.int64, np.int32, np.uint8, np.array, jnp.array],
     "number": [np.float32, np.float64, np.array, jnp.float32],
-    "dtype": ["bf16", "bfloat16", "BF16", "half", "fp16", jnp.bfloat16, np.dtype(np.float16)],
+    "dtype": ["bf16", "bfloat16", "BF16", "half", "fp16", jnp.bfloat16, np.dtype(">f2")],
 }
 # Any int is a seed, and number 0 a loss.
 ANY_INT = {("fused.stochastic_rounding", "seed"), ("current_loss_scale", "loss_id")}
+# A counter of int32 counts up to them; `progress_bar.total_steps` is one that Python counts.
+COUNTED = ("growth_interval", "hysteresis", "until_step", "every_k")
 # An infinite norm clips nothing, and an infinite bandwidth takes no time.
 MAY_BE_INFINITE = ("max_norm", "max_grad_norm", "bandwidth")
 # A right number, where that is not 1 or the default.
@@ -301,8 +303,10 @@ def cases(table):
             values = [right[:-1], right.upper() + "x", 3, ("a",)]
         if table is WRONG and kind == "int" and (function, parameter.name) not in ANY_INT:
             values += [0, -1, np.int64(-3)]
+        if table is WRONG and kind == "int" and parameter.name in COUNTED:
+            values += [2**31, 10**12]
         if table is WRONG and kind == "number" and parameter.name not in MAY_BE_INFINITE:
-            values += [INF, -INF, np.float32(INF)]
+            values += [INF, -INF, np.float32(INF), 10**400]
         if table is AS_GOOD and function in SLOW:
             continue
         for number, value in enumerate(values):
@@ -335,7 +339,7 @@ def test_a_wrong_value_is_refused_by_name(function, name, kind, value):
     assert SOURCES in pathlib.Path(frames[-1].filename).parents, frames[-1]
     message = str(caught.value)
     assert name in message
-    shown = [repr(value), str(value)]
+    shown = [repr(value), str(value), str(value)[:100]]
     if kind == "dtype":
         shown.append(getattr(value, "__name__", "?").rstrip("_"))
     if kind == "axes":
@@ -426,6 +430,29 @@ def test_traced_settings_are_refused_by_name():
     ):
         with pytest.raises(TypeError, match="got a traced value.*static argument"):
             jax.jit(lambda n, build=build: build(n) and None)(1)
+
+
+NUMBERS = [(function, p.name) for function, p, kind in SETTINGS if kind == "number"]
+
+
+@pytest.mark.parametrize(("function", "name"), NUMBERS)
+def test_an_array_with_axes_is_no_number(function, name):
+    for array in (jnp.array([0.1]), jnp.array([[0.1]]), jnp.array([0.1, 0.2])):
+        with pytest.raises((TypeError, ValueError), match=f"{name} must be") as caught:
+            call(function, name, array)
+        assert SOURCES in pathlib.Path(traceback.extract_tb(caught.tb)[-1].filename).parents
+
+
+def test_what_no_counter_reaches_is_refused_by_name():
+    for build in (
+        lambda n: ampx.multi_steps(SGD, n),
+        lambda n: ampx.dynamic_loss_scale(SGD, growth_interval=(2, n)),
+        lambda n: ampx.precision_schedule("fast|step|0.9", total_steps=n),
+        lambda n: ampx.multi_steps(SGD, lambda step: n).update(P, ampx.multi_steps(SGD, 2).init(P)),
+    ):
+        with pytest.raises(ValueError, match="must be at most 2147483647, the largest count, got"):
+            build(2**31)
+        build(2**31 - 1)
 
 
 def test_numpys_numbers_make_the_same_program():

@@ -145,7 +145,7 @@ def multi_steps(
     """
     check_transformation("inner", inner)
     if not callable(every_k):
-        every_k = as_positive_int("every_k", every_k)
+        every_k = as_positive_int("every_k", every_k, is_counted=True)
     if drop_if is not None:
         check_callable("drop_if", drop_if, "drop_if(grads)")
     settings = _Settings(
@@ -284,7 +284,7 @@ def _as_length(length: Any) -> Any:
       ValueError: if it is known, and not positive.
     """
     if not isinstance(length, jax.Array):
-        return as_positive_int("what every_k returns", length)
+        return as_positive_int("what every_k returns", length, is_counted=True)
     # Its value is not looked at: that would wait for the device. A 0 counts as 1.
     if not jnp.issubdtype(length.dtype, np.integer) or length.shape:
         raise TypeError(f"every_k must return an int scalar, got {jax.typeof(length)}")

@@ -26,6 +26,8 @@ from ampx.checking import check_callable
 from ampx.jaxprs import folds, reading
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.jaxprs.reading import Equation
+from ampx.tree_checks import describe_tree
+from ampx.trees import merge_trainable, split_trainable
 
 _DATA, _FIXED = -1, -2  # other labels, 0 and up, are the places of leaves
 
@@ -39,16 +41,17 @@ def forward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple
 
     Args:
       loss_fn: a function of `params` and `args`, as it is given to `ampx.value_and_grad`.
-      params: a pytree of arrays or of `jax.ShapeDtypeStruct`.
+      params: a pytree of arrays or of `jax.ShapeDtypeStruct`. What is not trained may be among
+        them, such as integers and the functions of an Equinox module.
       *args: arrays, or `jax.ShapeDtypeStruct` in their places, and anything else.
 
     Returns:
-      Places of the leaves in the flattened tree; those that are not read come last. It is the
-      `order` of `ampx.bucket_layout` and `ampx.all_reduce`.
+      Places of the leaves in the flattened tree of their gradients, which leaves out what is not
+      trained; those that are not read come last. It is the `order` of `ampx.bucket_layout` and
+      `ampx.all_reduce`.
 
     Raises:
-      TypeError: if `loss_fn` is no function.
-      ValueError: if a leaf of `params` is not an array.
+      TypeError: if `loss_fn` is no function, or `params` hold nothing that is trained.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -60,21 +63,21 @@ def forward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple
       (1, 0)
     """
     check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
-    leaves = jax.tree.leaves(params)
-    arrays, merge = split_arrays((params, args))
-    if len(split_arrays(params)[0]) != len(leaves):
-        raise ValueError(
-            "every leaf of params must be an array or a jax.ShapeDtypeStruct, got leaves of types "
-            f"{sorted({type(leaf).__name__ for leaf in leaves})}"
+    trained, rest = split_trainable(params)
+    leaves, structure = jax.tree.flatten(trained)
+    if jax.tree.leaves(params) and not leaves:
+        raise TypeError(
+            "params must hold arrays of floating numbers, or jax.ShapeDtypeStruct in their places, "
+            f"got {describe_tree(params)}"
         )
+    others, merge = split_arrays((rest, args))
 
-    def of_arrays(*arrays: Any) -> Any:
-        params, args = merge(arrays)
-        return loss_fn(params, *args)
+    def of_arrays(leaves: Any, others: Any) -> Any:
+        rest, args = merge(others)
+        return loss_fn(merge_trainable(structure.unflatten(leaves), rest), *args)
 
-    # The leaves of params are the first arrays, since (params, args) is flattened in this order.
-    jaxpr, _ = reading.trace(of_arrays, *arrays)
-    places = [i if i < len(leaves) else _DATA for i in range(len(arrays))]
+    jaxpr, _ = reading.trace(of_arrays, leaves, others)
+    places = [*range(len(leaves)), *[_DATA] * len(others)]
     order: dict[int, None] = {}  # the leaves read so far; a dict keeps the order of its keys
 
     def made_of(eqn: Equation, operands: list[int]) -> list[int]:

@@ -152,11 +152,13 @@ def lint_step(
       if it were equal on all;
     - `"schedule"`: a rate is computed from a counter of optax that counts skipped steps;
     - `"batch_stats"`: a skipped step changes batch statistics of flax linen; or they are among the
-      parameters of an optimizer, which moves them;
+      parameters of an optimizer, which moves them; or a step that trains neither changes nor reads
+      them;
     - `"lost_state"`: parameters are updated with an optimizer's state that comes back as it came
-      in; or nnx modules are changed under `jax.jit`, which works on copies;
+      in, or with counters and moments of it that do; or parameters come back so, and an optimizer
+      moves its moments of them; or nnx modules are changed under `jax.jit`, which works on copies;
     - `"random_key"`: random numbers that reach the state are drawn from a key of it that comes back
-      unchanged, with nothing folded in that changes;
+      unchanged, or is written in the program, with nothing folded in that changes;
     - `"half_sum"`: a loop adds up in half precision, as gradients of micro-batches;
     - `"half_state"`: arrays in half that each step adds to, without a wider copy or rounding at
       random; averages that decay by less than half precision resolves;

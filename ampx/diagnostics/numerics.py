@@ -30,7 +30,7 @@ import numpy as np
 from ampx import flax_modules
 from ampx.autocasting.float8 import RecipeName
 from ampx.autocasting.tables import HALF_BY_DEFAULT, MOVING, PICKING
-from ampx.checking import as_bool, as_number, check_callable
+from ampx.checking import as_bool, as_number, check_callable, shorten
 from ampx.diagnostics import float8_shares
 from ampx.diagnostics.exponents import (
     FORMATS,
@@ -261,9 +261,9 @@ def numerics_report(
     """
     check_callable("fun", fun, "fun(*args)")
     has_aux = as_bool("has_aux", has_aux)
-    loss_scale = as_number("loss_scale", loss_scale, may_be_infinite=True)
+    given, loss_scale = loss_scale, as_number("loss_scale", loss_scale, may_be_infinite=True)
     if not loss_scale > 0 or math.frexp(loss_scale)[0] != 0.5:
-        raise ValueError(f"loss_scale must be a power of two, got {loss_scale}")
+        raise ValueError(f"loss_scale must be a power of two, got {shorten(given)}")
 
     @functools.wraps(fun)
     def reported(params: Any, *args: Any) -> NumericsReport:

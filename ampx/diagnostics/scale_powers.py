@@ -29,7 +29,8 @@ finds less than there is, and nothing that is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -157,19 +158,17 @@ class Powers:
     def _apply(
         self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
     ) -> Sequence[Power]:
-        name = eqn.primitive.name
-        if name == "scan":
-            return self._scan(eqn, inputs, eqns)
-        if name == "while":
-            return self._while(eqn, inputs, eqns)
-        bodies = folds.bodies_with_operands(eqn, inputs)
-        if name == "cond":
-            results = [self.follow(body, operands, eqns) for body, operands in bodies]
-            chosen = [self._join(list(group), eqns) for group in zip(*results, strict=True)]
-            return [_reading(value, inputs[:1]) for value in chosen]
-        if bodies:
-            ((body, operands),) = bodies
-            return self.follow(body, operands, eqns)
+        def unite(values: Sequence[Power], decides: Sequence[Power]) -> Power:
+            if eqn.primitive.name == "cond":
+                return _reading(self._join(list(values), eqns), decides)
+            return functools.reduce(_widen, values)
+
+        # A carry only becomes known, then unknown, and gains marks, so a loop settles.
+        inside = folds.follow_bodies(
+            eqn, inputs, lambda body, operands: self.follow(body, operands, eqns), unite
+        )
+        if inside is not None:
+            return inside
         results = self._compute(eqn, inputs, eqns)
         return [
             value if reading.is_inexact(out) else _as_integer(eqn, inputs)
@@ -250,56 +249,15 @@ class Powers:
         if all(v.origin >= 0 for v in own) and all(v.power in (0, 1) for v in values):
             self.suspected.update((v.origin, Fraction(1)) for v in own)
 
-    def _scan(
-        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
-    ) -> Sequence[Power]:
-        (body,) = reading.bodies_of(eqn)
-        consts, carry, xs = reading.split_scan(eqn, inputs)
 
-        def run(carry: list[Power]) -> tuple[list[Power], list[Power]]:
-            results = self.follow(body, [*consts, *carry, *xs], eqns)
-            return results[: len(carry)], results[len(carry) :]
-
-        carry = self._settle(carry, lambda carry: run(carry)[0])
-        after, outs = run(carry)
-        return [*_widen(carry, after), *outs]
-
-    def _while(
-        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
-    ) -> Sequence[Power]:
-        _, body = reading.bodies_of(eqn)
-        _, consts, carry = reading.split_while(eqn, inputs)
-
-        def run(carry: list[Power]) -> list[Power]:
-            return self.follow(body, [*consts, *carry], eqns)
-
-        carry = self._settle(carry, run)
-        return _widen(carry, run(carry))
-
-    def _settle(self, carry: list[Power], run: Callable[[list[Power]], list[Power]]) -> list[Power]:
-        """The powers of a loop's carry that hold before every iteration."""
-        # Each value can only become known, then unknown, and gain marks: a few rounds settle it.
-        for _ in range(8):
-            after = _widen(carry, run(carry))
-            if after == carry:
-                break
-            carry = after
-        else:
-            carry = [value._replace(power=None) for value in carry]
-        return carry
-
-
-def _widen(before: list[Power], after: list[Power]) -> list[Power]:
-    """What is true of values before and after an iteration."""
-    return [_widen_one(old, new) for old, new in zip(before, after, strict=True)]
-
-
-def _widen_one(old: Power, new: Power) -> Power:
+def _widen(old: Power, new: Power) -> Power:
+    """What is true of a value before and after an iteration."""
     marks = _marks([old, new])
     conflicts = old.conflicts | new.conflicts
     if old.marks & FREE or new.marks & FREE:
         known = new if old.marks & FREE else old
-        return known._replace(marks=marks | known.marks & FREE, conflicts=conflicts, origin=-1)
+        marks |= known.marks & FREE
+        return Power(known.power, marks, conflicts)
     origin = old.origin if old.origin == new.origin else -1
     return Power(old.power if old.power == new.power else None, marks, conflicts, origin)
 

@@ -14,6 +14,7 @@ parameter, a moment, a counter, a loss scale.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -217,6 +218,17 @@ def optimizer_of(leaf: Leaf) -> Names | None:
         if is_of_library(node) or is_chain(node):
             return leaf.path[:depth]
     return None
+
+
+def path_in_optimizer(leaf: Leaf) -> Names:
+    """The names from the field of an optimizer's state on, such as ("mu", "layer", "w")."""
+    if (path := optimizer_of(leaf)) is None:
+        return ()
+    fields = [depth for depth, node in enumerate(leaf.nodes) if is_of_library(node)]
+    if fields:
+        return leaf.path[fields[-1] :]
+    inside = leaf.path[len(path) :]  # of flax nnx, whose chains have numbers
+    return tuple(itertools.dropwhile(str.isdigit, inside))
 
 
 def source_of(eqns: tuple[Equation, ...], jaxpr: Jaxpr) -> str:

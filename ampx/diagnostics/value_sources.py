@@ -9,6 +9,9 @@ bits; its `own` is the input that it is, number for number, or -1:
 
 An input of which the result that takes its place is `own` is *fixed*: it is the same in each step.
 What reads fixed inputs alone is the same in each step, too, such as random numbers.
+
+A matrix that is drawn from nothing that changes and multiplies others, as a random projection does,
+is meant to be the same in each step. So a product does not read such draws.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from ampx.jaxprs import folds, primitives
 from ampx.jaxprs.reading import Equation, Jaxpr
 
 _DRAWING = frozenset({"random_bits", "random_gamma"})
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 class Source(NamedTuple):
@@ -64,6 +68,7 @@ class Sources:
     def __init__(self, program: StepProgram) -> None:
         count = len(program.inputs)
         self._first = count
+        self.of_inputs = (1 << count) - 1
         self._draws: dict[tuple[int, ...], Draw] = {}
         self.outputs = self._follow(program.jaxpr, [Source(i, 1 << i) for i in range(count)], ())
         self.draws = list(self._draws.values())
@@ -71,7 +76,6 @@ class Sources:
         self.fixed = {i for number, i in carried if self.outputs[number].own == i}
         self.changed = [(number, i) for number, i in carried if i not in self.fixed]
         self.moved = _unite([self.outputs[number] for number, _ in self.changed]).reads
-        self.of_inputs = (1 << count) - 1
 
     def _follow(
         self, jaxpr: Jaxpr, operands: Sequence[Source], around: tuple[Equation, ...]
@@ -95,6 +99,8 @@ class Sources:
             return inputs
         if name == "select_n":
             return [_unite(inputs[1:], inputs[:1])]
+        if name in _PRODUCTS:
+            inputs = [value for value in inputs if value.reads & self.of_inputs]
         made = _unite(inputs)._replace(own=-1)
         if name in _DRAWING:
             key = tuple(map(id, eqns))

@@ -45,7 +45,7 @@ from ampx.overwritten import join_new_values
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_gradients, check_memory
 from ampx.trees import cast_castable
-from ampx.updates.extra_args import check_spelling
+from ampx.updates.extra_args import check_spelling, explain_refused
 from ampx.updates.gradient_norms import fold_clip, measure_and_judge
 from ampx.updates.tails import Applied, Backend, Tail, takes_tail, unwrap_results
 
@@ -205,12 +205,13 @@ def apply(
         )
         new_params, norm = cast(Applied, applied)
     else:
-        grads = unscale_result(given, grads, opt_state)
+        grads, extra_args = unscale_result(given, grads, opt_state, extra_args)
         # Without a loss scale there is no verdict: a norm is measured only where a clip needs it.
         if max_norm is not None:
             norm = measure_and_judge(grads, squares=squares, model_axes=divided).norm
             tail = fold_clip(dataclasses.replace(tail, norm=norm), grads, divided)
-        results, new_state = tx.update(grads, opt_state, params, tail=tail, **extra_args)
+        with explain_refused(extra_args):
+            results, new_state = tx.update(grads, opt_state, params, tail=tail, **extra_args)
         new_params, _ = unwrap_results(results)
     if hidden is not None:
         new_params = join_new_values(new_params, hidden.held(opt_state, new_state))

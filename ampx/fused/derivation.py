@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ampx.checking import join_first
 from ampx.fused.update_rules import KERNEL_PRIMITIVES, Operations, Slots, UpdateRule
 from ampx.jaxprs import building, primitives, reading, source_info
 from ampx.jaxprs.late_choices import choose_late
@@ -231,6 +232,7 @@ def derive(
     grads: Sequence[Any],
     state: Sequence[Any],
     params: Sequence[Any],
+    names: Sequence[str],
 ) -> Derivation:
     """Traces a transformation and takes its program apart.
 
@@ -242,6 +244,7 @@ def derive(
       grads: abstract values of the gradients' leaves.
       state: those of the state's.
       params: those of the parameters'.
+      names: of the parameters, for the errors.
 
     Raises:
       NotDerivable: for an operation that does not work element by element, with its line.
@@ -255,7 +258,7 @@ def derive(
     # Functions with derivatives of their own stay calls, which are refused: a step may be
     # differentiated.
     jaxpr = spread_late(choose_late(building.inline_calls(traced)))
-    return _Program(jaxpr, slots, stored, len(grads)).derive()
+    return _Program(jaxpr, slots, stored, names).derive()
 
 
 class _Program:
@@ -271,9 +274,10 @@ class _Program:
     """
 
     def __init__(
-        self, jaxpr: Jaxpr, slots: Sequence[int | None], stored: Sequence[Any], count: int
+        self, jaxpr: Jaxpr, slots: Sequence[int | None], stored: Sequence[Any], names: Sequence[str]
     ) -> None:
-        self.jaxpr, self.slots, self.stored, self.count = jaxpr, slots, stored, count
+        self.jaxpr, self.slots, self.stored, self.names = jaxpr, slots, stored, names
+        self.count = count = len(names)
         self.opened = reading.open_jaxpr(jaxpr)
         self.grads, rest = self.opened.invars[:count], self.opened.invars[count:]
         self.state, self.params = rest[: len(slots)], rest[len(slots) :]
@@ -407,10 +411,17 @@ class _Program:
         if atom not in self.causes:
             return f"it reads an array of {atom.aval.str_short()} that belongs to no parameter"
         eqn = self.causes[atom]
-        return (
-            f"`{eqn.primitive.name}` does not work element by element of one parameter, in "
-            f"{source_info.line_of(eqn)}"
-        )
+        name, line = eqn.primitive.name, source_info.line_of(eqn)
+        atoms = _variables(map(self._find_same, eqn.invars))
+        found = sorted({self.owners[each] for each in atoms if each in self.owners})
+        owners = [repr(self.names[owner]) for owner in found]
+        if name in primitives.ELEMENTWISE and len(owners) > 1:
+            return f"`{name}` reads arrays of several parameters, {join_first(owners)}, in {line}"
+        if name == "broadcast_in_dim":
+            before, after = (x.aval.str_short() for x in (eqn.invars[0], eqn.outvars[0]))
+            of = f" of {owners[0]}" if owners else ""
+            return f"an array{of} is broadcast from {before} to {after}, in {line}"
+        return f"`{name}` does not work element by element of one parameter, in {line}"
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Atom]:

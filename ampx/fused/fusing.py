@@ -33,7 +33,7 @@ from ampx.jaxprs import reading
 from ampx.overwritten import refuse_overwritten
 from ampx.param_storage.narrow_params import as_arrays
 from ampx.tree_checks import check_arrays
-from ampx.trees import cast_like, hold, is_floating, null_updates, widen
+from ampx.trees import cast_like, hold, is_floating, null_updates, path_name, widen
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
@@ -192,9 +192,14 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
         return reading.with_dtype(aval, dtypes[place])
 
     leaves = [jax.tree.leaves(tree) for tree in (grads, state, params)]
-    for leaf in (*leaves[0], *leaves[1], *leaves[2]):
-        if not hasattr(leaf, "dtype"):
-            raise NotDerivable(f"{leaf!r} is a number of Python, and no array")
+    for where, tree in (("parameters", params), ("state", state), ("gradients", grads)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if not hasattr(leaf, "dtype"):
+                at = f" at {path_name(path)!r}" if path else ""
+                raise NotDerivable(
+                    f"{leaf!r}{at} of its {where} is a number of Python, and no array: make it "
+                    f"jnp.asarray({leaf!r})"
+                )
     for leaf in leaves[2]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise NotDerivable(f"a parameter has the dtype {leaf.dtype}")
@@ -209,7 +214,8 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
             raise NotDerivable(f"it keeps {leaf.dtype} for a parameter in {dtypes[place]}")
     places = (range(len(dtypes)), slots, range(len(dtypes)))
     types = [list(map(widen, *pair)) for pair in zip(leaves, places, strict=True)]
-    return derive(run, slots, [leaf.dtype for leaf in leaves[1]], *types)
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return derive(run, slots, [leaf.dtype for leaf in leaves[1]], *types, names=names)
 
 
 def _update(

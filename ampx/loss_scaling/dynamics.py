@@ -86,7 +86,7 @@ class ScaleDynamics:
     def __post_init__(self) -> None:
         """Refuses settings that contradict each other or cannot be exact."""
         convert = functools.partial(object.__setattr__, self)  # the class is frozen
-        convert("hysteresis", as_positive_int("hysteresis", self.hysteresis))
+        convert("hysteresis", as_positive_int("hysteresis", self.hysteresis, is_counted=True))
         convert("growth_interval", _as_interval(self.growth_interval))
         convert("powers_of_two", as_bool("powers_of_two", self.powers_of_two))
         check_choice("refill", self.refill, get_args(Refill))
@@ -178,8 +178,8 @@ def _as_interval(value: Any) -> int | tuple[int, ...]:
     """One interval, or the levels of one that adapts."""
     name = "growth_interval"
     if isinstance(value, str) or not isinstance(value, Sequence):
-        return as_positive_int(name, value)
-    levels = tuple(as_positive_int(name, level) for level in value)
+        return as_positive_int(name, value, is_counted=True)
+    levels = tuple(as_positive_int(name, level, is_counted=True) for level in value)
     if len(levels) < 2 or any(b <= a for a, b in itertools.pairwise(levels)):
         raise ValueError(
             f"{name} must be a positive int, or at least two of them in ascending order, between "

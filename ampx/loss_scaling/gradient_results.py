@@ -45,9 +45,7 @@ def accept_results(
                 "params is an optimizer state: the order is tx.update(grads, opt_state, params)"
             )
         if _is_result(updates):
-            # What `train_step` hands to an optimizer, too.
-            extra_args = {"value": updates.loss, "weight": updates.weight, **extra_args}
-            extra_args["shared_loss_axes"] = _find_shared_axes([updates], state)
+            extra_args = _describe(updates, state, extra_args)
             scale = _read_scale(updates, state, init_scale, None)
             updates = updates.grads
         elif isinstance(updates, tuple | list) and any(map(_is_result, updates)):
@@ -91,14 +89,28 @@ def put_grads(given: Any, grads: Any) -> Any:
     return grads
 
 
-def unscale_result(given: Any, grads: Any, state: Any) -> Any:
-    """The gradients of a result for an optimizer without a loss scale: divided by what it carries.
+def _describe(result: Any, state: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
+    """The extra arguments and what a result tells an optimizer, as `train_step` does, too."""
+    told = {"value": result.loss, "weight": result.weight, **extra_args}
+    return {**told, "shared_loss_axes": _find_shared_axes([result], state)}
+
+
+def unscale_result(
+    given: Any, grads: Any, state: Any, extra_args: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """What an optimizer without a loss scale gets of a result, as through `accept_results`.
+
+    Returns:
+      The gradients divided by what they carry, and the extra arguments with what the result tells.
 
     Raises:
       ValueError: if its loss was multiplied; inside of jit, where that is not known, never.
     """
-    scale = _read_scale(given, state, 1.0, None) if _is_result(given) else None
-    return grads if scale is None else unscale(grads, scale)
+    if not _is_result(given):
+        return grads, extra_args
+    scale = _read_scale(given, state, 1.0, None)
+    unscaled = grads if scale is None else unscale(grads, scale)
+    return unscaled, _describe(given, state, extra_args)
 
 
 def replace_scale(state: LossScaleState, gradient_scale: Any) -> LossScaleState:

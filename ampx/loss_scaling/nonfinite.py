@@ -112,6 +112,7 @@ def agree_on(counts: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     A sum of integers loses nothing. `pmax` of floats could return the other operand for a NaN.
     """
     axes = as_axes(axis_names, "axis_names", may_be_empty=True)
+    count_devices(axes)  # for its error
     with jax.named_scope("ampx.verdict"):
         return jax.lax.psum(mark_varying(counts, axes), axes)
 

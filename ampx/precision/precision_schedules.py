@@ -78,7 +78,7 @@ class Phase:
         parse_choice(recipe.loss_scale)
         object.__setattr__(self, "policy", recipe)
         if self.until_step is not None:
-            step = as_positive_int("until_step", self.until_step)
+            step = as_positive_int("until_step", self.until_step, is_counted=True)
             object.__setattr__(self, "until_step", step)
         if self.until_loss is not None:
             loss = as_number("until_loss", self.until_loss)
@@ -328,7 +328,7 @@ def precision_schedule(
     if given[useless] is not None:
         raise ValueError(f"{useless}={given[useless]} has no meaning for {spec!r}: leave it out")
     if total_steps is not None:
-        total_steps = as_positive_int("total_steps", total_steps)
+        total_steps = as_positive_int("total_steps", total_steps, is_counted=True)
         # The share as the decimal that was written, not as the float nearest to it: in floats 0.55
         # of 100 steps is 55.00000000000001, whose ceiling is one step too many.
         # `smoothing` is handed on to be refused, where there is no loss to smooth.

@@ -71,6 +71,7 @@ from ampx.trees import cast_like, copy_arrays, find_nodes, has_mark
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import explain_refused
 from ampx.updates.gradient_norms import compute_norm
+from ampx.updates.guards import explain_choices_of_flat
 from ampx.updates.tails import Applied, Tail
 
 State = TypeVar("State")  # of any of the kinds that a step takes
@@ -152,7 +153,8 @@ class TrainStep:
         stored = params if self.recipe is None else self.recipe.cast_params(params)
         stored, key, model_state = copy_arrays((stored, key, model_state))
         step = jnp.zeros((), jnp.int32)
-        opt_state = self.tx.init(split_optimized(stored)[0])
+        with explain_choices_of_flat():
+            opt_state = self.tx.init(split_optimized(stored)[0])
         state = TrainState(step, stored, opt_state, key, model_state)
         train_states.check_has_one_loss(state.opt_state)
         if self.recipe is not None and self.schedule is None:

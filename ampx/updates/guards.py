@@ -8,7 +8,8 @@ attribute, or would broadcast one array to another and go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -108,9 +109,31 @@ def guard(
     def init(params: Any) -> Any:
         check_arrays("params", params, may_be_shapes=True)
         refuse_overwritten("params", params)
-        return inner.init(params)
+        with explain_choices_of_flat():
+            return inner.init(params)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@contextlib.contextmanager
+def explain_choices_of_flat() -> Iterator[None]:
+    """Adds the way out to an error about a mask, or labels, that is for a tree and not for buffers.
+
+    `optax.masked` and `optax.partition` show it flat parameters, whose leaves are buffers.
+
+    Raises:
+      ValueError: in the place of the error of JAX or Python.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if "FlatParams" not in str(error):
+            raise
+        raise ValueError(
+            "a mask or labels inside the optimizer are for a tree of parameters, and these are "
+            "flat: wrap it in ampx.fused.per_buffer, as optax.partition(optimizers, "
+            "per_buffer(labels)), and give flatten(params, mask=labels) the same one"
+        ) from error
 
 
 def _copy_containers(tree: Any) -> Any:

@@ -801,6 +801,26 @@ def divided_in_half():
     return step_of(dynamic(optax.identity()), after=divided)
 
 
+def delayed(grads, count):
+    """The gradients, through a loop that hands them from place to place."""
+
+    def body(carry, _):
+        total, line = carry
+        return (jax.tree.map(jnp.add, total, line[-1]), (grads, *line[:-1])), None
+
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    return jax.lax.scan(body, (zeros, (zeros,) * count), None, length=count + 1)[0][0]
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_the_scale_is_followed_through_loops_with_many_places(count):
+    tx = ampx.dynamic_loss_scale(optax.adam(0.1))
+    for scaled in (True, False):
+        step, args = step_of(tx, scaled=scaled, after=lambda grads, state: delayed(grads, count))
+        found = [each.check for each in lint_step(step)(*args).findings]
+        assert found == ([] if scaled else ["loss_scale"])
+
+
 @pytest.mark.parametrize(
     ("check", "make", "said"),
     [

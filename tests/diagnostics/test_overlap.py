@@ -570,6 +570,34 @@ def test_forward_order_of_layers_in_a_scan():
     assert names_of(order, params) == ["z_first", "b_layers/inner", "b_layers/out", "a_head"]
 
 
-def test_forward_order_refuses_what_is_no_array():
-    with pytest.raises(ValueError, match="float"):
-        forward_order(lambda p: p, {"a": 1.0})
+NOT_TRAINED = {
+    "a function": jnp.tanh,
+    "integers": jnp.arange(3),
+    "a random key": jax.random.key(0),
+    "a word": "relu",
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", NOT_TRAINED)
+def test_forward_order_is_that_of_the_leaves_that_have_gradients(name):
+    params = {"a_rest": NOT_TRAINED[name], **MODEL}
+    order = forward_order(forward, params, X)
+    grads = ampx.value_and_grad(forward)(params, X).grads
+    assert names_of(order, grads) == USED
+    assert ampx.bucket_layout(grads, order=order)  # which refuses another number of leaves
+
+
+def test_forward_order_takes_modules_with_functions_and_numbers():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0))
+    order = forward_order(lambda model, x: jnp.sum(jax.vmap(model)(x)), model, X)
+    assert order == (0, 1, 2, 3, 4, 5)
+    scaled = {"a_scale": 2.0, "w": jnp.ones((8, 8))}
+    assert forward_order(lambda p, x: jnp.sum(x @ p["w"] * p["a_scale"]), scaled, X) == (1, 0)
+
+
+def test_forward_order_refuses_what_holds_nothing_to_train():
+    for params in (jnp.tanh, {"a": jnp.arange(3)}, {"a": "w"}):
+        with pytest.raises(TypeError, match="params must hold arrays of floating numbers"):
+            forward_order(lambda p: p, params)

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import optax_optimizers
 import pytest
 from flax import nnx, struct
 from flax.training import train_state
@@ -83,6 +84,156 @@ def test_an_optimizer_state_that_is_handed_on_is_not(name):
     ):
         step, args = handing_on(READING[name], choose)
         assert lint_step(step, ignore=["loss_scale"])(*args).ok
+
+
+FIELDS = "mu nu trace ema exp_avg exp_avg_sq m1 e_g grad_sum count".split()
+EXTRA = {
+    "value": lambda p, b, g: loss_of(p, b),
+    "grad": lambda p, b, g: g,
+    "value_fn": lambda p, b, g: lambda q: loss_of(q, b),
+    "obj_fn": lambda p, b, g: lambda q: loss_of(q, b),
+    "grad_fn": lambda p, b, g: lambda q, i: jax.grad(loss_of)(q, b),
+}
+
+
+def keeping(name, kept=lambda path: False):
+    """A step of an optimizer of optax's that returns some of the leaves of its old state."""
+    tx = optax_optimizers.make(name)
+
+    def step(params, old, batch):
+        grads = jax.grad(loss_of)(params, batch)
+        takes = optax_optimizers.TAKES.get(name, ())
+        updates, new = tx.update(
+            grads, old, params, **{key: EXTRA[key](params, batch, grads) for key in takes}
+        )
+        new = jax.tree_util.tree_map_with_path(
+            lambda path, before, after: before if kept(path) else after, old, new
+        )
+        return optax.apply_updates(params, updates), new
+
+    return step, (PARAMS, tx.init(PARAMS), BATCH)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", optax_optimizers.NAMES)
+def test_a_part_of_a_state_that_is_not_handed_on_is_found(name):
+    step, args = keeping(name)
+    assert not told(step, *args), "a sound step"
+    fields = {
+        getattr(key, "name", None)
+        for path, _ in jax.tree_util.tree_leaves_with_path(args[1])
+        for key in path
+    }
+    if name in ("lion", "signum"):
+        fields.remove("count")  # which nothing reads there
+    for field in fields.intersection(FIELDS):
+        step, args = keeping(
+            name, lambda path, f=field: f in [getattr(k, "name", "") for k in path]
+        )
+        (found, *more) = told(step, *args)
+        assert found[0] == "lost_state" and not more, (field, found, more)
+        assert field in found[1] or "argument 1" in found[1]
+
+
+def test_half_of_the_moments_or_one_optimizer_of_two_is_found():
+    def of_one_leaf(params, old, new):
+        mu = {**new[0].mu, "w": old[0].mu["w"]}
+        return params, (new[0]._replace(mu=mu), *new[1:])
+
+    step, args = handing_on(optax.adam(0.1), of_one_leaf)
+    ((check, message),) = told(step, *args)
+    assert check == "lost_state" and message.endswith(
+        "a part of an optimizer's state that does not change: of argument 1, 0/mu/w"
+    )
+
+    txs = {"w": optax.adam(0.1), "b": optax.sgd(RATE)}
+
+    def two(state, batch, kept):
+        grads = jax.grad(loss_of)(state.params, batch)
+        params, states = {}, {}
+        for name, tx in txs.items():
+            update, states[name] = tx.update(grads[name], state.opt_state[name], state.params[name])
+            params[name] = optax.apply_updates(state.params[name], update)
+        states |= {name: state.opt_state[name] for name in kept}
+        return state.replace(params=params, opt_state=states)
+
+    state = train_state.TrainState(
+        step=jnp.int32(0),
+        apply_fn=None,
+        params=PARAMS,
+        tx=None,
+        opt_state={name: tx.init(PARAMS[name]) for name, tx in txs.items()},
+    )
+    for name in txs:
+        ((check, message),) = told(functools.partial(two, kept=[name]), state, BATCH)
+        assert check == "lost_state" and f"opt_state/{name}" in message
+    assert not told(functools.partial(two, kept=[]), state, BATCH)
+
+
+FORGOTTEN = {
+    "all": (lambda new, old: old, "params/b, params/w"),
+    "one": (lambda new, old: {**new, "w": old["w"]}, "params/w"),
+}
+
+
+def with_average(choose, tx=None):
+    tx = optax.adam(0.1) if tx is None else tx
+
+    def step(state, batch):
+        grads = jax.grad(loss_of)(state["params"], batch)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        new = optax.apply_updates(state["params"], updates)
+        return choose({**state, "params": new, "opt": opt}, state, updates)
+
+    return step, ({"params": PARAMS, "average": PARAMS, "opt": tx.init(PARAMS)}, BATCH)
+
+
+@pytest.mark.parametrize("tx", [optax.adamw(0.1), optax.sgd(0.1, momentum=0.9), optax.lion(0.1)])
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_parameters_that_are_not_updated_are_found(name, tx):
+    pick, names = FORGOTTEN[name]
+
+    def choose(new, old, updates):
+        params = pick(new["params"], old["params"])
+        return {"params": params, "opt": new["opt"]}
+
+    step, args = with_average(choose, tx)
+    ((check, message),) = told(step, {k: v for k, v in args[0].items() if k != "average"}, BATCH)
+    assert check == "lost_state" and message.endswith(f"its moments of them: {names}")
+    assert message.startswith("parameters come back as they went in")
+
+
+def test_parameters_that_are_elsewhere_or_copies_are_not():
+    averaged = lambda new, old: {  # noqa: E731
+        **new,
+        "average": optax.incremental_update(new["params"], old["average"], 0.1),
+    }
+    sound = {
+        "an average": lambda new, old, updates: averaged(new, old),
+        "one that another function moves": lambda new, old, updates: new,
+        "updates that the caller adds": lambda new, old, updates: (
+            {**old, "opt": new["opt"]},
+            updates,
+        ),
+        "a choice": lambda new, old, updates: jax.tree.map(
+            functools.partial(jnp.where, jnp.isfinite(updates["w"]).all()), new, old
+        ),
+    }
+    for name, choose in sound.items():
+        step, args = with_average(choose)
+        assert not told(step, *args), name
+    groups = optax.partition(
+        {"yes": optax.adam(0.1), "no": optax.set_to_zero()}, {"w": "no", "b": "yes"}
+    )
+    step, args = with_average(lambda new, old, updates: new, groups)
+    assert not told(step, *args)
+
+    def of_a_head(state, batch):  # another array that is called alike
+        head, opt = handing_on(optax.adam(0.1), NEW)[0](state["head"], state["opt"], batch)
+        return {**state, "head": head, "opt": opt}
+
+    state = {"head": PARAMS, "opt": optax.adam(0.1).init(PARAMS)}
+    assert not told(of_a_head, {**state, "body": {"w": jnp.ones((9, 4))}}, BATCH)
 
 
 def test_a_train_state_that_keeps_its_old_optimizer_state_is_found():
@@ -195,6 +346,52 @@ def split_first(key):
     return jax.random.split(key)[0]
 
 
+def test_a_key_that_is_written_in_the_program_is_found():
+    held = jax.random.key(1)
+    keys = {
+        "made": lambda state: jax.random.key(0),
+        "raw": lambda state: jax.random.PRNGKey(0),
+        "closed over": lambda state: held,
+        "split": lambda state: jax.random.split(jax.random.key(0))[1],
+        "folded with a number": lambda state: jax.random.fold_in(held, 7),
+    }
+    for name, key_of in keys.items():
+        step, args = with_noise(key_of, split_first)
+        for jit in (jax.jit, lambda step: step):
+            report = lint_step(jit(step))(*args)
+            assert [found.check for found in report.findings] == ["random_key"], name
+            assert report.findings[0].message.endswith("a key that is written in the program")
+            assert "keep = jnp.where(jax.random" in line_of(report)
+
+    def shuffled(params, batch):
+        batch = jax.tree.map(lambda x: jax.random.permutation(held, x), batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_of)(params, batch))
+
+    assert [check for check, _ in told(shuffled, PARAMS, BATCH)] == ["random_key"]
+
+
+def test_what_is_the_same_in_each_step_on_purpose_is_no_fault():
+    step, _ = with_noise(lambda state: state.key, split_first)
+
+    def projected(params, batch):  # a fixed random matrix, as of random features
+        matrix = jax.random.normal(jax.random.key(0), (4, 4))
+        batch = {**batch, "x": jnp.cos(batch["x"] @ matrix)}
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_of)(params, batch))
+
+    def begun(params, batch, number):  # the first step draws the parameters
+        first = lambda: {**params, "w": jax.random.normal(jax.random.key(0), (4, 3))}  # noqa: E731
+        params = jax.lax.cond(number == 0, first, lambda: params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_of)(params, batch))
+
+    def counted(state, batch):
+        key = jax.random.fold_in(jax.random.key(0), state.step)
+        return step(state.replace(key=key), batch)
+
+    assert not told(projected, PARAMS, BATCH)
+    assert not told(begun, PARAMS, BATCH, jnp.int32(0))
+    assert not told(counted, Keyed(PARAMS, jax.random.key(0), jnp.int32(0)), BATCH)
+
+
 NEW_KEYS = {
     "split": lambda: with_noise(lambda state: jax.random.split(state.key)[1], split_first),
     "the step's number": lambda: with_noise(lambda s: jax.random.fold_in(s.key, s.step)),
@@ -280,6 +477,64 @@ def test_batch_statistics_that_an_optimizer_moves_are_found(tx):
     assert 'variables["params"]' in found.fix
     assert not told(*linen_step(tx, trained=False))
     assert not told(*linen_step(tx, trained=True, overwritten=True))
+
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        for _ in range(2):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+        return nn.Dense(3)(x)
+
+
+def statistics_step(keep, train=True, trained=True):
+    """A step of flax's usual kind, which may forget the statistics."""
+    model, tx = Deep(), optax.adam(0.1)
+    variables = model.init(jax.random.key(0), BATCH["x"])
+    state = {**variables, "opt": tx.init(variables["params"])}
+
+    def step(state, batch):
+        def loss(params):
+            own = {"params": params, "batch_stats": state["batch_stats"]}
+            out, new = model.apply(own, batch["x"], train, mutable=["batch_stats"])
+            return jnp.mean((out - batch["y"]) ** 2), new
+
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        if not trained:
+            return state, value
+        return {"params": params, "opt": opt, **keep(new, state)}, value
+
+    return step, (state, BATCH)
+
+
+def test_statistics_that_are_dropped_are_found():
+    forgotten = lambda new, old: {"batch_stats": old["batch_stats"]}  # noqa: E731
+    step, args = statistics_step(forgotten)
+    for jit in (jax.jit, lambda step: step):
+        (found,) = lint_step(jit(step))(*args).findings
+        assert found.check == "batch_stats" and "nothing reads them" in found.message
+        assert "BatchNorm_0/mean" in found.message and "BatchNorm_1/var" in found.message
+        assert 'mutable=["batch_stats"]' in found.fix
+    for sound in (
+        statistics_step(lambda new, old: new),
+        statistics_step(forgotten, train=False),  # frozen: the norms read them
+        statistics_step(forgotten, trained=False),  # evaluation
+    ):
+        assert not told(sound[0], *sound[1])
+
+
+def test_statistics_of_a_model_that_is_not_evaluated_are_no_fault():
+    step, (state, batch) = statistics_step(lambda new, old: new)
+
+    def with_target(state, batch):
+        new, value = step({k: v for k, v in state.items() if k != "target"}, batch)
+        target = optax.incremental_update(new["params"], state["target"]["params"], 0.1)
+        return {**new, "target": {**state["target"], "params": target}}, value
+
+    target = {"params": state["params"], "batch_stats": state["batch_stats"]}
+    assert not told(with_target, {**state, "target": target}, batch)
 
 
 class Network(nnx.Module):

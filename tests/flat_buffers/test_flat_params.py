@@ -293,6 +293,41 @@ def test_labels_divide_buffers_among_optimizers():
     close(state.params.tree(), expected.params, 1e-4, 1e-6)
 
 
+OF_TREES = {
+    "labels": lambda params: jax.tree.map(lambda p: "b" if p.ndim > 1 else "a", params),
+    "a mask": matrices,
+    "names": lambda params: {name: "a" for name in params},
+    "a name": lambda params: {**matrices(params), "nothing": params["nothing"].ndim > 1},
+}
+TAKES_CHOICES = {
+    "partition": lambda choice: optax.partition(
+        dict.fromkeys(("a", "b", True, False), optax.sgd(0.1)), choice
+    ),
+    "masked": lambda choice: optax.masked(optax.sgd(0.1), choice),
+    "adamw": lambda choice: optax.adamw(0.1, mask=choice),
+    "chain": lambda choice: optax.chain(optax.masked(optax.sgd(0.1), choice), optax.scale(2.0)),
+}
+
+
+@pytest.mark.parametrize("is_function", [True, False], ids=["function", "tree"])
+@pytest.mark.parametrize("kind", OF_TREES)
+@pytest.mark.parametrize("name", TAKES_CHOICES)
+def test_a_choice_for_a_tree_is_told_to_go_through_per_buffer(name, kind, is_function):
+    if kind in ("labels", "a mask") and is_function:
+        return  # a function that maps over any tree is right, and sees buffers
+    params = make_params()
+    choice = OF_TREES[kind] if is_function else OF_TREES[kind](params)
+    tx, flat = TAKES_CHOICES[name](choice), fused.flatten(params)
+    for init in (
+        ampx.dynamic_loss_scale(tx).init,
+        ampx.multi_steps(tx, 2).init,
+        ampx.train_step(loss_fn, tx).init,
+        ampx.train_step(loss_fn, tx, loss_scale="dynamic").init,
+    ):
+        with pytest.raises(ValueError, match=r"flat: wrap it in ampx.fused.per_buffer"):
+            init(flat)
+
+
 @pytest.mark.whole_but("adamw_int8", "lamb", "novograd", "optax_adamw")
 @pytest.mark.slow_but("adamw_int8")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

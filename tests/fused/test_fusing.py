@@ -253,6 +253,43 @@ def test_an_init_that_looks_into_the_parameters_is_left_to_optax():
         fused.fuse(tx, strict=True).init(PARAMS)
 
 
+def of_update(update, state=()):
+    return optax.GradientTransformation(lambda params: state, update)
+
+
+BLAMED = {
+    "another parameter": (
+        of_update(lambda g, s, p: ({**g, "w": g["w"] * g["v"]}, s)),
+        r"`mul` reads arrays of several parameters, 'v', 'w', in .*test_fusing\.py:\d+",
+    ),
+    "one that is broadcast": (
+        of_update(lambda g, s, p: ({**g, "w": g["w"] * jnp.broadcast_to(g["b"], (2, 3))}, s)),
+        r"an array of 'b' is broadcast from float32\[1,3\] to float32\[2,3\], in .*test_fusing",
+    ),
+    "an array of its own": (
+        of_update(lambda g, s, p: (jax.tree.map(lambda x: x * np.float32([[1, 2, 3]]), g), s)),
+        r"it reads an array of float32\[1,3\] that belongs to no parameter",
+    ),
+    "a number of its state": (
+        of_update(lambda g, s, p: (g, s), {"a": {"rate": 0.5}}),
+        r"0\.5 at 'a/rate' of its state is a number of Python.*make it jnp.asarray\(0\.5\)",
+    ),
+    "a number for a parameter": (optax.sgd(0.1), r"2\.0 at 'b' of its parameters is a number"),
+}
+
+
+@pytest.mark.parametrize("name", BLAMED)
+def test_a_refusal_says_what_is_not_of_one_parameter(name):
+    tx, message = BLAMED[name]
+    params = {name: jnp.ones((2, 3)) for name in "bvw"}
+    if name == "one that is broadcast":
+        params["b"] = jnp.ones((1, 3))
+    if name == "a number for a parameter":
+        params["b"] = 2.0
+    with pytest.raises(ValueError, match=message):
+        fused.fuse(tx, strict=True).init(params)
+
+
 def test_a_refusal_names_the_line():
     def update(updates, state, params=None):
         return jax.tree.map(lambda g: g - jnp.cumsum(g, 0), updates), state
@@ -497,6 +534,37 @@ def test_a_clip_without_a_loss_scale(name, backend):
     plain = optax.chain(optax.clip_by_global_norm(0.5), make(name))
     updates, _ = plain.update(normal(0), plain.init(PARAMS), PARAMS)
     near(params, optax.apply_updates(PARAMS, updates))
+
+
+READ_THE_LOSS = [name for name in DERIVED if TAKES.get(name)]
+
+
+@pytest.mark.parametrize("name", READ_THE_LOSS)
+def test_a_result_hands_its_loss_on_with_and_without_a_loss_scale(name):
+    def loss_fn(params, batch):
+        return sum(jnp.mean((leaf - batch) ** 2) for leaf in jax.tree.leaves(params))
+
+    assert len(READ_THE_LOSS) > 3
+    plain, one = make(name), fused.fuse(make(name))
+    expected, of_plain = PARAMS, plain.init(PARAMS)
+    for _ in range(3):
+        loss, grads = jax.value_and_grad(loss_fn)(expected, 2.0)
+        updates, of_plain = plain.update(grads, of_plain, expected, value=loss)
+        expected = optax.apply_updates(expected, updates)
+    for tx in (one, ampx.no_loss_scale(one), ampx.dynamic_loss_scale(one)):
+        params, state = PARAMS, tx.init(PARAMS)
+        grads_of = ampx.value_and_grad(loss_fn)
+        for _ in range(3):
+            result = grads_of(params, 2.0, loss_scale=ampx.current_loss_scale(state))
+            params, state, _ = apply_step(tx)(params, state, result)
+        near(params, expected)
+
+
+def test_an_argument_of_the_caller_goes_before_what_a_result_tells():
+    tx = fused.fuse(optax.polyak_sgd())
+    result = ampx.value_and_grad(lambda params, batch: jnp.sum(params["s"] ** 2))(PARAMS, 0.0)
+    given = apply_step(tx)(PARAMS, tx.init(PARAMS), result, value=0.5)[0]
+    near(given, apply_step(tx)(PARAMS, tx.init(PARAMS), result.grads, value=0.5)[0])
 
 
 @pytest.mark.parametrize("name", ["adabelief", "adan", "sm3"])

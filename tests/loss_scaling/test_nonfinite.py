@@ -189,3 +189,10 @@ def test_a_second_look_tells_apart(dtype):
         leaf = jnp.ones(8192, dtype).at[5].set(first).at[4100].set(second)
         counts, is_too_large, _ = judge({"a": jnp.ones(3), "b": leaf})
         assert (*map(int, counts[0]), bool(is_too_large)) == expected[:3]
+
+
+def test_an_axis_that_is_not_mapped_or_named_twice_is_told():
+    with pytest.raises(NameError, match="no axis 'data' is mapped here: call it inside jax.shard_"):
+        ampx.count_nonfinite({"w": jnp.ones(2)}, axis_names="data")
+    with pytest.raises(ValueError, match="axis_names must name each mesh axis once, got"):
+        ampx.count_nonfinite({"w": jnp.ones(2)}, axis_names=("data", "data"))
