@@ -81,6 +81,7 @@ def reshape_into_microbatches(batch: Any, num_microbatches: int) -> Any:
 def batch_size(batch: Any) -> int:
     """The length of the leading axis that all leaves share."""
     check_arrays("batch", batch)
+    _check_containers(batch)
     sizes = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.shape(leaf):
@@ -93,6 +94,43 @@ def batch_size(batch: Any) -> int:
     if len(set(sizes.values())) != 1:
         raise ValueError(f"batch leaves must share one leading axis, got {sizes or 'no leaves'}")
     return next(iter(sizes.values()))
+
+
+def _check_containers(batch: Any) -> None:
+    """Refuses containers of arrays that keep the shape of the whole, such as sparse arrays.
+
+    Rows of the arrays in them are no rows of the whole: those of a BCOO are its nonzero numbers.
+    """
+    for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_container):
+        if _is_container(node) and _keeps_its_shape(node):
+            raise ValueError(
+                f"batch leaf {jax.tree_util.keystr(path)} is a {type(node).__name__}, which keeps "
+                f"a shape of its own beside its arrays, {node.shape}, and cannot be split into "
+                "rows: give arrays, and make it of them in the loss; or hand it whole to each "
+                "micro-batch, by None in its place in batch_axes"
+            )
+
+
+def _is_container(node: Any) -> bool:
+    """Whether a node is no leaf, and behaves as an array."""
+    is_array_like = hasattr(node, "shape") and hasattr(node, "dtype")
+    return is_array_like and not jax.tree_util.all_leaves([node])
+
+
+def _keeps_its_shape(node: Any) -> bool:
+    """Whether a container has the same shape without the rows of its arrays, or cannot be so."""
+    leaves, structure = jax.tree.flatten(node)
+
+    def without_rows(*leaves: Any) -> None:
+        rowless = [leaf[:0] if jnp.ndim(leaf) else leaf for leaf in leaves]
+        if jax.tree.unflatten(structure, rowless).shape == node.shape:
+            raise ValueError
+
+    try:
+        jax.eval_shape(without_rows, *leaves)
+    except Exception:  # whatever a class of others raises
+        return True
+    return False
 
 
 def pad_and_mask(batch: Any, num_microbatches: int) -> tuple[Any, jax.Array]:

@@ -116,6 +116,11 @@ def as_loss_and_weight(
             raise TypeError(
                 f"the {name} that {function} returns must be a real number, got {number!r}"
             )
+        if not (jax.tree_util.all_leaves([number]) or hasattr(number, "__jax_array__")):
+            raise TypeError(
+                f"the {name} must be an array, got {type(number).__name__}, which holds one: "
+                "return the array that is in it"
+            )
         if jnp.shape(number):
             raise TypeError(f"the {name} must be a scalar, got shape {jnp.shape(number)}")
     if not is_floating(loss):

@@ -174,9 +174,10 @@ def lint_step(
       number is, so the next call compiles anew.
 
     The printed report also has the bytes that are reduced over devices, and the share of matrix
-    products in each dtype, with the line of the largest that is float32 in a step that is half. It
-    says where a step in float16 has no loss scale, and where one asks only after several reductions
-    over devices whether gradients are finite.
+    products in each dtype, with the line of the largest that is float32 in a step that is half, or
+    of one whose weight was half where all are float32. It says where a step in float16 has no loss
+    scale, and where one asks only after several reductions over devices whether gradients are
+    finite.
 
     A check says nothing where the program leaves it open: what a kernel does, how large a rate is.
     A step without findings may have faults that are none of these.

@@ -39,11 +39,12 @@ from ampx.trees import cast_castable, cast_leaf, is_overwritten, path_name
 PathRule = Callable[[str], bool]
 # A name counts if it has one of these as a whole word (`ln_f`, `bn1`, `block_gn`), where "_", a
 # digit or an end of the name bounds a word, or if a word ends in "norm" (`LayerNorm_0`,
-# `final_norm`, `input_layernorm`). "normal_dense" does not, its word goes on; nor does
-# "norm_dense", a dense layer after a norm: its bias in float32 beside a half kernel would widen all
-# that follows.
+# `final_norm`, `input_layernorm`) or in "normalization" (`batch_normalization_1`). "normal_dense"
+# does not, its word goes on; nor does "norm_dense", a dense layer after a norm: its bias in float32
+# beside a half kernel would widen all that follows.
 _NORM_COMPONENT = re.compile(
-    r"(?:^|_)(?:ln|bn|gn)(?:$|[_\d])|norm(?:$|[_\d])(?!.*(?:dense|linear|conv|proj|embed))",
+    r"(?:^|_)(?:ln|bn|gn)(?:$|[_\d])"
+    r"|norm(?:ali[sz]ation)?(?:$|[_\d])(?!.*(?:dense|linear|conv|proj|embed))",
     re.IGNORECASE,
 )
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import sparse
 
 import ampx
 
@@ -88,3 +89,76 @@ def test_a_whole_leaf_as_long_as_the_batch_is_not_split():
 def test_what_is_no_prefix_is_refused(axes, error, message):
     with pytest.raises(error, match=message):
         ampx.value_and_grad(loss_fn, num_microbatches=2, batch_axes=axes)(np.ones(3), BATCH)
+
+
+@jax.tree_util.register_pytree_node_class
+class Named:
+    """An array with a shape beside it, as with named axes; honest ones read them off the array."""
+
+    def __init__(self, array, shape, is_honest=False):
+        self.array, self.is_honest = array, is_honest
+        self.shape = getattr(array, "shape", shape) if is_honest else shape
+
+    dtype = property(lambda self: self.array.dtype)
+
+    def tree_flatten(self):
+        return (self.array,), (None if self.is_honest else self.shape, self.is_honest)
+
+    @classmethod
+    def tree_unflatten(cls, about, children):
+        return cls(*children, *about)
+
+
+class Strict(Named):
+    """One that checks its sizes."""
+
+    def __init__(self, array, shape, is_honest=False):
+        if getattr(array, "shape", shape) != shape:
+            raise RuntimeError(f"{array.shape} are not {shape}")
+        super().__init__(array, shape, is_honest)
+
+
+jax.tree_util.register_pytree_node_class(Strict)
+
+
+@pytest.mark.parametrize("remainder", ["error", "mask"])
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda: sparse.BCOO.fromdense(np.eye(12, 3) + 1, nse=36),  # rows of its arrays: numbers
+        lambda: Named(ROWS, {"batch": 12, "features": 3}),
+        lambda: Strict(ROWS, ROWS.shape),
+    ],
+    ids=["BCOO", "Named", "Strict"],
+)
+def test_containers_with_a_shape_of_their_own_are_not_split(container, remainder):
+    seen = []
+
+    def loss(w, batch, **mask):
+        seen.append(batch["x"].shape)
+        return jnp.sum(w)
+
+    batch = {"x": container()}
+    grads_of = ampx.value_and_grad(loss, num_microbatches=4, remainder=remainder, normalize="sum")
+    with pytest.raises(ValueError, match=r"\['x'\] is a (BCOO|Named|Strict), which keeps a shape"):
+        grads_of(jnp.ones(3), batch)
+    assert not seen
+    whole = ampx.value_and_grad(loss, num_microbatches=4, batch_axes={"x": None, "y": 0})
+    assert whole(jnp.ones(3), batch | {"y": ROWS}).loss == 3
+    assert seen and all(shape == batch["x"].shape for shape in seen)
+    assert ampx.value_and_grad(loss)(jnp.ones(3), batch).loss == 3
+
+
+def test_containers_with_the_shape_of_their_arrays_are_split():
+    def loss(w, batch):
+        assert batch["x"].shape == (3, 3)
+        return jnp.mean(batch["x"].array @ w)
+
+    batch = {"x": Named(ROWS, None, is_honest=True)}
+    split = ampx.value_and_grad(loss, num_microbatches=4)(jnp.ones(3), batch)
+    np.testing.assert_allclose(split.loss, np.mean(ROWS @ np.ones(3)), rtol=1e-5)
+
+
+def test_a_loss_inside_of_a_container_is_refused_by_name():
+    with pytest.raises(TypeError, match="the loss must be an array, got Named, which holds one"):
+        ampx.value_and_grad(lambda w, x: Named(jnp.mean(w * x), {}))(jnp.ones(3), ROWS)

@@ -887,6 +887,46 @@ def test_shares_of_products_are_those_counted_by_hand():
     assert str(lint_step(lambda p, x: p @ x)(np.ones((2, 2)), np.ones((2, 2)))) == "Nothing found."
 
 
+WIDENED = "No matrix product is in half precision"
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "p=f32,c=bf16,o=f32"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x, w: x @ w,
+        lambda x, w: x @ w.astype(jnp.float32),  # a layer with a dtype of its own, as Keras' have
+        lambda x, w: jnp.einsum("bi,oi->bo", x, w.T.astype(jnp.float32)),
+        lambda x, w: jax.jit(jnp.matmul)(x, w),
+        lambda x, w: jax.lax.scan(lambda y, w: (y @ w, None), x, w[None])[0],
+        lambda x, w: jax.lax.dot_general(x, w, (((1,), (0,)), ((), ()))),
+    ],
+    ids=["promoted", "cast by a layer", "transposed", "in a jit", "in a scan", "of two dtypes"],
+)
+def test_a_policy_that_no_product_follows_is_told(layer, policy):
+    def loss(params, x):
+        return jnp.mean((layer(x, params["w"]) - 1.0) ** 2)
+
+    step = ampx.train_step(loss, optax.adam(1e-3), policy=policy, num_microbatches=2)
+    state, x = step.init({"w": jnp.ones((4, 4))}), jnp.ones((8, 4))
+    with jax.numpy_dtype_promotion("standard"):
+        report = lint_step(step)(state, x)
+    assert report.ok and WIDENED in str(report) and f"{__file__}:" in report.products[0].widened
+
+
+def test_a_policy_that_products_follow_is_not_told_so():
+    def loss(params, x):
+        return jnp.mean((x.astype(params["w"].dtype) @ params["w"]).astype(jnp.float32) ** 2)
+
+    params, x = {"w": jnp.ones((4, 4))}, jnp.ones((8, 4))
+    for policy in ("mixed_bfloat16", None):
+        step = ampx.train_step(loss, optax.adam(1e-3), policy=policy)
+        assert WIDENED not in str(lint_step(step)(step.init(params), x))
+    # Sums of half numbers are float32 numbers of their own, and products of those may well be.
+    summed = lint_step(lambda p, x: p @ jnp.sum(x, 0, dtype=jnp.float32))
+    assert WIDENED not in str(summed(np.ones((2, 4), np.float32), x.astype(BF16)))
+
+
 def test_products_of_groups_count_as_one_product_of_all_rows():
     def loss(params, batch):
         return jnp.sum(jax.lax.ragged_dot(batch["x"], params, batch["sizes"]))

@@ -151,6 +151,8 @@ def test_policy_is_frozen():
         "gn2/scale",
         "proj_norm/scale",
         "norm_attn/bias",
+        "batch_normalization_1/gamma",
+        "LayerNormalisation_0/scale",
     ],
 )
 def test_norm_paths_are_found_by_name(path):
@@ -174,6 +176,8 @@ def test_norm_paths_are_found_by_name(path):
         "norm_dense/bias",
         "NormConv_0/bias",
         "ln_embed/embedding",
+        "normalization_dense/bias",
+        "normalizations/w",
     ],
 )
 def test_other_paths_are_not(path):
