@@ -214,7 +214,7 @@ def zero1(
             raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
         check_update("zero1", Zero1State, updates, state, params)
         # `train_step` hands its own setting down. `inner` gets none: it sees whole arrays.
-        setting = own_setting if model_axes is None else as_model_axes(model_axes)
+        setting = as_model_axes(model_axes, own_setting)
         model_layouts = _model_layouts(params, setting, axes)
         own_axes = [layout.axes for layout in model_layouts]
         exchange = ShardExchange(reduction.with_op(reduce_op, shared_loss_axes), params, own_axes)
