@@ -260,6 +260,34 @@ def same(value):
     return value
 
 
+def nested(reduce):
+    """Over "data"; each product is divided over "model" by a shard_map of its own."""
+
+    def product(x, w):
+        return lax.psum(x @ w, "model")
+
+    def loss(params, batch):
+        inner = jax.shard_map(
+            product,
+            in_specs=(P(None, "model"), P("model")),
+            out_specs=P(),
+            axis_names={"model"},
+        )
+        return jnp.mean((inner(batch["x"], params["w"]) + params["b"] - batch["y"]) ** 2)
+
+    def step(params, batch):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, reduce(jax.grad(loss)(params, batch)))
+
+    return jax.shard_map(
+        step,
+        mesh=make_mesh((2, 2), ("data", "model")),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+
 UNEQUAL = {
     "gradients": lambda: sgd(same, check_vma=False),
     "a loss": lambda: of_axes(loss_of),
@@ -269,6 +297,7 @@ UNEQUAL = {
     "a loop": lambda: of_axes(functools.partial(looped, reduce=same)),
     "the length of a loop": lambda: of_axes(functools.partial(until, reduce=same)),
     "a branch": lambda: of_axes(functools.partial(branch, reduce=same)),
+    "divided further in, too": lambda: nested(same),
     "reduced over another axis": lambda: of_axes(
         lambda p, b: lax.pmean(loss_of(p, b), "model"),
         axes=("data", "model"), shape=(2, 2), given=P(("data", "model")),
@@ -296,6 +325,7 @@ EQUAL = {
         lambda p, b: lax.pmean(loss_of(p, b), ("data", "model")),
         axes=("data", "model"), shape=(2, 2), given=P(("data", "model")),
     ),
+    "divided further in over another axis": lambda: nested(pmean),
     "another axis": lambda: of_axes(
         lambda p, b: pmean(loss_of(p, b)), axes=("data", "model"), shape=(2, 2)
     ),
