@@ -116,12 +116,15 @@ def _reaches(start: str, path: str) -> bool:
 NOT_DIVIDED = ModelAxes()
 
 
-def as_model_axes(value: Any) -> ModelAxes:
+def as_model_axes(value: Any, default: ModelAxes = NOT_DIVIDED) -> ModelAxes:
     """Converts what a caller gave as `model_axes`.
 
     Args:
       value: the name of an axis or a sequence of names: every leaf is divided over these. Or a tree
-        prefix of the parameters, of `PartitionSpec`s, names and None. Or None: nothing is divided.
+        prefix of the parameters, of `PartitionSpec`s, names and None. Or None: `default`.
+      default: what a transformation was built with, for an update that is given nothing else. The
+        one who calls knows as much as the one who built it, or more: a step has it from its own
+        setting.
 
     Raises:
       TypeError: if it is something else.
@@ -136,7 +139,7 @@ def as_model_axes(value: Any) -> ModelAxes:
     if isinstance(value, ModelAxes):
         return value
     if value is None:
-        return NOT_DIVIDED
+        return default
     if isinstance(value, str) or (
         isinstance(value, list | tuple | set | frozenset)
         and not is_spec(value)

@@ -163,7 +163,14 @@ def normalize_sums(
     own_axes = _axes_to_sum(losses, normalize, axes)
     number = losses.size * count_devices(own_axes)
     totals = (jnp.sum(losses), jnp.sum(weights) if normalize == "weights" else None)
-    loss, weight = jax.lax.psum(mark_varying(totals, own_axes), own_axes)
+    totals = mark_varying(totals, own_axes)
+    # By these scopes the linter knows what must not be a sum over devices yet: no type tells of a
+    # weight, nor without `check_vma` of a loss. A mean divides what was summed.
+    is_sum = normalize != "mean" and own_axes
+    with jax.named_scope("ampx.loss_total") if is_sum else contextlib.nullcontext():
+        loss = jax.lax.psum(totals[0], own_axes)
+    with jax.named_scope("ampx.weight_total") if is_sum else contextlib.nullcontext():
+        weight = jax.lax.psum(totals[1], own_axes)
     if weight is None:
         # Known while tracing: XLA may turn a division by a constant into a product, and products
         # are what it fuses and recomputes.

@@ -136,7 +136,7 @@ def all_reduce(
         check_arrays("updates", updates)
         refuse_shards("updates", updates)
         refuse_overwritten("updates", updates, _FIX)
-        axes = divided if model_axes is None else as_model_axes(model_axes)
+        axes = as_model_axes(model_axes, divided)
         own_axes = find_own_axes(updates, params, axes)
         chosen = reduction.with_op(reduce_op, shared_loss_axes)
         return chosen.reduce(updates, overflow, own_axes)

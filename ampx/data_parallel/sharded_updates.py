@@ -114,6 +114,15 @@ def _multiplies_all(eqn: Equation) -> bool:
     return left == right and not results[0].aval.shape
 
 
+def _reads_bits(eqn: Equation) -> bool:
+    """Whether the bits of each number are read as another number, of as many bits."""
+    if eqn.primitive.name != "bitcast_convert_type":
+        return False
+    atoms: Sequence[Any] = (*eqn.invars, *eqn.outvars)
+    operand, result = (atom.aval.shape for atom in atoms)
+    return operand == result
+
+
 class _Partition:
     """One run over a jaxpr; `axes` are the mapped axes over which any shard is divided."""
 
@@ -143,7 +152,7 @@ class _Partition:
             return results
         if all(part.layout == WHOLE for part in operands):
             return self._whole(eqn, operands)
-        if name in primitives.ELEMENTWISE:
+        if name in primitives.ELEMENTWISE or _reads_bits(eqn):
             return self._elementwise(eqn, operands)
         if name in primitives.PLACEMENTS:  # of a whole array; a shard lies where it is
             return operands

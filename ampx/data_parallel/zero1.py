@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
 from ampx.mesh_axes import count_devices, varying_axes
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
 from ampx.summaries import show_fields
-from ampx.trees import path_name
+from ampx.trees import is_marked, path_name
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_made_by, check_update, guard
 
@@ -214,7 +214,7 @@ def zero1(
             raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
         check_update("zero1", Zero1State, updates, state, params)
         # `train_step` hands its own setting down. `inner` gets none: it sees whole arrays.
-        setting = own_setting if model_axes is None else as_model_axes(model_axes)
+        setting = as_model_axes(model_axes, own_setting)
         model_layouts = _model_layouts(params, setting, axes)
         own_axes = [layout.axes for layout in model_layouts]
         exchange = ShardExchange(reduction.with_op(reduce_op, shared_loss_axes), params, own_axes)
@@ -232,6 +232,7 @@ def zero1(
         maker = "init(params) of the same transformation"
         check_made_by("ampx.zero1", maker, whole_state, state.inner_state, shapes=False)
         layout_of = match_parameters(whole_params, layouts)
+        _refuse_blocks(whole_state, layout_of)
         with_paths = jax.tree_util.tree_leaves_with_path(whole_state)
         state_layouts = [layout_of(path, leaf.shape) for path, leaf in with_paths]
         _check_state(state.inner_state, whole_state, state_layouts, sizes)
@@ -311,6 +312,25 @@ def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list
             )
         layouts.append(layout_of_spec(setting.spec_of_path(name), further, jnp.ndim(leaf)))
     return layouts
+
+
+def _refuse_blocks(state: Any, layout_of: Callable[[Any, Sequence[int]], Layout]) -> None:
+    """Refuses moments of 8 bits of a parameter that is divided: a shard would cut their blocks.
+
+    Raises:
+      NotImplementedError: for the first.
+    """
+
+    def is_blocks(node: Any) -> bool:
+        return is_marked(node, "stores_blocks")
+
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_blocks):
+        if is_blocks(node) and layout_of(path, node.codes.shape) != WHOLE:
+            raise NotImplementedError(
+                f"the moment at {path_name(path)} is stored in 8 bits, in blocks that zero1 would "
+                "cut: give the optimizer inside it moments of 16 bits, mu_dtype=jnp.bfloat16 and "
+                "nu_dtype=jnp.bfloat16. Under plain jit shardings divide moments of 8 bits, too"
+            )
 
 
 def _check_state(

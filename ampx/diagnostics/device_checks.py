@@ -5,10 +5,11 @@ device. What was divided over an axis differs over it, a sum over the axis does 
 
     x (data) -> loss (data) -> gradients (data) -> psum () -> update ()
 
-Two faults can be read from that. A result that differs, and of which `out_specs` says that it is
+Three faults can be read from that. A result that differs, and of which `out_specs` says that it is
 equal on all devices: with `check_vma=True` JAX refuses it, otherwise the first device's is taken.
 And a sum of gradients that are equal on all devices since they were summed before: it multiplies
-them by the number of devices; a mean of them leaves them as they are, a sum.
+them by the number of devices; a mean of them leaves them as they are, a sum. And a loss, or the
+weight beside it, that was summed before `ampx.value_and_grad` sums it.
 
 What went from device to device (`ppermute`) may have been everywhere: over its axis nothing is
 known of what depends on it. Nor is it of total - x, which x is added to where the derivative of a
@@ -17,6 +18,7 @@ total is written by hand, nor of arrays that hold parts which differ beside othe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +41,8 @@ _LINEAR = (
 )
 _SAME_FACTOR = primitives.REARRANGING | frozenset(("mul", "div", "convert_element_type"))
 _SIDE_BY_SIDE = frozenset(("concatenate", "stack", "dynamic_update_slice", "scatter"))
+# What `ampx.value_and_grad` sums over the devices, by its scope.
+_TOTALS = {"ampx.loss_total": "loss", "ampx.weight_total": "weight"}
 _GATHERS = frozenset(("all_gather", "all_gather_invariant", "all_gather_reduced", "pbroadcast"))
 
 
@@ -50,6 +54,7 @@ class Spread(NamedTuple):
       unknown: those over which it may be equal, for what nobody can tell.
       by_jax: those over which it is a sum of gradients that JAX took, as the transpose of a copy.
       by_hand: those over which it is a sum of gradients that the program takes.
+      summed: those over which it, or what it is made of, was summed.
       is_gradient: whether it comes from a backward pass.
       is_total: whether it is a sum over devices, but for a factor.
       is_constant: whether it is made of what is written in the program alone.
@@ -61,6 +66,7 @@ class Spread(NamedTuple):
     unknown: Axes = _NONE
     by_jax: Axes = _NONE
     by_hand: Axes = _NONE
+    summed: Axes = _NONE
     is_gradient: bool = False
     is_total: bool = False
     is_constant: bool = False
@@ -72,7 +78,7 @@ class Suspect(NamedTuple):
     """An equation that is a fault if its results become results of the step.
 
     Attributes:
-      kind: `"sum"`, `"mean"`, or `"result"` of a shard_map.
+      kind: `"sum"`, `"mean"`, `"loss"` or `"weight"`, or `"result"` of a shard_map.
       axes: those that it is about.
       devices: how many they are.
       eqns: the equation and those around it, innermost first.
@@ -96,6 +102,9 @@ def find_device_faults(program: StepProgram) -> Iterator[LintFinding]:
     outputs = devices.follow(program.jaxpr, operands, {}, ())
     reached = [set(_places(each.marks)) for each in outputs]
     carried = set().union(*(reached[number] for number in program.carried))
+    # A loss and a weight that are both sums have a right quotient.
+    totals = {(each.axes, each.kind) for each in devices.suspects}
+    both = {axes for axes, kind in totals if kind == "loss" and (axes, "weight") in totals}
     differing: dict[tuple[Any, ...], list[int]] = {}
     for place, (kind, axes, count, eqns, _) in enumerate(devices.suspects):
         over = join_first(map(repr, axes))
@@ -109,6 +118,17 @@ def find_device_faults(program: StepProgram) -> Iterator[LintFinding]:
                 source_of(eqns, program.jaxpr),
                 "leave out one of the sums. With check_vma=True JAX itself sums the gradients of "
                 "parameters that are equal on all devices",
+            )
+        is_total = kind in ("loss", "weight") and axes not in both
+        if is_total and any(place in own for own in reached):
+            size = "large" if kind == "loss" else "small"
+            yield LintFinding(
+                "reduction",
+                f"the {kind} that the loss function returns is a sum over {over} already, and is "
+                f"summed once more: gradients are {count} times too {size}",
+                source_of(eqns, program.jaxpr),
+                f"return the {kind} of this device's own rows: value_and_grad(axis_name=...) sums "
+                "it over the devices",
             )
         if kind == "mean" and place in carried and devices.forward.isdisjoint(axes):
             yield LintFinding(
@@ -182,7 +202,10 @@ class Devices:
             return inputs
         axes = frozenset(axis for axis in _named_axes(eqn) if sizes.get(axis, 1) > 1)
         if name in primitives.ALL_REDUCTIONS and not eqn.params.get("axis_index_groups"):
-            return [self._reduce(value, axes, sizes, eqns) for value in inputs]
+            return [
+                self._ask_total(value, self._reduce(value, axes, sizes, eqns), axes, sizes, eqns)
+                for value in inputs
+            ]
         made = self._compute(eqn, inputs, sizes, eqns)
         if name in _GATHERS:
             made = made._replace(varies=made.varies - axes, unknown=made.unknown - axes)
@@ -235,9 +258,26 @@ class Devices:
             count = math.prod(sizes[axis] for axis in axes)
             return made._replace(marks=made.marks | self._suspect("sum", axes, count, eqns))
         summed = axes & value.varies - value.unknown
+        made = made._replace(summed=made.summed | summed)
         if is_backward:
             return made._replace(by_jax=made.by_jax | summed)
         return made._replace(by_hand=made.by_hand | (summed if made.is_gradient else _NONE))
+
+    def _ask_total(
+        self,
+        value: Spread,
+        made: Spread,
+        axes: Axes,
+        sizes: dict[Any, int],
+        eqns: tuple[Equation, ...],
+    ) -> Spread:
+        """Suspects a loss, or the weight beside it, that is summed for all devices once more."""
+        again = axes & value.summed - value.varies - value.unknown
+        kind = _TOTALS.get(str(eqns[0].source_info.name_stack).split("/")[-1])
+        if kind is None or not again:
+            return made
+        count = math.prod(sizes[axis] for axis in again)
+        return made._replace(marks=made.marks | self._suspect(kind, again, count, eqns))
 
     def _compute(
         self,
@@ -283,6 +323,8 @@ class Devices:
                 if made.by_jax.issuperset(axes):
                     marks |= self._suspect("mean", frozenset(axes), count, eqns)
                 return made._replace(marks=marks)
+        if any(math.isclose(n, divisor, rel_tol=1e-6) for n in _products(made.summed, sizes)):
+            made = made._replace(summed=_NONE)
         summed = made.by_jax | made.by_hand
         if summed and math.isclose(math.prod(sizes[a] for a in summed), divisor, rel_tol=1e-6):
             return made._replace(by_jax=_NONE, by_hand=_NONE)
@@ -330,6 +372,7 @@ def _choose(values: Sequence[Spread], read: Sequence[Spread] = ()) -> Spread:
         unknown=_union(both, "unknown"),
         by_jax=_common(terms, "by_jax"),
         by_hand=_common(terms, "by_hand"),
+        summed=_union(both, "summed"),
         is_gradient=any(value.is_gradient for value in values),
         is_constant=all(value.is_constant for value in both),
         marks=marks,
@@ -343,6 +386,13 @@ def _union(values: Sequence[Spread], field: str) -> Axes:
 def _common(values: Sequence[Spread], field: str) -> Axes:
     first, *others = (getattr(value, field) for value in values or (Spread(),))
     return first.intersection(*others)
+
+
+def _products(axes: Axes, sizes: dict[Any, int]) -> Iterator[int]:
+    """How many devices there are along some of the axes together, for each choice of them."""
+    for count in range(1, len(axes) + 1):
+        for some in itertools.combinations(axes, count):
+            yield math.prod(sizes[axis] for axis in some)
 
 
 def _places(bits: int) -> Iterator[int]:

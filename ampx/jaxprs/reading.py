@@ -162,7 +162,11 @@ def called_body(eqn: Equation) -> Jaxpr | None:
 
 def mesh_sizes(eqn: Equation) -> dict[Any, int]:
     """The devices along each axis that a shard_map binds; empty for other equations."""
-    return dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else {}
+    if eqn.primitive.name != "shard_map":
+        return {}
+    # The mesh may have more, which are bound further out, or further in, or left to the compiler.
+    bound = eqn.params["newly_manual_axes"]
+    return {axis: size for axis, size in eqn.params["mesh"].shape.items() if axis in bound}
 
 
 def specs_of(eqn: Equation) -> tuple[list[frozenset[Any]], list[frozenset[Any]], bool]:

@@ -138,8 +138,7 @@ def hide(
                 f"{name} is a function of all parameters, and the optimizer does not see those "
                 f"under {OVERWRITE!r}: use ampx.train_step, which makes it"
             )
-    given = extra_args.get("model_axes")
-    axes = own_axes if given is None else as_model_axes(given)
+    axes = as_model_axes(extra_args.get("model_axes"), own_axes)
     new = _agree(keep_finite(new, old), old, grads, state, axes)
     others = tuple(map(leave_overwritten_out, split_by_loss(grads, num_losses)))
     about: dict[str, Any] = {}

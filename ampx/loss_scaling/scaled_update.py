@@ -103,8 +103,7 @@ def wrap_with_scale(
                 many = not takes_tail(getattr(state, "inner_state", ()))
                 check_update("loss_scale", LossScaleState, grads, state, params, may_be_many=many)
         updates, params = trees.convert_numbers((updates, params))
-        # Who calls knows as much as who built this, or more: a step has it from its own setting.
-        divided = settings.model_axes if model_axes is None else as_model_axes(model_axes)
+        divided = as_model_axes(model_axes, settings.model_axes)
         extra_args |= divided.as_extra_args()
         scaled = replace_scale(state, gradient_scale)
         call = Call(updates, scaled, params, verdict, tail, divided, extra_args)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ampx
+from ampx import fused
 
 RANDOM = np.random.default_rng(0)
 
@@ -232,6 +233,60 @@ def test_half_parameters_have_sharded_masters():
         np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=1e-2, atol=1e-2)
 
 
+NARROW = {
+    "split_masters": lambda: fused.split_masters(fused.adamw(1e-3)),
+    "split_masters, 8 bits": lambda: fused.split_masters(fused.sgd(0.01, momentum=0.5), 8),
+    "stochastic_rounding": lambda: fused.stochastic_rounding(fused.adamw(1e-3), seed=3),
+}
+OF_NARROW = {"w": P(None, "model"), "cube": P(None, None, "model"), "odd": P(), "norm": P()}
+
+
+@pytest.mark.slow_but("split_masters-data", "stochastic_rounding-data x model")
+@pytest.mark.parametrize("axes", ["data", "data x model"])
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_parameters_have_every_bit_of_one_device(name, axes):
+    """Error bits are read and written as bits, and random ones count elements of whole arrays."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 64), "cube": (6, 4, 2), "odd": (7,)}
+    params = {key: jnp.asarray(rng.normal(size=s), jnp.bfloat16) for key, s in shapes.items()}
+    params["norm"] = jnp.asarray(rng.normal(size=8), jnp.float32)
+    # Quarters of them add up exactly, in any order.
+    grads = [
+        jax.tree.map(lambda p: rng.integers(-64, 64, size=p.shape).astype("f4") / 64, params)
+        for _ in range(3)
+    ]
+
+    def take_steps(tx, grads, state, params):
+        for own in grads:
+            updates, state = tx.update(own, state, params)
+            params = ampx.apply_updates(params, updates)
+        return params, state
+
+    inner = NARROW[name]()
+    expected = jax.jit(functools.partial(take_steps, inner))(grads, inner.init(params), params)
+    sizes = {"data": 4} if axes == "data" else {"data": 2, "model": 2}
+    divided_as = None if axes == "data" else OF_NARROW
+    mesh = make_mesh(tuple(sizes.values()), tuple(sizes))
+    tx = ampx.zero1(inner, "data", op="sum", model_axes=divided_as)
+    specs = ampx.zero1_specs(tx, params, mesh, model_axes=divided_as)
+    assert any("data" in spec for spec in jax.tree.leaves(specs.inner_state))
+    of_params = divided_as or P()
+
+    def share(grads, state, params):
+        grads = jax.tree.map(lambda g: g / sizes["data"], grads)
+        return take_steps(tx, grads, state, params)
+
+    mapped = jax.shard_map(
+        share,
+        mesh=mesh,
+        in_specs=([of_params] * len(grads), specs, of_params),
+        out_specs=(of_params, specs),
+        check_vma=False,
+    )
+    found, state = jax.jit(mapped)(grads, tx.init(params), params)
+    assert_bit_equal((found, state.inner_state), expected)
+
+
 @pytest.mark.slow  # the quick one is in test_zero1_model_axes.py
 def test_train_step_takes_it_in_the_place_of_an_optimizer():
     mesh = make_mesh((4,), ("data",))
@@ -284,6 +339,28 @@ def test_matrix_optimizers_are_refused_by_name():
     step, state, _ = sharded(optax.contrib.muon(1e-2), "4")
     with pytest.raises(NotImplementedError, match=r"cannot be computed on shards.*take this one"):
         step(PARAMS, state, BATCH)
+
+
+def test_moments_in_blocks_are_refused_where_they_would_be_cut():
+    inner = fused.adamw(1e-2, mu_dtype="int8")
+    params = {"large": np.ones((64, 64), np.float32), "small": np.ones(8, np.float32)}
+    tx = ampx.zero1(inner, "data", op="sum")
+    mesh = make_mesh((4,), ("data",))
+
+    def update(state, params):
+        return tx.update(params, state, params)[0]
+
+    def map_over(params):
+        specs = ampx.zero1_specs(tx, params, mesh)
+        in_specs = (specs, P())
+        return jax.shard_map(update, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)(
+            tx.init(params), params
+        )
+
+    with pytest.raises(NotImplementedError, match=r"mu/large is stored in 8 bits.*jnp\.bfloat16"):
+        map_over(params)
+    # A parameter that no device divides keeps whole blocks.
+    map_over({"odd": np.ones((67, 67), np.float32)})
 
 
 def test_a_state_that_is_not_sharded_is_refused():

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +179,49 @@ def test_a_sound_reduction_gives_nothing(name):
     assert report.ok, report
 
 
+def sum_of(params, batch):
+    return jnp.sum((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def weight_of(batch):
+    return jnp.sum((batch["x"] > 0).astype(jnp.float32))
+
+
+# What a loss function returns as the sum of losses and as their weight; how gradients are off.
+TOTALS = {
+    "own": (sum_of, weight_of, None),
+    "a constant": (sum_of, lambda b: 8.0, None),
+    "another axis": (lambda p, b: lax.pmean(sum_of(p, b), "model"), weight_of, None),
+    "a share of all": (sum_of, lambda b: lax.pmean(weight_of(b), "data"), None),
+    "a quotient": (lambda p, b: sum_of(p, b) / lax.psum(weight_of(b), "data"), lambda b: 1.0, None),
+    "both": (lambda p, b: psum(sum_of(p, b)), lambda b: psum(weight_of(b)), None),
+    "loss": (lambda p, b: psum(sum_of(p, b)), weight_of, "the loss .*: gradients are 2 .* large"),
+    "weight": (sum_of, lambda b: psum(weight_of(b)), "the weight .*: gradients are 2 .* small"),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("name", TOTALS)
+def test_a_loss_or_weight_that_is_a_total_is_found(name, num_microbatches, check_vma):
+    loss, weight, told = TOTALS[name]
+    if check_vma and name in ("loss", "both"):
+        pytest.skip("types tell it, and the step is refused")
+
+    def loss_and_weight(params, batch):
+        return loss(params, batch), weight(batch)
+
+    options = dict(normalize="weights", num_microbatches=num_microbatches)
+    step = ampx.train_step(loss_and_weight, optax.sgd(0.1), axis_name="data", **options)
+    state = step.init(PARAMS)
+    over_both = mapped(step, check_vma, out=(P(), P()), axes=("data", "model"), shape=(2, 2))
+    findings = lint_step(over_both)(state, BATCH).findings
+    assert [found.check for found in findings] == ["reduction"] * bool(told)
+    if told:
+        assert re.search(told, findings[0].message)
+        assert "this device's own rows" in findings[0].fix
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "dynamic", "clip", "accumulation"])
 def test_a_step_of_ampx_over_devices_gives_nothing(kind, check_vma):
@@ -260,6 +304,34 @@ def same(value):
     return value
 
 
+def nested(reduce):
+    """Over "data"; each product is divided over "model" by a shard_map of its own."""
+
+    def product(x, w):
+        return lax.psum(x @ w, "model")
+
+    def loss(params, batch):
+        inner = jax.shard_map(
+            product,
+            in_specs=(P(None, "model"), P("model")),
+            out_specs=P(),
+            axis_names={"model"},
+        )
+        return jnp.mean((inner(batch["x"], params["w"]) + params["b"] - batch["y"]) ** 2)
+
+    def step(params, batch):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, reduce(jax.grad(loss)(params, batch)))
+
+    return jax.shard_map(
+        step,
+        mesh=make_mesh((2, 2), ("data", "model")),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+
 UNEQUAL = {
     "gradients": lambda: sgd(same, check_vma=False),
     "a loss": lambda: of_axes(loss_of),
@@ -269,6 +341,7 @@ UNEQUAL = {
     "a loop": lambda: of_axes(functools.partial(looped, reduce=same)),
     "the length of a loop": lambda: of_axes(functools.partial(until, reduce=same)),
     "a branch": lambda: of_axes(functools.partial(branch, reduce=same)),
+    "divided further in, too": lambda: nested(same),
     "reduced over another axis": lambda: of_axes(
         lambda p, b: lax.pmean(loss_of(p, b), "model"),
         axes=("data", "model"), shape=(2, 2), given=P(("data", "model")),
@@ -296,6 +369,7 @@ EQUAL = {
         lambda p, b: lax.pmean(loss_of(p, b), ("data", "model")),
         axes=("data", "model"), shape=(2, 2), given=P(("data", "model")),
     ),
+    "divided further in over another axis": lambda: nested(pmean),
     "another axis": lambda: of_axes(
         lambda p, b: pmean(loss_of(p, b)), axes=("data", "model"), shape=(2, 2)
     ),

@@ -69,6 +69,8 @@ class Int8Blocks(NamedTuple):
 
     __repr__ = show_fields
 
+    stores_blocks = True
+
     @property
     def signed(self) -> bool:
         """Whether these are first moments, which have signs, or second ones."""
