@@ -27,7 +27,7 @@ import optax
 
 from ampx.checking import check_hyperparameter, join_first, shorten
 from ampx.overwritten import refuse_overwritten, refuse_path
-from ampx.trees import has_mark, is_float0, is_marked, path_name, split_trainable
+from ampx.trees import at_path, has_mark, is_float0, is_marked, path_name, split_trainable
 
 # What JAX has no arrays of: objects, words, dates and durations.
 _FOREIGN_KINDS = "OSUmM"
@@ -50,8 +50,8 @@ def check_arrays(name: str, tree: Any, *, may_be_shapes: bool = False) -> None:
         if not _is_array(leaf):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shorten(leaf)} of type "
-                f"{type(leaf).__name__}{_at(path)}: leave it out of the tree, or convert it to an "
-                "array"
+                f"{type(leaf).__name__}{at_path(path)}: leave it out of the tree, or convert it to "
+                "an array"
             )
     if not may_be_shapes:
         check_memory(name, tree)
@@ -76,9 +76,9 @@ def check_memory(name: str, tree: Any) -> None:
         is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         if is_known and leaf.is_deleted():
             raise ValueError(
-                f"{name}: the array{_at(path)}, {leaf.dtype} of shape {leaf.shape}, has no memory "
-                "any more: it was donated to a jitted function (donate_argnums), or deleted. Go on "
-                "with what that function returned"
+                f"{name}: the array{at_path(path)}, {leaf.dtype} of shape {leaf.shape}, has no "
+                "memory any more: it was donated to a jitted function (donate_argnums), or "
+                "deleted. Go on with what that function returned"
             )
 
 
@@ -141,7 +141,7 @@ def check_like(
             continue
         if None not in (shape, found) and shape != found:
             raise ValueError(
-                f"{name}: the {part}{_at(path)} has shape {found}, and "
+                f"{name}: the {part}{at_path(path)} has shape {found}, and "
                 f"{partner or f'that of {like_name}'} has shape {shape}: give those that belong "
                 "together"
             )
@@ -332,8 +332,8 @@ def check_gradients(
         # The gradient that is no number is that of a parameter that is none, as optax makes it.
         if not is_number and not is_float0(found) and dtypes[0] != dtypes[1]:
             raise TypeError(
-                f"{name}: the {part}{_at(path)} has dtype {dtypes[0]}, and is no number: leave its "
-                "parameter out, with optax.masked or optax.partition"
+                f"{name}: the {part}{at_path(path)} has dtype {dtypes[0]}, and is no number: leave "
+                "its parameter out, with optax.masked or optax.partition"
             )
 
 
@@ -349,7 +349,3 @@ def refuse_shards(name: str, grads: Any) -> None:
             "ampx.zero1 takes these: put zero1 around this transformation, or leave out "
             "scatter_gradients"
         )
-
-
-def _at(path: Any) -> str:
-    return f" at {path_name(path)!r}" if path else ""

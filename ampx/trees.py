@@ -147,6 +147,11 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def at_path(path: Any) -> str:
+    """Where a leaf is, for an error: `" at 'a/b'"`; empty for a tree that is one leaf."""
+    return f" at {path_name(path)!r}" if path else ""
+
+
 def is_overwritten(path: Any) -> bool:
     """Whether the leaf at a key path is to be replaced by its gradient: see `ampx.overwritten`."""
     return any(getattr(key, "key", getattr(key, "name", None)) == OVERWRITE for key in path)

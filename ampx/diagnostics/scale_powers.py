@@ -58,7 +58,7 @@ _INHERITED = READS | MULTIPLIED | DIVIDED
 _SUMS = primitives.ADDING | primitives.CHOOSING | _names("nextafter rem complex")
 # They put values side by side, which need not have one power.
 _GATHERING = _names("concatenate stack pad")
-_PRODUCTS = _names("mul dot_general conv_general_dilated ragged_dot ragged_dot_general")
+_PRODUCTS = _names("mul ragged_dot") | primitives.CONTRACTIONS
 # The result has the power of the first operand, or operand i that of result i.
 _KEEPING = (
     primitives.IDENTITIES

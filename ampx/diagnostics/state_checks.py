@@ -122,12 +122,11 @@ def _find_dropped_params(program: StepProgram, sources: Sources) -> Iterator[Lin
     stay = [each[0] for each in held.values() if sources.fixed.issuperset(each)]
     lost = [i for i in stay if not _is_elsewhere(program, i)]
     if lost:
-        number = next(n for n, i in program.carried.items() if i == lost[0])
         yield LintFinding(
             "lost_state",
             "parameters come back as they went in, and an optimizer moves its moments of them: "
             + join_first(program.inputs[i].name for i in lost),
-            source_of_output(program, number),
+            source_of_output(program, program.output_of(lost[0])),
             "return what optax.apply_updates(params, updates) gives; parameters that are to stay "
             "need no moments: leave them out with optax.partition or optax.masked",
         )
@@ -164,12 +163,11 @@ def find_lost_changes(
     lost = [i for i in sorted(held & Sources(program).fixed & changed)]
     lost = [i for i in lost if not _is_elsewhere(program, i)]
     if lost:
-        number = next(n for n, i in bare.carried.items() if i == lost[0])
         yield LintFinding(
             "lost_state",
             "jax.jit gets copies of nnx modules, and what the step changes in them is lost: "
             + join_first(program.inputs[i].name.removesuffix("/value") for i in lost),
-            source_of_output(bare, number),
+            source_of_output(bare, bare.output_of(lost[0])),
             "jit the step with nnx.jit; or return the modules, and use those from then on",
         )
 
@@ -231,7 +229,6 @@ def _find_dropped_statistics(program: StepProgram, sources: Sources) -> Iterator
     A norm that is frozen reads them. Where another copy of them changes, this one may be of a
     model that is never evaluated.
     """
-    number_of = {i: number for number, i in program.carried.items()}
     copies: dict[Names, list[int]] = {}
     for i, leaf in enumerate(program.inputs):
         if "batch_stats" in leaf.path and optimizer_of(leaf) is None:
@@ -251,7 +248,7 @@ def _find_dropped_statistics(program: StepProgram, sources: Sources) -> Iterator
             "batch_stats",
             "the running statistics come back as they went in, and nothing reads them: "
             + join_first(program.inputs[i].name for i in lost),
-            source_of_output(program, number_of[lost[0]]),
+            source_of_output(program, program.output_of(lost[0])),
             'return those that model.apply(..., mutable=["batch_stats"]) gives beside its output',
         )
 

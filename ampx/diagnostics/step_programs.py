@@ -86,6 +86,10 @@ class StepProgram(NamedTuple):
     scales: tuple[int, ...]
     has_skips: bool
 
+    def output_of(self, i: int) -> int:
+        """The number of the output that a carried input becomes."""
+        return next(number for number, own in self.carried.items() if own == i)
+
 
 def trace_step(fun: Callable[..., Any], args: Any, kwargs: Any) -> StepProgram:
     """Traces a call of a step; nothing is run."""

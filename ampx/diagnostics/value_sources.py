@@ -24,7 +24,6 @@ from ampx.jaxprs import folds, primitives
 from ampx.jaxprs.reading import Equation, Jaxpr
 
 _DRAWING = frozenset({"random_bits", "random_gamma"})
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 class Source(NamedTuple):
@@ -99,7 +98,7 @@ class Sources:
             return inputs
         if name == "select_n":
             return [_unite(inputs[1:], inputs[:1])]
-        if name in _PRODUCTS:
+        if name in primitives.CONTRACTIONS:
             inputs = [value for value in inputs if value.reads & self.of_inputs]
         made = _unite(inputs)._replace(own=-1)
         if name in _DRAWING:

@@ -33,7 +33,7 @@ from ampx.jaxprs import reading
 from ampx.overwritten import refuse_overwritten
 from ampx.param_storage.narrow_params import as_arrays
 from ampx.tree_checks import check_arrays
-from ampx.trees import cast_like, hold, is_floating, null_updates, path_name, widen
+from ampx.trees import at_path, cast_like, hold, is_floating, null_updates, path_name, widen
 from ampx.updates.applying import apply_updates
 from ampx.updates.extra_args import accept_extra_args
 from ampx.updates.guards import check_update, guard
@@ -195,10 +195,9 @@ def _derive(tx: Any, grads: Any, state: Any, params: Any, extra_args: dict[str, 
     for where, tree in (("parameters", params), ("state", state), ("gradients", grads)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if not hasattr(leaf, "dtype"):
-                at = f" at {path_name(path)!r}" if path else ""
                 raise NotDerivable(
-                    f"{leaf!r}{at} of its {where} is a number of Python, and no array: make it "
-                    f"jnp.asarray({leaf!r})"
+                    f"{leaf!r}{at_path(path)} of its {where} is a number of Python, and no array: "
+                    f"make it jnp.asarray({leaf!r})"
                 )
     for leaf in leaves[2]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -45,7 +45,7 @@ from ampx.tree_checks import (
     check_memory,
     check_structure,
 )
-from ampx.trees import is_float0, is_floating, path_name
+from ampx.trees import at_path, is_float0, is_floating
 from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Tail, TailResult, TakesTail
 
@@ -274,7 +274,7 @@ def _check_shapes(rule: UpdateRule, updates: Any, leaves: list[Leaf]) -> None:
             if shape != leaf.grad.shape:
                 path, _ = jax.tree_util.tree_leaves_with_path(updates)[place]
                 raise ValueError(
-                    f"the gradient{_at(path)} has shape {leaf.grad.shape}, and its {other} has "
+                    f"the gradient{at_path(path)} has shape {leaf.grad.shape}, and its {other} has "
                     f"shape {shape}: give the gradients, the parameters and the state of one model"
                 )
 
@@ -283,10 +283,6 @@ def _find_untracked(rule: UpdateRule, updates: Any, model_axes: Any) -> list[tup
     """For each leaf the axes over whose devices a norm of it has to be summed."""
     has_norm = rule.needs_squares or rule.direction_again is not None
     return untracked_of_leaves(updates, as_model_axes(model_axes) if has_norm else NOT_DIVIDED)
-
-
-def _at(path: Any) -> str:
-    return f" at {path_name(path)!r}" if path else ""
 
 
 def as_array(leaf: Any) -> Any:

@@ -24,6 +24,8 @@ COMPARING = _names("eq ne lt le gt ge eq_to lt_to le_to")
 ADDING = _names("add add_any sub")
 # result[i] is one of the operands' numbers at i: nothing is computed.
 CHOOSING = _names("select_n max min clamp")
+# Each number of the result is a sum of products of numbers of both operands.
+CONTRACTIONS = _names("dot_general ragged_dot_general conv_general_dilated")
 # The result is the operand. They differ in what they tell JAX: `name` marks a residual for remat.
 IDENTITIES = _names("copy name stop_gradient")
 # result[i] depends on the operands' numbers at i alone, so a primitive of this family commutes with
