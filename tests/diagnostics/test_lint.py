@@ -897,11 +897,20 @@ WIDENED = "No matrix product is in half precision"
         lambda x, w: x @ w,
         lambda x, w: x @ w.astype(jnp.float32),  # a layer with a dtype of its own, as Keras' have
         lambda x, w: jnp.einsum("bi,oi->bo", x, w.T.astype(jnp.float32)),
+        lambda x, w: x @ w.astype(jnp.float32).T,
         lambda x, w: jax.jit(jnp.matmul)(x, w),
         lambda x, w: jax.lax.scan(lambda y, w: (y @ w, None), x, w[None])[0],
         lambda x, w: jax.lax.dot_general(x, w, (((1,), (0,)), ((), ()))),
     ],
-    ids=["promoted", "cast by a layer", "transposed", "in a jit", "in a scan", "of two dtypes"],
+    ids=[
+        "promoted",
+        "cast by a layer",
+        "transposed",
+        "cast, transposed",
+        "in a jit",
+        "in a scan",
+        "of two dtypes",
+    ],
 )
 def test_a_policy_that_no_product_follows_is_told(layer, policy):
     def loss(params, x):
