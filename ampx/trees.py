@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -140,6 +140,11 @@ def widen(leaf: jax.Array) -> jax.Array:
 def size_in_bytes(leaf: Any) -> int:
     """Counts the bytes of an array or of its type."""
     return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def open_node(node: Any) -> tuple[Sequence[tuple[Any, Any]], Any]:
+    """Takes one node of a tree apart, and nothing inside it: pairs (path, child), and structure."""
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
 
 
 def path_name(path: Any) -> str:
