@@ -46,6 +46,7 @@ from ampx.diagnostics.step_programs import (
 )
 from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
+from ampx.trees import is_floating
 
 _ONCE = (
     "multiply the loss by ampx.current_loss_scale(opt_state) once: give it to "
@@ -353,7 +354,7 @@ def _follow_counts(jaxpr: Jaxpr, operands: Sequence[_Counts]) -> list[_Counts]:
         both = _unite(inputs)
         return [
             _Counts(0, both.numbers | both.integers)
-            if reading.is_inexact(out)
+            if is_floating(out.aval)
             else _Counts(both.integers, both.numbers)
             for out in eqn.outvars
         ]

@@ -38,6 +38,7 @@ import numpy as np
 
 from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
+from ampx.trees import is_floating
 
 
 def _names(text: str) -> frozenset[str]:
@@ -172,7 +173,7 @@ class Powers:
             return self.follow(body, operands, eqns)
         results = self._compute(eqn, inputs, eqns)
         return [
-            value if reading.is_inexact(out) else _as_integer(eqn, inputs)
+            value if is_floating(out.aval) else _as_integer(eqn, inputs)
             for value, out in zip(results, eqn.outvars, strict=True)
         ]
 
@@ -390,7 +391,7 @@ def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
         value.power is None or (value.power and eqn.primitive.name not in _names("sign is_finite"))
         for value, atom in zip(inputs, eqn.invars, strict=True)
         if eqn.primitive.name in ("bitcast_convert_type", "convert_element_type")
-        or not reading.is_inexact(atom)
+        or not is_floating(atom.aval)
     )
     result: Any = eqn.outvars[0].aval
     is_bool = jnp.issubdtype(result.dtype, np.bool_)
