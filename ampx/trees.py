@@ -203,6 +203,11 @@ def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:
     return [node for node in jax.tree.leaves(tree, is_leaf=is_kind) if isinstance(node, kind)]
 
 
+def is_named_tuple(node: Any) -> bool:
+    """Whether a node is a NamedTuple, as the states of optax are."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
 def is_marked(node: Any, mark: str) -> bool:
     """Whether the class of a node of a tree sets the attribute `mark` to True.
 

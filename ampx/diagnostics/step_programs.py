@@ -25,7 +25,7 @@ from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.interpreter import Place
 from ampx.jaxprs.pure_calls import is_array
 from ampx.jaxprs.reading import Equation, Jaxpr
-from ampx.trees import path_name
+from ampx.trees import is_named_tuple, path_name
 
 # How a loss scale is known among the arrays of a step: its own name and that of another field of
 # the same state. ampx's, flax's `DynamicScale` and jmp's.
@@ -186,11 +186,6 @@ def _fits(
     return before.keys() == after.keys() and all(
         inputs[before[rest]].aval.shape == outputs[after[rest]].aval.shape for rest in before
     )
-
-
-def is_named_tuple(node: Any) -> bool:
-    """Whether a node is a NamedTuple, as the states of optax are."""
-    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def is_of_library(node: Any) -> bool:

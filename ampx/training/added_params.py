@@ -31,7 +31,7 @@ import optax
 from ampx.checking import check_transformation
 from ampx.flat_buffers.flat_params import FlatParams, is_flat
 from ampx.overwritten import split_optimized
-from ampx.tree_checks import check_arrays, check_memory, check_opt_state
+from ampx.tree_checks import check_arrays, check_memory, check_opt_state, is_masked
 from ampx.trees import open_node, without_marks
 
 Path = tuple[Any, ...]
@@ -204,7 +204,7 @@ def _is_nothing(node: Any) -> bool:
     # What optax puts in the place of a parameter that is not in a group, and what a state of ampx
     # has in the place of a part that its settings do not need.
     is_left_out = type(node) is tuple and not node
-    return node is None or is_left_out or isinstance(node, optax.MaskedNode)
+    return node is None or is_left_out or is_masked(node)
 
 
 def _is_array(node: Any) -> bool:
