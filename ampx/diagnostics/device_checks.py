@@ -17,11 +17,13 @@ total is written by hand, nor of arrays that hold parts which differ beside othe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ampx.checking import join_first
+from ampx.diagnostics import bit_sets
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_result
 from ampx.jaxprs import folds, primitives, reading, source_info
@@ -94,7 +96,7 @@ def find_device_faults(program: StepProgram) -> Iterator[LintFinding]:
     devices = Devices()
     operands = [Spread()] * len(program.inputs)
     outputs = devices.follow(program.jaxpr, operands, {}, ())
-    reached = [set(_places(each.marks)) for each in outputs]
+    reached = [set(bit_sets.members_of(each.marks)) for each in outputs]
     carried = set().union(*(reached[number] for number in program.carried))
     differing: dict[tuple[Any, ...], list[int]] = {}
     for place, (kind, axes, count, eqns, _) in enumerate(devices.suspects):
@@ -156,22 +158,19 @@ class Devices:
         around: tuple[Equation, ...],
     ) -> list[Spread]:
         """The spreads of a jaxpr's results, where the axes of `sizes` are mapped."""
-
-        def apply(eqn: Equation, inputs: list[Spread]) -> Sequence[Spread]:
-            return self._apply(eqn, inputs, sizes, (eqn, *around))
-
-        return folds.fold(jaxpr, operands, apply, lambda _: Spread(is_constant=True), _of_literal)
+        apply = functools.partial(self._apply, sizes=sizes)
+        constant = Spread(is_constant=True)
+        return folds.fold_inside(
+            jaxpr, operands, apply, lambda _: constant, _of_literal, around=around
+        )
 
     def _apply(
-        self,
-        eqn: Equation,
-        inputs: list[Spread],
-        sizes: dict[Any, int],
-        eqns: tuple[Equation, ...],
+        self, eqns: tuple[Equation, ...], inputs: list[Spread], sizes: dict[Any, int]
     ) -> Sequence[Spread]:
+        eqn = eqns[0]
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name == "shard_map":
-            return self._enter_shard_map(eqn, inputs, sizes, eqns)
+            return self._enter_shard_map(eqns, inputs, sizes)
         # Axes and marks are only added, and sums of gradients only lost, so a loop settles.
         results = folds.follow_bodies(
             eqn, inputs, lambda body, operands: self.follow(body, operands, sizes, eqns), _choose
@@ -182,8 +181,8 @@ class Devices:
             return inputs
         axes = frozenset(axis for axis in _named_axes(eqn) if sizes.get(axis, 1) > 1)
         if name in primitives.ALL_REDUCTIONS and not eqn.params.get("axis_index_groups"):
-            return [self._reduce(value, axes, sizes, eqns) for value in inputs]
-        made = self._compute(eqn, inputs, sizes, eqns)
+            return [self._reduce(eqns, value, axes, sizes) for value in inputs]
+        made = self._compute(eqns, inputs, sizes)
         if name in _GATHERS:
             made = made._replace(varies=made.varies - axes, unknown=made.unknown - axes)
             self._note_forward(axes, eqns)
@@ -196,15 +195,11 @@ class Devices:
         return [made] * count
 
     def _enter_shard_map(
-        self,
-        eqn: Equation,
-        inputs: list[Spread],
-        sizes: dict[Any, int],
-        eqns: tuple[Equation, ...],
+        self, eqns: tuple[Equation, ...], inputs: list[Spread], sizes: dict[Any, int]
     ) -> list[Spread]:
-        (body,) = reading.bodies_of(eqn)
-        own = reading.mesh_sizes(eqn)
-        of_inputs, of_outputs, is_checked = reading.specs_of(eqn)
+        (body,) = reading.bodies_of(eqns[0])
+        own = reading.mesh_sizes(eqns[0])
+        of_inputs, of_outputs, is_checked = reading.specs_of(eqns[0])
         given = [
             value._replace(varies=value.varies | frozenset(a for a in axes if own[a] > 1))
             for value, axes in zip(inputs, of_inputs, strict=True)
@@ -220,7 +215,7 @@ class Devices:
         return outputs
 
     def _reduce(
-        self, value: Spread, axes: Axes, sizes: dict[Any, int], eqns: tuple[Equation, ...]
+        self, eqns: tuple[Equation, ...], value: Spread, axes: Axes, sizes: dict[Any, int]
     ) -> Spread:
         """What a sum or a maximum over devices makes of a value."""
         made = value._replace(
@@ -240,13 +235,10 @@ class Devices:
         return made._replace(by_hand=made.by_hand | (summed if made.is_gradient else _NONE))
 
     def _compute(
-        self,
-        eqn: Equation,
-        inputs: list[Spread],
-        sizes: dict[Any, int],
-        eqns: tuple[Equation, ...],
+        self, eqns: tuple[Equation, ...], inputs: list[Spread], sizes: dict[Any, int]
     ) -> Spread:
         """What an equation on one device makes of values."""
+        eqn = eqns[0]
         name, made = eqn.primitive.name, _choose(inputs)
         made = made._replace(is_gradient=made.is_gradient or source_info.is_backward(eqns))
         if name == "sub" and inputs[0].is_total:
@@ -276,7 +268,7 @@ class Devices:
 
     def _divide(self, made: Spread, divisor: float, sizes: dict[Any, int]) -> Spread:
         """A sum that is divided by the number of devices is a mean."""
-        for place in _places(made.marks):
+        for place in bit_sets.members_of(made.marks):
             kind, axes, count, eqns, _ = self.suspects[place]
             if kind == "sum" and math.isclose(count, divisor, rel_tol=1e-6):
                 marks = made.marks & ~(1 << place)
@@ -322,9 +314,6 @@ def _choose(values: Sequence[Spread], read: Sequence[Spread] = ()) -> Spread:
     both = (*values, *read)
     # Zeros, say, which an update is replaced by, are no other term.
     terms = [value for value in values if not value.is_constant] or values
-    marks = 0
-    for value in both:
-        marks |= value.marks
     return Spread(
         varies=_union(both, "varies"),
         unknown=_union(both, "unknown"),
@@ -332,7 +321,7 @@ def _choose(values: Sequence[Spread], read: Sequence[Spread] = ()) -> Spread:
         by_hand=_common(terms, "by_hand"),
         is_gradient=any(value.is_gradient for value in values),
         is_constant=all(value.is_constant for value in both),
-        marks=marks,
+        marks=bit_sets.unite(value.marks for value in both),
     )
 
 
@@ -343,7 +332,3 @@ def _union(values: Sequence[Spread], field: str) -> Axes:
 def _common(values: Sequence[Spread], field: str) -> Axes:
     first, *others = (getattr(value, field) for value in values or (Spread(),))
     return first.intersection(*others)
-
-
-def _places(bits: int) -> Iterator[int]:
-    return (place for place in range(bits.bit_length()) if bits >> place & 1)

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from ampx.checking import join_first
+from ampx.diagnostics import bit_sets
 from ampx.diagnostics.dataflow import name_culprit
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.scale_powers import (
@@ -38,7 +39,6 @@ from ampx.diagnostics.step_programs import (
     Leaf,
     StepProgram,
     is_chain,
-    is_named_tuple,
     is_of_library,
     place_of,
     source_of,
@@ -46,7 +46,7 @@ from ampx.diagnostics.step_programs import (
 )
 from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
-from ampx.trees import is_floating
+from ampx.trees import is_floating, is_named_tuple
 
 _ONCE = (
     "multiply the loss by ampx.current_loss_scale(opt_state) once: give it to "
@@ -154,10 +154,11 @@ def _follow(
 
     powers = Powers()
     outputs = powers.follow(program.jaxpr, [power_of(i) for i in range(len(program.inputs))])
-    reached = 0
-    for number, i in program.carried.items():
-        if i not in program.scales:
-            reached |= outputs[number].conflicts
+    reached = bit_sets.unite(
+        outputs[number].conflicts
+        for number, i in program.carried.items()
+        if i not in program.scales
+    )
     parts: tuple[list[Conflict], list[Conflict]] = ([], [])
     for place, conflict in enumerate(powers.conflicts):
         parts[reached >> place & 1].append(conflict)
@@ -285,10 +286,9 @@ def find_counting_schedules(program: StepProgram, flow: ScaleFlow) -> list[LintF
     operands = [_Counts(bits.get(i, 0), 0) for i in range(len(program.inputs))]
     outputs = _follow_counts(program.jaxpr, operands)
     # A rate counts only on its way into what a verdict holds back, such as the parameters.
-    reached = 0
-    for number in program.carried:
-        if flow.outputs[number].marks & READS:
-            reached |= outputs[number].numbers
+    reached = bit_sets.unite(
+        outputs[number].numbers for number in program.carried if flow.outputs[number].marks & READS
+    )
     return [
         LintFinding(
             "schedule",
@@ -362,8 +362,5 @@ def _follow_counts(jaxpr: Jaxpr, operands: Sequence[_Counts]) -> list[_Counts]:
     return folds.fold(jaxpr, operands, apply, lambda _: _Counts(0, 0))
 
 
-def _unite(values: Sequence[Any]) -> _Counts:
-    united = _Counts(0, 0)
-    for value in values:
-        united = _Counts(united.integers | value.integers, united.numbers | value.numbers)
-    return united
+def _unite(values: Sequence[_Counts]) -> _Counts:
+    return _Counts(*(bit_sets.unite(value[field] for value in values) for field in (0, 1)))

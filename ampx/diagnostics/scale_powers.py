@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.diagnostics import bit_sets
 from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.trees import is_floating
@@ -149,20 +150,15 @@ class Powers:
         self, jaxpr: Jaxpr, operands: Sequence[Power], around: tuple[Equation, ...] = ()
     ) -> list[Power]:
         """The powers of a jaxpr's results, from those of its inputs."""
+        return folds.fold_inside(jaxpr, operands, self._apply, _of_constant, around=around)
 
-        def apply(eqn: Equation, inputs: list[Power]) -> Sequence[Power]:
-            return self._apply(eqn, inputs, (eqn, *around))
-
-        return folds.fold(jaxpr, operands, apply, _of_constant)
-
-    def _apply(
-        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
-    ) -> Sequence[Power]:
+    def _apply(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Sequence[Power]:
+        eqn = eqns[0]
         name = eqn.primitive.name
         if name == "scan":
-            return self._scan(eqn, inputs, eqns)
+            return self._scan(eqns, inputs)
         if name == "while":
-            return self._while(eqn, inputs, eqns)
+            return self._while(eqns, inputs)
         bodies = folds.bodies_with_operands(eqn, inputs)
         if name == "cond":
             results = [self.follow(body, operands, eqns) for body, operands in bodies]
@@ -171,16 +167,15 @@ class Powers:
         if bodies:
             ((body, operands),) = bodies
             return self.follow(body, operands, eqns)
-        results = self._compute(eqn, inputs, eqns)
+        results = self._compute(eqns, inputs)
         return [
             value if is_floating(out.aval) else _as_integer(eqn, inputs)
             for value, out in zip(results, eqn.outvars, strict=True)
         ]
 
-    def _compute(
-        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
-    ) -> Sequence[Power]:
+    def _compute(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Sequence[Power]:
         """The powers of an equation's results, as if all were floating."""
+        eqn = eqns[0]
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name in _KEEPING and len(inputs) == count:
             if name == "slice":
@@ -223,9 +218,7 @@ class Powers:
             known = [v for v in known if not v.marks & TINY]
         if not known:
             return values[0]._replace(marks=_marks(values) | FREE, origin=-1)
-        conflicts = 0
-        for value in known:
-            conflicts |= value.conflicts
+        conflicts = bit_sets.unite(v.conflicts for v in known)
         origins = {v.origin for v in known}
         origin = origins.pop() if len(origins) == 1 else -1
         joined = Power(known[0].power, _marks(values), conflicts, origin)
@@ -251,11 +244,9 @@ class Powers:
         if all(v.origin >= 0 for v in own) and all(v.power in (0, 1) for v in values):
             self.suspected.update((v.origin, Fraction(1)) for v in own)
 
-    def _scan(
-        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
-    ) -> Sequence[Power]:
-        (body,) = reading.bodies_of(eqn)
-        consts, carry, xs = reading.split_scan(eqn, inputs)
+    def _scan(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Sequence[Power]:
+        (body,) = reading.bodies_of(eqns[0])
+        consts, carry, xs = reading.split_scan(eqns[0], inputs)
 
         def run(carry: list[Power]) -> tuple[list[Power], list[Power]]:
             results = self.follow(body, [*consts, *carry, *xs], eqns)
@@ -265,11 +256,9 @@ class Powers:
         after, outs = run(carry)
         return [*_widen(carry, after), *outs]
 
-    def _while(
-        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
-    ) -> Sequence[Power]:
-        _, body = reading.bodies_of(eqn)
-        _, consts, carry = reading.split_while(eqn, inputs)
+    def _while(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Sequence[Power]:
+        _, body = reading.bodies_of(eqns[0])
+        _, consts, carry = reading.split_while(eqns[0], inputs)
 
         def run(carry: list[Power]) -> list[Power]:
             return self.follow(body, [*consts, *carry], eqns)
@@ -345,9 +334,7 @@ def _multiply(first: Power, second: Power, sign: int) -> Power:
 def _gather(eqn: Equation, values: Sequence[Power]) -> Power:
     """What is known of values side by side: their power, if they have one."""
     known = [v for v in values if not v.marks & FREE]
-    conflicts = 0
-    for value in known:
-        conflicts |= value.conflicts
+    conflicts = bit_sets.unite(v.conflicts for v in known)
     powers = {v.power for v in known}
     marks = _marks(values)
     # The coefficients of an optimizer may travel as one vector, and 1/scale among them.
@@ -375,9 +362,7 @@ def _raise_to(value: Power, exponent: Fraction) -> Power:
 
 def _generic(inputs: Sequence[Power]) -> Power:
     """The power of a function that nothing is known of: 0, if all that it reads has the power 0."""
-    conflicts = 0
-    for value in inputs:
-        conflicts |= value.conflicts
+    conflicts = bit_sets.unite(v.conflicts for v in inputs)
     is_plain = all(v.power == 0 for v in inputs)
     return Power(Fraction(0) if is_plain else None, _marks(inputs), conflicts)
 
@@ -400,17 +385,9 @@ def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
 
 def _of_constant(value: Any) -> Power:
     """The power of a constant: every one for zeros, infinities and the ends of formats."""
-    if getattr(value, "size", 1) > _LARGEST_CONSTANT or not _is_number(value):
+    if getattr(value, "size", 1) > _LARGEST_CONSTANT or not reading.is_numeric(value):
         return _CONSTANT
     numbers = np.unique(np.asarray(value, np.float64))
     is_free = all(number in _EXTREMES or np.isnan(number) for number in numbers.tolist())
     is_tiny = numbers.size == 1 and 0 < abs(numbers[0]) <= _LARGEST_GUARD
     return _ZERO if is_free else _CONSTANT._replace(marks=PURE | (TINY if is_tiny else 0))
-
-
-def _is_number(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        return isinstance(value, int | float)
-    kinds = (np.floating, np.integer, np.bool_)
-    return any(jnp.issubdtype(dtype, kind) for kind in kinds)

@@ -61,15 +61,17 @@ def variables_in(atoms: Iterable[Atom]) -> list[Atom]:
 
 def number_of(atom: Atom) -> float | None:
     """The number that an operand is, if it is a scalar constant written into the equation."""
-    if not is_literal(atom) or np.ndim(atom.val) or not is_numeric(atom):
+    if not is_literal(atom) or np.ndim(atom.val) or not is_numeric(atom.aval):
         return None
     return float(atom.val)
 
 
-def is_numeric(atom: Atom) -> bool:
-    """Whether a value has a dtype of real numbers or of bools: no random key, no complex number."""
-    kinds = (np.floating, np.integer, np.bool_)
-    return any(jnp.issubdtype(atom.aval.dtype, kind) for kind in kinds)
+def is_numeric(value: Any) -> bool:
+    """Whether an array, its type or a number is of reals or bools: no random key, not complex."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, int | float)
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_))
 
 
 def is_dropped(variable: Atom) -> bool:
