@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.checking import join_first
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output
 from ampx.jaxprs import folds, primitives, reading
@@ -230,7 +229,7 @@ def find_half_states(program: StepProgram) -> list[LintFinding]:
         if outputs[number].is_more and is_stuck:
             found.setdefault((is_own, dtype), []).append(number)
     for (is_own, dtype), numbers in found.items():
-        names = join_first(program.inputs[program.carried[number]].name for number in numbers)
+        names = program.carried_names(numbers)
         message, fix = _ADDED if is_own else _AVERAGED
         source = source_of_output(program, numbers[0])
         findings.append(LintFinding("half_state", message.format(dtype, names), source, fix))

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.checking import join_first
 from ampx.diagnostics import bit_sets
 from ampx.diagnostics.dataflow import name_culprit
 from ampx.diagnostics.lint_findings import LintFinding
@@ -257,11 +256,10 @@ def find_unfrozen_statistics(program: StepProgram, flow: ScaleFlow) -> list[Lint
     ]
     if not numbers:
         return []
-    names = (program.inputs[program.carried[number]].name for number in numbers)
     return [
         LintFinding(
             "batch_stats",
-            f"a skipped step changes batch statistics: {join_first(names)}",
+            f"a skipped step changes batch statistics: {program.carried_names(numbers)}",
             source_of_output(program, numbers[0]),
             "keep the old ones with ampx.select_if_finite(opt_state, new, old)",
         )

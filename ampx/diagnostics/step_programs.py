@@ -14,13 +14,14 @@ parameter, a moment, a counter, a loss scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.checking import join_first
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.interpreter import Place
 from ampx.jaxprs.pure_calls import is_array
@@ -84,6 +85,10 @@ class StepProgram(NamedTuple):
     carried: dict[int, int]
     scales: tuple[int, ...]
     has_skips: bool
+
+    def carried_names(self, numbers: Iterable[int]) -> str:
+        """Names the inputs that the outputs of these numbers become, in few words."""
+        return join_first(self.inputs[self.carried[number]].name for number in numbers)
 
 
 def trace_step(fun: Callable[..., Any], args: Any, kwargs: Any) -> StepProgram:
