@@ -180,8 +180,13 @@ def _shape(leaf: Any) -> Any:
     return () if isinstance(leaf, bool | int | float | complex) else getattr(leaf, "shape", None)
 
 
+def is_masked(node: Any) -> bool:
+    """Whether a node stands for a parameter that `optax.masked` leaves out."""
+    return isinstance(node, optax.MaskedNode)
+
+
 def _is_left_out(node: Any) -> bool:
-    return node is None or isinstance(node, optax.MaskedNode)
+    return node is None or is_masked(node)
 
 
 def _is_container(node: Any) -> bool:

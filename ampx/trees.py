@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -142,6 +142,11 @@ def size_in_bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
+def open_node(node: Any) -> tuple[Sequence[tuple[Any, Any]], Any]:
+    """Takes one node of a tree apart, and nothing inside it: pairs (path, child), and structure."""
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+
+
 def path_name(path: Any) -> str:
     """A key path as names joined by "/"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -201,6 +206,11 @@ def find_nodes(tree: Any, kind: type[Node]) -> list[Node]:
         return isinstance(node, kind)
 
     return [node for node in jax.tree.leaves(tree, is_leaf=is_kind) if isinstance(node, kind)]
+
+
+def is_named_tuple(node: Any) -> bool:
+    """Whether a node is a NamedTuple, as the states of optax are."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def is_marked(node: Any, mark: str) -> bool:

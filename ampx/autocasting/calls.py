@@ -52,7 +52,7 @@ class PlansJaxprs(Protocol):
         """Plans a jaxpr."""
 
 
-class _Site(NamedTuple):
+class Site(NamedTuple):
     """An equation that holds jaxprs, with all that its plan depends on.
 
     Attributes:
@@ -81,30 +81,12 @@ class _Site(NamedTuple):
         return self.planner.plan(body, inputs, demands, around)
 
 
-def decide(
-    planner: PlansJaxprs,
-    eqn: Any,
-    values: tuple[Value, ...],
-    wanted: tuple[Demand, ...],
-    rule: str,
-    around: Surroundings,
-) -> Decision:
-    """Decides what becomes of an equation whose bodies autocast rewrites.
-
-    Args:
-      planner: plans the bodies.
-      eqn: the equation.
-      values: what is known of its operands.
-      wanted: what readers ask of its outputs.
-      rule: who decided its precision, for the report.
-      around: where the equations of its bodies stand.
-    """
-    name = eqn.primitive.name
-    settings = planner.settings
+def decide(site: Site) -> Decision:
+    """Decides what becomes of an equation whose bodies autocast rewrites."""
+    eqn, settings = site.eqn, site.planner.settings
+    name, mark = eqn.primitive.name, reading.call_name(eqn)
     if name == "custom_jvp_call" and (settings.dots is not None or settings.rules.entries):
-        around = around._replace(in_custom_jvp=True)
-    site = _Site(planner, eqn, values, wanted, rule, around)
-    mark = reading.call_name(eqn)
+        site = site._replace(around=site.around._replace(in_custom_jvp=True))
     if mark == NATIVE_MARK:
         return operations.decide_opaque(eqn, AS_WRITTEN)
     if mark == RELABEL_MARK and relabels_half(eqn):
@@ -117,13 +99,16 @@ def decide(
         return _decide_while(site)
     if name == "cond":
         return _decide_cond(site)
-    if name == "custom_vjp_call" and planner.settings.custom_vjp == "opaque":
+    if name == "custom_vjp_call" and settings.custom_vjp == "opaque":
         return operations.decide_opaque(eqn, "custom_vjp='opaque'")
     return _decide_call(site)
 
 
 def find_operand_demands(eqn: Any, decision: Decision) -> Sequence[Demand]:
-    """What an equation with bodies asks of each operand: what its bodies ask of their inputs."""
+    """What an equation with bodies asks of each operand: what its bodies ask of their inputs.
+
+    Those that were not traced as float32 do not count.
+    """
     name = eqn.primitive.name
     if name == "scan":
         consts, carry = reading.scan_sizes(eqn)
@@ -134,32 +119,23 @@ def find_operand_demands(eqn: Any, decision: Decision) -> Sequence[Demand]:
         # in _decide_scan; to ask for FLOAT32 would have a whole stack computed in float32, where
         # each step can widen its own slice.
         asked[consts + carry :] = [Demand.KEEP] * (len(asked) - consts - carry)
-        return _mask_other_types(eqn.invars, asked)
+        return asked
     if name == "while":
         condition, body = decision.bodies
         of_condition, of_body = reading.while_sizes(eqn)
         carry = len(eqn.invars) - of_condition - of_body
-        asked = [
+        return [
             *condition.input_demands[:of_condition],
             *body.input_demands[:of_body],
             *[Demand.FLOAT32] * carry,
         ]
-        return _mask_other_types(eqn.invars, asked)
     if name == "cond":
         each = zip(*(body.input_demands for body in decision.bodies), strict=True)
         merged = [demands[0] if len(set(demands)) == 1 else Demand.KEEP for demands in each]
         # Operand 0 is the index of the branch, which no branch sees.
-        return _mask_other_types(eqn.invars, [Demand.NONE, *merged])
+        return [Demand.NONE, *merged]
     (body,) = decision.bodies
-    return _mask_other_types(eqn.invars, body.input_demands)
-
-
-def _mask_other_types(atoms: Sequence[Any], demands: Sequence[Demand]) -> list[Demand]:
-    """The demands, with NONE for operands that were not traced as float32."""
-    return [
-        demand if is_float32(atom) else Demand.NONE
-        for atom, demand in zip(atoms, demands, strict=True)
-    ]
+    return body.input_demands
 
 
 def _keep_dtypes(eqn: Any, values: Sequence[Value]) -> tuple[bool | None, ...]:
@@ -174,7 +150,7 @@ def _label_precision(*bodies: Plan) -> str:
     return "recurse" if not all(body.changes_nothing for body in bodies) else "as traced"
 
 
-def _decide_call(site: _Site) -> Decision:
+def _decide_call(site: Site) -> Decision:
     (body,) = reading.bodies_of(site.eqn)
     plan = site.plan(body, site.values, site.wanted)
     operands = _keep_dtypes(site.eqn, site.values)
@@ -200,7 +176,7 @@ def _decide_relabel(eqn: Any) -> Decision:
     return Decision("half", "half_function", (None,) * len(eqn.invars), outputs)
 
 
-def _decide_promote(site: _Site) -> Decision:
+def _decide_promote(site: Site) -> Decision:
     """A `promote_function`: all half if every float operand votes half or is a constant."""
     eqn = site.eqn
     floats = [v for a, v in zip(eqn.invars, site.values, strict=True) if is_float32(a)]
@@ -218,7 +194,7 @@ def _decide_promote(site: _Site) -> Decision:
     return Decision(_label_precision(plan), "promote_function", operands, plan.outputs, (plan,))
 
 
-def _decide_scan(site: _Site) -> Decision:
+def _decide_scan(site: Site) -> Decision:
     eqn = site.eqn
     consts, carry = reading.scan_sizes(eqn)  # operands are [*consts, *carry, *xs]
     (body,) = reading.bodies_of(eqn)
@@ -262,7 +238,7 @@ def _demand_float32_carry(number: int) -> list[Demand]:
     return [Demand.PIN_FLOAT32] * number
 
 
-def _decide_while(site: _Site) -> Decision:
+def _decide_while(site: Site) -> Decision:
     eqn, values = site.eqn, site.values
     of_condition, of_body = reading.while_sizes(eqn)
     consts = of_condition + of_body  # operands are [*consts of condition, *of body, *carry]
@@ -279,7 +255,7 @@ def _decide_while(site: _Site) -> Decision:
     return Decision(precision, "while", operands, outputs, (condition, body))
 
 
-def _decide_cond(site: _Site) -> Decision:
+def _decide_cond(site: Site) -> Decision:
     eqn = site.eqn
     branches = reading.bodies_of(eqn)
     demands = list(site.wanted)

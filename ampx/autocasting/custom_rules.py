@@ -32,6 +32,7 @@ from jax import lax
 
 from ampx.jaxprs import building, reading
 from ampx.jaxprs.reading import Jaxpr
+from ampx.trees import is_floating
 
 # Runs a function under autocast: (function, types it is traced at, operands) to flat results. The
 # operands may be half where the types say float32.
@@ -112,7 +113,7 @@ class _CustomCall:
 
 
 def _differentiable_indices(avals: Sequence[Any]) -> list[int]:
-    return [i for i, aval in enumerate(avals) if reading.is_differentiable(aval)]
+    return [i for i, aval in enumerate(avals) if is_floating(aval)]
 
 
 def _put(values: Sequence[Any], indices: Sequence[int], into: Sequence[Any]) -> list[Any]:

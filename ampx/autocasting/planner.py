@@ -163,7 +163,7 @@ class Planner:
                 "take the ban out of the rules"
             )
         if tables.DEFAULTS.get(name) == "recurse":
-            return calls.decide(self, eqn, values, wanted, rule, inside)
+            return calls.decide(calls.Site(self, eqn, values, wanted, rule, inside))
         if precision == "opaque":
             if not _hides_a_function(eqn):
                 rule = name
@@ -296,10 +296,10 @@ def _lift_backward(
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         eqn, decision = jaxpr.eqns[index], decisions[index]
         wanted = tuple([readers.get(out, Demand.NONE) for out in eqn.outvars])
-        for atom, demand in zip(
-            eqn.invars, _find_operand_demands(eqn, decision, wanted), strict=True
-        ):
-            ask(atom, demand)
+        operand_demands = _find_operand_demands(eqn, decision, wanted)
+        for atom, demand in zip(eqn.invars, operand_demands, strict=True):
+            if is_float32(atom):
+                ask(atom, demand)
         if decision.bodies:
             asked[index] = wanted
         if decision.follows and decision.precision == "half" and _is_read_in_float32(wanted):
@@ -317,7 +317,7 @@ def _is_read_in_float32(wanted: Sequence[Demand]) -> bool:
 def _find_operand_demands(
     eqn: Any, decision: Decision, wanted: Sequence[Demand]
 ) -> Sequence[Demand]:
-    """Finds what an equation asks of each operand, given what is asked of its outputs."""
+    """Finds what an equation asks of each float32 operand, given what is asked of its outputs."""
     name = eqn.primitive.name
     if decision.bodies:
         return calls.find_operand_demands(eqn, decision)
@@ -326,8 +326,7 @@ def _find_operand_demands(
         # But a broadcast whose reader wants half must not hand that on: narrowed before it is
         # repeated, the operand would have the cotangents of all repetitions summed in half.
         sums = name in tables.SUMMING_WHEN_TRANSPOSED and wanted[0] is Demand.HALF
-        passed = Demand.KEEP if sums else wanted[0]
-        return [passed if is_float32(atom) else Demand.NONE for atom in eqn.invars]
+        return [Demand.KEEP if sums else wanted[0]] * len(eqn.invars)
     if decision.follows and _is_read_in_float32(wanted):
         demand = Demand.FLOAT32  # about to be lifted
     elif decision.precision == "float32" and not decision.follows:
@@ -339,4 +338,4 @@ def _find_operand_demands(
         demand = Demand.KEEP if decision.gives_float32(eqn) else Demand.HALF
     else:
         demand = Demand.KEEP
-    return [demand if is_float32(atom) else Demand.NONE for atom in eqn.invars]
+    return [demand] * len(eqn.invars)

@@ -107,7 +107,8 @@ class ShardExchange:
 
         received = self._in_buckets([self._rows(wide[i], i) for i in self.divided], scatter_rows)
         for i, row in zip(self.divided, received, strict=True):
-            given[i] = self.reduction.narrow(self._shard(row, i), given[i])
+            shard = self._restore(row, i, self.counts[i])
+            given[i] = self.reduction.narrow(shard, given[i])
         return structure.unflatten(given), sent
 
     def sum_undivided(self, grads: Any) -> tuple[Any, list[int]]:
@@ -184,19 +185,13 @@ class ShardExchange:
 
         whole = dict(zip(self.divided, self._in_buckets(rows, gather_row), strict=True))
         return [
-            leaf if dim is None else self._whole(whole[i], i)
+            leaf if dim is None else self._restore(whole[i], i, 1)
             for i, (leaf, dim) in enumerate(zip(updates, self.dims, strict=True))
         ]
 
     def _rows(self, leaf: jax.Array, place: int) -> jax.Array:
         """A matrix with a row for each device, which holds that device's shard: [n, size / n]."""
         return jnp.moveaxis(leaf, self.divided[place], 0).reshape(self.counts[place], -1)
-
-    def _shard(self, row: jax.Array, place: int) -> jax.Array:
-        return self._restore(row, place, self.counts[place])
-
-    def _whole(self, rows: jax.Array, place: int) -> jax.Array:
-        return self._restore(rows, place, 1)
 
     def _restore(self, flat: jax.Array, place: int, parts: int) -> jax.Array:
         """One of `parts` equal parts of a leaf, from its numbers with the divided axis first."""

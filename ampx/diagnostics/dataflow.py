@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ampx.diagnostics import bit_sets
 from ampx.jaxprs import folds, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.jaxprs.source_info import Frame
@@ -131,8 +132,9 @@ class Flow:
           The nodes of its outputs.
         """
 
-        def nodes_of(eqn: Equation, inputs: list[int]) -> list[int]:
-            eqns, body = (eqn, *around), reading.called_body(eqn)
+        def nodes_of(eqns: tuple[Equation, ...], inputs: list[int]) -> list[int]:
+            eqn = eqns[0]
+            body = reading.called_body(eqn)
             if body is not None:
                 return self.follow(body, inputs, sizes | reading.mesh_sizes(eqn), eqns)
             if places := self._record_reductions(eqn, sizes):
@@ -145,7 +147,7 @@ class Flow:
                 self._choices[node] = (inputs, sizes)
             return [node] * len(eqn.outvars)
 
-        return folds.fold(jaxpr, operands, nodes_of, constant=lambda _: 0)
+        return folds.fold_inside(jaxpr, operands, nodes_of, lambda _: 0, around=around)
 
     def _add_node(self, inputs: Iterable[int], own: int, eqns: tuple[Equation, ...]) -> int:
         """Adds a node and gives its number; 0, and no new node, for what waits for nothing."""
@@ -198,7 +200,7 @@ class Flow:
 
     def find_waits(self, node: int, among: int) -> tuple[int, ...]:
         """Finds the places of the reductions in the set `among` that a node waits for."""
-        return _list_places(self.nodes[node].waits & among)
+        return bit_sets.members_of(self.nodes[node].waits & among)
 
     def find_culprits(self, outputs: Iterable[int], gradients: int) -> tuple[Culprit, ...]:
         """Finds where the last of some reductions first meets others, on the way to some outputs.
@@ -230,7 +232,7 @@ class Flow:
             # A loop or a branch joins all reductions inside it, so these count as operands.
             parts = [self.nodes[j].waits & gradients for j in node.inputs]
             if node.eqns and reading.inner_jaxprs(node.eqns[0]):
-                parts += [1 << place for place in _list_places(node.own & gradients)]
+                parts += [1 << place for place in bit_sets.members_of(node.own & gradients)]
             if any(part & last for part in parts) and any(p and not p & last for p in parts):
                 below.add(i)
                 for culprit in (name_culprit(node.eqns), *self._find_inside(i, gradients)):
@@ -260,11 +262,6 @@ def _is_of_ampx(eqn: Equation) -> bool:
     """Whether ampx wrote an equation, in whatever function of the user's."""
     frames = source_info.user_frames_of(eqn)
     return bool(frames) and source_info.is_of_ampx(frames[0].file_name)
-
-
-def _list_places(bits: int) -> tuple[int, ...]:
-    """The members of a set of reductions: 0b101 holds 0 and 2."""
-    return tuple(place for place in range(bits.bit_length()) if bits >> place & 1)
 
 
 # Names of culprits. A user knows `clip_by_global_norm`, not the `mul` in a lambda inside of it: a

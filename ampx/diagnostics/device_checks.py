@@ -18,12 +18,14 @@ total is written by hand, nor of arrays that hold parts which differ beside othe
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ampx.checking import join_first
+from ampx.diagnostics import bit_sets
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_result
 from ampx.jaxprs import folds, primitives, reading, source_info
@@ -100,7 +102,7 @@ def find_device_faults(program: StepProgram) -> Iterator[LintFinding]:
     devices = Devices()
     operands = [Spread()] * len(program.inputs)
     outputs = devices.follow(program.jaxpr, operands, {}, ())
-    reached = [set(_places(each.marks)) for each in outputs]
+    reached = [set(bit_sets.members_of(each.marks)) for each in outputs]
     carried = set().union(*(reached[number] for number in program.carried))
     # A loss and a weight that are both sums have a right quotient.
     totals = {(each.axes, each.kind) for each in devices.suspects}
@@ -176,22 +178,19 @@ class Devices:
         around: tuple[Equation, ...],
     ) -> list[Spread]:
         """The spreads of a jaxpr's results, where the axes of `sizes` are mapped."""
-
-        def apply(eqn: Equation, inputs: list[Spread]) -> Sequence[Spread]:
-            return self._apply(eqn, inputs, sizes, (eqn, *around))
-
-        return folds.fold(jaxpr, operands, apply, lambda _: Spread(is_constant=True), _of_literal)
+        apply = functools.partial(self._apply, sizes=sizes)
+        constant = Spread(is_constant=True)
+        return folds.fold_inside(
+            jaxpr, operands, apply, lambda _: constant, _of_literal, around=around
+        )
 
     def _apply(
-        self,
-        eqn: Equation,
-        inputs: list[Spread],
-        sizes: dict[Any, int],
-        eqns: tuple[Equation, ...],
+        self, eqns: tuple[Equation, ...], inputs: list[Spread], sizes: dict[Any, int]
     ) -> Sequence[Spread]:
+        eqn = eqns[0]
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name == "shard_map":
-            return self._enter_shard_map(eqn, inputs, sizes, eqns)
+            return self._enter_shard_map(eqns, inputs, sizes)
         # Axes and marks are only added, and sums of gradients only lost, so a loop settles.
         results = folds.follow_bodies(
             eqn, inputs, lambda body, operands: self.follow(body, operands, sizes, eqns), _choose
@@ -203,10 +202,10 @@ class Devices:
         axes = frozenset(axis for axis in _named_axes(eqn) if sizes.get(axis, 1) > 1)
         if name in primitives.ALL_REDUCTIONS and not eqn.params.get("axis_index_groups"):
             return [
-                self._ask_total(value, self._reduce(value, axes, sizes, eqns), axes, sizes, eqns)
+                self._ask_total(eqns, value, self._reduce(eqns, value, axes, sizes), axes, sizes)
                 for value in inputs
             ]
-        made = self._compute(eqn, inputs, sizes, eqns)
+        made = self._compute(eqns, inputs, sizes)
         if name in _GATHERS:
             made = made._replace(varies=made.varies - axes, unknown=made.unknown - axes)
             self._note_forward(axes, eqns)
@@ -219,15 +218,11 @@ class Devices:
         return [made] * count
 
     def _enter_shard_map(
-        self,
-        eqn: Equation,
-        inputs: list[Spread],
-        sizes: dict[Any, int],
-        eqns: tuple[Equation, ...],
+        self, eqns: tuple[Equation, ...], inputs: list[Spread], sizes: dict[Any, int]
     ) -> list[Spread]:
-        (body,) = reading.bodies_of(eqn)
-        own = reading.mesh_sizes(eqn)
-        of_inputs, of_outputs, is_checked = reading.specs_of(eqn)
+        (body,) = reading.bodies_of(eqns[0])
+        own = reading.mesh_sizes(eqns[0])
+        of_inputs, of_outputs, is_checked = reading.specs_of(eqns[0])
         given = [
             value._replace(varies=value.varies | frozenset(a for a in axes if own[a] > 1))
             for value, axes in zip(inputs, of_inputs, strict=True)
@@ -243,7 +238,7 @@ class Devices:
         return outputs
 
     def _reduce(
-        self, value: Spread, axes: Axes, sizes: dict[Any, int], eqns: tuple[Equation, ...]
+        self, eqns: tuple[Equation, ...], value: Spread, axes: Axes, sizes: dict[Any, int]
     ) -> Spread:
         """What a sum or a maximum over devices makes of a value."""
         made = value._replace(
@@ -265,11 +260,11 @@ class Devices:
 
     def _ask_total(
         self,
+        eqns: tuple[Equation, ...],
         value: Spread,
         made: Spread,
         axes: Axes,
         sizes: dict[Any, int],
-        eqns: tuple[Equation, ...],
     ) -> Spread:
         """Suspects a loss, or the weight beside it, that is summed for all devices once more."""
         again = axes & value.summed - value.varies - value.unknown
@@ -280,13 +275,10 @@ class Devices:
         return made._replace(marks=made.marks | self._suspect(kind, again, count, eqns))
 
     def _compute(
-        self,
-        eqn: Equation,
-        inputs: list[Spread],
-        sizes: dict[Any, int],
-        eqns: tuple[Equation, ...],
+        self, eqns: tuple[Equation, ...], inputs: list[Spread], sizes: dict[Any, int]
     ) -> Spread:
         """What an equation on one device makes of values."""
+        eqn = eqns[0]
         name, made = eqn.primitive.name, _choose(inputs)
         made = made._replace(is_gradient=made.is_gradient or source_info.is_backward(eqns))
         if name == "sub" and inputs[0].is_total:
@@ -316,7 +308,7 @@ class Devices:
 
     def _divide(self, made: Spread, divisor: float, sizes: dict[Any, int]) -> Spread:
         """A sum that is divided by the number of devices is a mean."""
-        for place in _places(made.marks):
+        for place in bit_sets.members_of(made.marks):
             kind, axes, count, eqns, _ = self.suspects[place]
             if kind == "sum" and math.isclose(count, divisor, rel_tol=1e-6):
                 marks = made.marks & ~(1 << place)
@@ -364,9 +356,6 @@ def _choose(values: Sequence[Spread], read: Sequence[Spread] = ()) -> Spread:
     both = (*values, *read)
     # Zeros, say, which an update is replaced by, are no other term.
     terms = [value for value in values if not value.is_constant] or values
-    marks = 0
-    for value in both:
-        marks |= value.marks
     return Spread(
         varies=_union(both, "varies"),
         unknown=_union(both, "unknown"),
@@ -375,7 +364,7 @@ def _choose(values: Sequence[Spread], read: Sequence[Spread] = ()) -> Spread:
         summed=_union(both, "summed"),
         is_gradient=any(value.is_gradient for value in values),
         is_constant=all(value.is_constant for value in both),
-        marks=marks,
+        marks=bit_sets.unite(value.marks for value in both),
     )
 
 
@@ -393,7 +382,3 @@ def _products(axes: Axes, sizes: dict[Any, int]) -> Iterator[int]:
     for count in range(1, len(axes) + 1):
         for some in itertools.combinations(axes, count):
             yield math.prod(sizes[axis] for axis in some)
-
-
-def _places(bits: int) -> Iterator[int]:
-    return (place for place in range(bits.bit_length()) if bits >> place & 1)

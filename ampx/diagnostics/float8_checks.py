@@ -17,8 +17,6 @@ A product stays in half if a size of it is no multiple of 16. Where such a size 
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -68,14 +66,10 @@ class _Products:
     def follow(
         self, jaxpr: Jaxpr, operands: Sequence[Facts], around: tuple[Equation, ...] = ()
     ) -> list[Facts]:
-        def apply(eqn: Equation, inputs: list[Facts]) -> Sequence[Facts]:
-            return self._apply(eqn, inputs, (eqn, *around))
+        return folds.fold_inside(jaxpr, operands, self._apply, lambda _: _NONE, around=around)
 
-        return folds.fold(jaxpr, operands, apply, lambda array: _NONE)
-
-    def _apply(
-        self, eqn: Equation, inputs: list[Facts], eqns: tuple[Equation, ...]
-    ) -> Sequence[Facts]:
+    def _apply(self, eqns: tuple[Equation, ...], inputs: list[Facts]) -> Sequence[Facts]:
+        eqn = eqns[0]
         name, count = eqn.primitive.name, len(eqn.outvars)
         bodies = folds.bodies_with_operands(eqn, inputs)
         if bodies:
@@ -88,7 +82,7 @@ class _Products:
                 return [_NONE]
             self.found.append(eqns)
             return [frozenset((_Fact(len(self.found) - 1, "scores"),))]
-        facts = functools.reduce(operator.or_, inputs, _NONE)
+        facts = _NONE.union(*inputs)
         if name == "exp":
             self.of_softmax |= {fact.product for fact in facts if fact.kind == "shifted"}
         if name == "reduce_max":

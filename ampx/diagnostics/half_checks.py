@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.checking import join_first
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output
 from ampx.jaxprs import folds, primitives, reading
@@ -72,27 +71,23 @@ class _Multiples:
     def follow(
         self, jaxpr: Jaxpr, operands: Sequence[_Multiple], around: tuple[Equation, ...] = ()
     ) -> list[_Multiple]:
-        def apply(eqn: Equation, inputs: list[_Multiple]) -> Sequence[_Multiple]:
-            return self._apply(eqn, inputs, (eqn, *around))
+        return folds.fold_inside(jaxpr, operands, self._apply, _of_constant, around=around)
 
-        return folds.fold(jaxpr, operands, apply, _of_constant)
-
-    def _apply(
-        self, eqn: Equation, inputs: list[_Multiple], eqns: tuple[Equation, ...]
-    ) -> Sequence[_Multiple]:
+    def _apply(self, eqns: tuple[Equation, ...], inputs: list[_Multiple]) -> Sequence[_Multiple]:
+        eqn = eqns[0]
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name in primitives.LOOPS:
-            self._enter_loop(eqn, inputs, eqns)
+            self._enter_loop(eqns, inputs)
             return [_OTHER] * count
         bodies = folds.bodies_with_operands(eqn, inputs)
         if bodies:
             results = [self.follow(body, operands, eqns) for body, operands in bodies]
             return [_choose(group) for group in zip(*results, strict=True)]
-        self._look_for_infinities(eqn, eqns)
+        self._look_for_infinities(eqns)
         if name in primitives.SAME_NUMBERS and len(inputs) == count:
             return inputs
         if name == "convert_element_type":
-            return [self._convert(eqn, inputs[0], eqns)]
+            return [self._convert(eqns, inputs[0])]
         if name in primitives.REARRANGING and inputs[0].number is not None:
             return inputs[:1] * count
         if name == "integer_pow" and eqn.params["y"] == 1:
@@ -111,17 +106,16 @@ class _Multiples:
             return [_weigh(inputs[0], divisor)]
         return [_OTHER] * count
 
-    def _enter_loop(
-        self, eqn: Equation, inputs: list[_Multiple], eqns: tuple[Equation, ...]
-    ) -> None:
+    def _enter_loop(self, eqns: tuple[Equation, ...], inputs: list[_Multiple]) -> None:
         """Looks at the numbers in a loop's body; what goes round in it is not followed."""
+        eqn = eqns[0]
         for body, operands in folds.bodies_with_operands(eqn, inputs):
             known = [v if v.number is not None else _OTHER for v in operands]
             consts = reading.scan_sizes(eqn)[0] if eqn.primitive.name == "scan" else 0
             self.follow(body, [v if i < consts else _OTHER for i, v in enumerate(known)], eqns)
 
-    def _convert(self, eqn: Equation, value: _Multiple, eqns: tuple[Equation, ...]) -> _Multiple:
-        dtype = eqn.params["new_dtype"]
+    def _convert(self, eqns: tuple[Equation, ...], value: _Multiple) -> _Multiple:
+        dtype = eqns[0].params["new_dtype"]
         if not jnp.issubdtype(dtype, np.floating):
             return _OTHER
         if value.number is None or dtype != np.float16:
@@ -131,15 +125,15 @@ class _Multiples:
             return _OTHER
         return value
 
-    def _look_for_infinities(self, eqn: Equation, eqns: tuple[Equation, ...]) -> None:
+    def _look_for_infinities(self, eqns: tuple[Equation, ...]) -> None:
         """Notes a product or a sum with an infinity that is written into it in half precision.
 
         JAX converts a Python number to the dtype of the array beside it, where 1e6 is infinite.
         Choices are left out: an infinity there is a mask.
         """
-        if eqn.primitive.name not in ("mul", "add", "sub", "div"):
+        if eqns[0].primitive.name not in ("mul", "add", "sub", "div"):
             return
-        for atom in eqn.invars:
+        for atom in eqns[0].invars:
             number = reading.number_of(atom)
             if number is not None and math.isinf(number) and _dtype_of(atom) in _HALF:
                 self.too_large.append((False, eqns))
@@ -235,7 +229,7 @@ def find_half_states(program: StepProgram) -> list[LintFinding]:
         if outputs[number].is_more and is_stuck:
             found.setdefault((is_own, dtype), []).append(number)
     for (is_own, dtype), numbers in found.items():
-        names = join_first(program.inputs[program.carried[number]].name for number in numbers)
+        names = program.carried_names(numbers)
         message, fix = _ADDED if is_own else _AVERAGED
         source = source_of_output(program, numbers[0])
         findings.append(LintFinding("half_state", message.format(dtype, names), source, fix))

@@ -308,10 +308,9 @@ def _find_changing_dtypes(program: StepProgram) -> Iterator[LintFinding]:
         if before != after and len(program.inputs[i].path) > 1:
             changed.setdefault((before, after), []).append(number)
     for (before, after), numbers in changed.items():
-        names = (program.inputs[program.carried[number]].name for number in numbers)
         yield LintFinding(
             "dtype",
-            f"{before} comes back as {after}: {join_first(names)}",
+            f"{before} comes back as {after}: {program.carried_names(numbers)}",
             source_of_output(program, numbers[0]),
             f"cast the result back to {before}, so that the next call need not compile anew: "
             f"x.astype({before!r})",

@@ -41,6 +41,7 @@ from ampx.diagnostics.exponents import (
     find_fills,
 )
 from ampx.diagnostics.numerics_reports import NumericsReport
+from ampx.diagnostics.overflow_notes import is_inexact
 from ampx.diagnostics.recommendations import BACKWARD, FORWARD, PARAMETER, Key
 from ampx.jaxprs import reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, is_opaque
@@ -101,7 +102,7 @@ class CountingWalk(Walk):
         if np.ndim(array):
             _count(self.histograms, here.scope, Value(array, Origin()))
             return Origin()
-        is_real = _is_counted(array) and not np.iscomplexobj(array)
+        is_real = is_inexact(array) and not np.iscomplexobj(array)
         return Origin(is_constant=True, fills=find_fills(array) if is_real else NO_FILLS)
 
     def remark_results(
@@ -185,7 +186,7 @@ def _find_role(origin: Origin) -> float8_shares.Role:
 
 def _count(histograms: Counts, scope: str, value: Value) -> Histogram:
     """Adds the numbers of a value to the histograms; gives its own."""
-    if not _is_counted(value.array):
+    if not is_inexact(value.array):
         return Histogram()
     _check_width(value.array)
     found = count_exponents(value.array, value.remark.fills)
@@ -198,13 +199,6 @@ def _check_width(array: Any) -> None:
     dtype = jnp.result_type(array) if hasattr(array, "dtype") else None
     if dtype in (np.float64, np.complex128):
         raise TypeError(f"numerics_report counts float32, got {dtype}: give the float32 program")
-
-
-def _is_counted(array: Any) -> bool:
-    """Whether an array is of floats or complex numbers, which are counted; references are not."""
-    if np.isscalar(array):
-        return isinstance(array, float | complex | np.inexact)
-    return jnp.issubdtype(array.dtype, jnp.inexact) and not isinstance(array, jax.Ref)
 
 
 def numerics_report(
@@ -277,7 +271,7 @@ def numerics_report(
         is_finite = bool(np.isfinite(loss))
         leaves, treedef = jax.tree_util.tree_flatten_with_path(gradients)
         for (path, gradient), array in zip(leaves, treedef.flatten_up_to(params), strict=True):
-            if _is_counted(gradient):
+            if is_inexact(gradient):
                 found = count_exponents(gradient)
                 histograms[path_name(path), FORWARD] += count_exponents(array)
                 histograms[path_name(path), PARAMETER] += found

@@ -12,6 +12,7 @@ import numpy as np
 from ampx.diagnostics.overflow_reports import POLE
 from ampx.jaxprs.interpreter import Value
 from ampx.jaxprs.reading import Equation
+from ampx.trees import is_floating
 
 # Functions that are infinite at numbers that are not large. An infinity of an operand below these
 # sizes is one of those: above 1 a power may be too large for its dtype, too.
@@ -23,10 +24,7 @@ _POLES = {
 
 def is_inexact(array: Any) -> bool:
     """Whether an array or a number is of floats, real or complex."""
-    dtype = getattr(array, "dtype", None)
-    if dtype is None:
-        return isinstance(array, float | complex)
-    return jnp.issubdtype(dtype, jnp.inexact) and not isinstance(array, jax.Ref)
+    return is_floating(array) and not isinstance(array, jax.Ref)
 
 
 def describe_conversion(eqn: Equation, operands: Sequence[Value], array: Any) -> str:

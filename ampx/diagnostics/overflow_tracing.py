@@ -146,10 +146,8 @@ def _trace_call(fun: Any, args: Any, kwargs: Any, settings: Any, output: Output)
     constant to blame. One that is not finite is made an array first, so that it is an argument with
     a name; unless the function needs a number.
     """
-    # `model(x)` and `model.method(x)` are functions of the model, whose arrays are arguments, too.
-    owner = getattr(fun, "__self__", fun)
-    if flax_modules.is_nnx_object(owner):
-        fun, args = (type(owner).__call__ if owner is fun else fun.__func__), (owner, *args)
+    # The arrays of a model are arguments, too, with names.
+    fun, args = pure_calls.unbind(fun, args)
     call = pure_calls.as_pure_call(fun, args, kwargs)
     operands = jax.tree.map(
         lambda leaf: jnp.asarray(leaf) if _is_bad(leaf) else leaf, call.operands

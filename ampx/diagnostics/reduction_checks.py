@@ -48,8 +48,8 @@ def _follow(
     around: tuple[Equation, ...],
     found: list[tuple[Equation, ...]],
 ) -> list[Fact]:
-    def apply(eqn: Equation, facts: list[Fact]) -> Sequence[Fact]:
-        eqns = (eqn, *around)
+    def apply(eqns: tuple[Equation, ...], facts: list[Fact]) -> Sequence[Fact]:
+        eqn = eqns[0]
         scopes = str(eqn.source_info.name_stack).split("/")
         if "ampx.share" in scopes:
             return [_SHARE] * len(eqn.outvars)
@@ -68,7 +68,7 @@ def _follow(
             return [next((fact for fact in group if fact is not None), None) for group in groups]
         return [_SHARE if is_share else None] * len(eqn.outvars)
 
-    return folds.fold(jaxpr, operands, apply, lambda array: None, _read_number)
+    return folds.fold_inside(jaxpr, operands, apply, lambda _: None, _read_number, around=around)
 
 
 def _read_number(literal: Any) -> Fact:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.checking import join_first
+from ampx.diagnostics import bit_sets
 from ampx.diagnostics.dataflow import name_culprit
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.scale_powers import (
@@ -38,7 +38,6 @@ from ampx.diagnostics.step_programs import (
     Leaf,
     StepProgram,
     is_chain,
-    is_named_tuple,
     is_of_library,
     place_of,
     source_of,
@@ -46,6 +45,7 @@ from ampx.diagnostics.step_programs import (
 )
 from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
+from ampx.trees import is_floating, is_named_tuple
 
 _ONCE = (
     "multiply the loss by ampx.current_loss_scale(opt_state) once: give it to "
@@ -153,10 +153,11 @@ def _follow(
 
     powers = Powers()
     outputs = powers.follow(program.jaxpr, [power_of(i) for i in range(len(program.inputs))])
-    reached = 0
-    for number, i in program.carried.items():
-        if i not in program.scales:
-            reached |= outputs[number].conflicts
+    reached = bit_sets.unite(
+        outputs[number].conflicts
+        for number, i in program.carried.items()
+        if i not in program.scales
+    )
     parts: tuple[list[Conflict], list[Conflict]] = ([], [])
     for place, conflict in enumerate(powers.conflicts):
         parts[reached >> place & 1].append(conflict)
@@ -255,11 +256,10 @@ def find_unfrozen_statistics(program: StepProgram, flow: ScaleFlow) -> list[Lint
     ]
     if not numbers:
         return []
-    names = (program.inputs[program.carried[number]].name for number in numbers)
     return [
         LintFinding(
             "batch_stats",
-            f"a skipped step changes batch statistics: {join_first(names)}",
+            f"a skipped step changes batch statistics: {program.carried_names(numbers)}",
             source_of_output(program, numbers[0]),
             "keep the old ones with ampx.select_if_finite(opt_state, new, old)",
         )
@@ -284,10 +284,9 @@ def find_counting_schedules(program: StepProgram, flow: ScaleFlow) -> list[LintF
     operands = [_Counts(bits.get(i, 0), 0) for i in range(len(program.inputs))]
     outputs = _follow_counts(program.jaxpr, operands)
     # A rate counts only on its way into what a verdict holds back, such as the parameters.
-    reached = 0
-    for number in program.carried:
-        if flow.outputs[number].marks & READS:
-            reached |= outputs[number].numbers
+    reached = bit_sets.unite(
+        outputs[number].numbers for number in program.carried if flow.outputs[number].marks & READS
+    )
     return [
         LintFinding(
             "schedule",
@@ -353,7 +352,7 @@ def _follow_counts(jaxpr: Jaxpr, operands: Sequence[_Counts]) -> list[_Counts]:
         both = _unite(inputs)
         return [
             _Counts(0, both.numbers | both.integers)
-            if reading.is_inexact(out)
+            if is_floating(out.aval)
             else _Counts(both.integers, both.numbers)
             for out in eqn.outvars
         ]
@@ -361,8 +360,5 @@ def _follow_counts(jaxpr: Jaxpr, operands: Sequence[_Counts]) -> list[_Counts]:
     return folds.fold(jaxpr, operands, apply, lambda _: _Counts(0, 0))
 
 
-def _unite(values: Sequence[Any]) -> _Counts:
-    united = _Counts(0, 0)
-    for value in values:
-        united = _Counts(united.integers | value.integers, united.numbers | value.numbers)
-    return united
+def _unite(values: Sequence[_Counts]) -> _Counts:
+    return _Counts(*(bit_sets.unite(value[field] for value in values) for field in (0, 1)))

@@ -37,8 +37,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.diagnostics import bit_sets
 from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.reading import Equation, Jaxpr
+from ampx.trees import is_floating
 
 
 def _names(text: str) -> frozenset[str]:
@@ -149,15 +151,11 @@ class Powers:
         self, jaxpr: Jaxpr, operands: Sequence[Power], around: tuple[Equation, ...] = ()
     ) -> list[Power]:
         """The powers of a jaxpr's results, from those of its inputs."""
+        return folds.fold_inside(jaxpr, operands, self._apply, _of_constant, around=around)
 
-        def apply(eqn: Equation, inputs: list[Power]) -> Sequence[Power]:
-            return self._apply(eqn, inputs, (eqn, *around))
+    def _apply(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Sequence[Power]:
+        eqn = eqns[0]
 
-        return folds.fold(jaxpr, operands, apply, _of_constant)
-
-    def _apply(
-        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
-    ) -> Sequence[Power]:
         def unite(values: Sequence[Power], decides: Sequence[Power]) -> Power:
             if eqn.primitive.name == "cond":
                 return _reading(self._join(list(values), eqns), decides)
@@ -169,16 +167,15 @@ class Powers:
         )
         if inside is not None:
             return inside
-        results = self._compute(eqn, inputs, eqns)
+        results = self._compute(eqns, inputs)
         return [
-            value if reading.is_inexact(out) else _as_integer(eqn, inputs)
+            value if is_floating(out.aval) else _as_integer(eqn, inputs)
             for value, out in zip(results, eqn.outvars, strict=True)
         ]
 
-    def _compute(
-        self, eqn: Equation, inputs: list[Power], eqns: tuple[Equation, ...]
-    ) -> Sequence[Power]:
+    def _compute(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Sequence[Power]:
         """The powers of an equation's results, as if all were floating."""
+        eqn = eqns[0]
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name in _KEEPING and len(inputs) == count:
             if name == "slice":
@@ -221,9 +218,7 @@ class Powers:
             known = [v for v in known if not v.marks & TINY]
         if not known:
             return values[0]._replace(marks=_marks(values) | FREE, origin=-1)
-        conflicts = 0
-        for value in known:
-            conflicts |= value.conflicts
+        conflicts = bit_sets.unite(v.conflicts for v in known)
         origins = {v.origin for v in known}
         origin = origins.pop() if len(origins) == 1 else -1
         joined = Power(known[0].power, _marks(values), conflicts, origin)
@@ -302,9 +297,7 @@ def _multiply(first: Power, second: Power, sign: int) -> Power:
 def _gather(eqn: Equation, values: Sequence[Power]) -> Power:
     """What is known of values side by side: their power, if they have one."""
     known = [v for v in values if not v.marks & FREE]
-    conflicts = 0
-    for value in known:
-        conflicts |= value.conflicts
+    conflicts = bit_sets.unite(v.conflicts for v in known)
     powers = {v.power for v in known}
     marks = _marks(values)
     # The coefficients of an optimizer may travel as one vector, and 1/scale among them.
@@ -332,9 +325,7 @@ def _raise_to(value: Power, exponent: Fraction) -> Power:
 
 def _generic(inputs: Sequence[Power]) -> Power:
     """The power of a function that nothing is known of: 0, if all that it reads has the power 0."""
-    conflicts = 0
-    for value in inputs:
-        conflicts |= value.conflicts
+    conflicts = bit_sets.unite(v.conflicts for v in inputs)
     is_plain = all(v.power == 0 for v in inputs)
     return Power(Fraction(0) if is_plain else None, _marks(inputs), conflicts)
 
@@ -348,7 +339,7 @@ def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
         value.power is None or (value.power and eqn.primitive.name not in _names("sign is_finite"))
         for value, atom in zip(inputs, eqn.invars, strict=True)
         if eqn.primitive.name in ("bitcast_convert_type", "convert_element_type")
-        or not reading.is_inexact(atom)
+        or not is_floating(atom.aval)
     )
     result: Any = eqn.outvars[0].aval
     is_bool = jnp.issubdtype(result.dtype, np.bool_)
@@ -357,17 +348,9 @@ def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
 
 def _of_constant(value: Any) -> Power:
     """The power of a constant: every one for zeros, infinities and the ends of formats."""
-    if getattr(value, "size", 1) > _LARGEST_CONSTANT or not _is_number(value):
+    if getattr(value, "size", 1) > _LARGEST_CONSTANT or not reading.is_numeric(value):
         return _CONSTANT
     numbers = np.unique(np.asarray(value, np.float64))
     is_free = all(number in _EXTREMES or np.isnan(number) for number in numbers.tolist())
     is_tiny = numbers.size == 1 and 0 < abs(numbers[0]) <= _LARGEST_GUARD
     return _ZERO if is_free else _CONSTANT._replace(marks=PURE | (TINY if is_tiny else 0))
-
-
-def _is_number(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        return isinstance(value, int | float)
-    kinds = (np.floating, np.integer, np.bool_)
-    return any(jnp.issubdtype(dtype, kind) for kind in kinds)

@@ -213,10 +213,10 @@ def _find_trained_statistics(program: StepProgram, sources: Sources) -> Iterator
         if i not in moments and any(sources.outputs[number].reads >> j & 1 for j in own):
             trained.append(number)
     if trained:
-        names = (program.inputs[program.carried[number]].name for number in trained)
         yield LintFinding(
             "batch_stats",
-            f"the optimizer moves batch statistics, as by weight decay: {join_first(names)}",
+            "the optimizer moves batch statistics, as by weight decay: "
+            f"{program.carried_names(trained)}",
             source_of_output(program, trained[0]),
             'give the optimizer the parameters alone: variables["params"] of flax linen, '
             "wrt=nnx.Param of nnx",

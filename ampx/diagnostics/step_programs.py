@@ -15,18 +15,19 @@ parameter, a moment, a counter, a loss scale.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.checking import join_first
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.interpreter import Place
 from ampx.jaxprs.pure_calls import is_array
 from ampx.jaxprs.reading import Equation, Jaxpr
-from ampx.trees import path_name
+from ampx.trees import is_named_tuple, path_name
 
 # How a loss scale is known among the arrays of a step: its own name and that of another field of
 # the same state. ampx's, flax's `DynamicScale` and jmp's.
@@ -89,6 +90,10 @@ class StepProgram(NamedTuple):
     def output_of(self, i: int) -> int:
         """The number of the output that a carried input becomes."""
         return next(number for number, own in self.carried.items() if own == i)
+
+    def carried_names(self, numbers: Iterable[int]) -> str:
+        """Names the inputs that the outputs of these numbers become, in few words."""
+        return join_first(self.inputs[self.carried[number]].name for number in numbers)
 
 
 def trace_step(fun: Callable[..., Any], args: Any, kwargs: Any) -> StepProgram:
@@ -191,11 +196,6 @@ def _fits(
     return before.keys() == after.keys() and all(
         inputs[before[rest]].aval.shape == outputs[after[rest]].aval.shape for rest in before
     )
-
-
-def is_named_tuple(node: Any) -> bool:
-    """Whether a node is a NamedTuple, as the states of optax are."""
-    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def is_of_library(node: Any) -> bool:

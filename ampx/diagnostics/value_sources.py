@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ampx.diagnostics import bit_sets
 from ampx.diagnostics.step_programs import StepProgram
 from ampx.jaxprs import folds, primitives
 from ampx.jaxprs.reading import Equation, Jaxpr
@@ -79,14 +80,10 @@ class Sources:
     def _follow(
         self, jaxpr: Jaxpr, operands: Sequence[Source], around: tuple[Equation, ...]
     ) -> list[Source]:
-        def apply(eqn: Equation, inputs: list[Source]) -> Sequence[Source]:
-            return self._apply(eqn, inputs, (eqn, *around))
+        return folds.fold_inside(jaxpr, operands, self._apply, lambda _: Source(), around=around)
 
-        return folds.fold(jaxpr, operands, apply, lambda _: Source())
-
-    def _apply(
-        self, eqn: Equation, inputs: list[Source], eqns: tuple[Equation, ...]
-    ) -> Sequence[Source]:
+    def _apply(self, eqns: tuple[Equation, ...], inputs: list[Source]) -> Sequence[Source]:
+        eqn = eqns[0]
         name, count = eqn.primitive.name, len(eqn.outvars)
         # Reads are only added, and what is no input stays none, so a loop settles.
         results = folds.follow_bodies(
@@ -112,8 +109,6 @@ class Sources:
 
 def _unite(values: Sequence[Source], read: Sequence[Source] = ()) -> Source:
     """What is one of several values, and depends on others."""
-    reads = 0
-    for value in (*values, *read):
-        reads |= value.reads
+    reads = bit_sets.unite(value.reads for value in (*values, *read))
     owns = {value.own for value in values}
     return Source(owns.pop() if len(owns) == 1 else -1, reads)

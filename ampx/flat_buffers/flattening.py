@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from ampx.checking import as_positive_int, check_callable
 from ampx.flat_buffers.buckets import bucket_layout
@@ -26,7 +25,7 @@ from ampx.flat_buffers.flat_params import FlatLayout, FlatParams, has_flat, is_f
 from ampx.flat_buffers.whole_arrays import check_whole
 from ampx.mesh_axes import varying_axes
 from ampx.overwritten import refuse_overwritten
-from ampx.tree_checks import broadcast_choice, check_arrays
+from ampx.tree_checks import broadcast_choice, check_arrays, is_masked
 from ampx.trees import path_name, resolve_choice
 
 
@@ -205,7 +204,7 @@ def per_buffer(choice: Any) -> Any:
             lambda node: node.shapes() if is_flat(node) else node, params, is_leaf=is_flat
         )
         # optax masks out what is not in a group: a `MaskedNode` has no leaves, but is one here.
-        of_tree = broadcast_choice("choice", resolve_choice(choice, view), view, _is_masked)
+        of_tree = broadcast_choice("choice", resolve_choice(choice, view), view, is_masked)
         nodes, structure = jax.tree.flatten(params, is_leaf=is_flat)
         parts = structure.flatten_up_to(of_tree)
         pairs = zip(nodes, parts, strict=True)
@@ -216,13 +215,9 @@ def per_buffer(choice: Any) -> Any:
     return of
 
 
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
 def _of_buffers(flat: FlatParams, of_tree: Any) -> FlatParams:
     layout = flat.layout
-    of_leaves = jax.tree.leaves(of_tree, is_leaf=_is_masked)
+    of_leaves = jax.tree.leaves(of_tree, is_leaf=is_masked)
     values = []
     for name, bucket in zip(layout.names, layout.buckets, strict=True):
         # All parameters of a buffer must agree; the first speaks for them.

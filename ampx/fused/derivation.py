@@ -426,7 +426,7 @@ class _Program:
 
 def _variables(atoms: Iterable[Atom]) -> list[Atom]:
     """Those that are no constants, each once and in their order."""
-    return list(dict.fromkeys(atom for atom in atoms if not reading.is_literal(atom)))
+    return list(dict.fromkeys(reading.variables_in(atoms)))
 
 
 def _constant(atom: Atom) -> Constant:

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ampx.trees import is_named_tuple
 from ampx.updates.tails import find_tail_mark
 
 
@@ -53,8 +54,9 @@ def mark_derived(state: Any, *, prefers_branch: bool) -> Any:
     """
 
     def mark(part: Any, level: int) -> Any:
-        is_named = isinstance(part, tuple) and hasattr(part, "_fields")
-        return _marked_class(type(part), level, prefers_branch)._make(part) if is_named else None
+        if not is_named_tuple(part):
+            return None
+        return _marked_class(type(part), level, prefers_branch)._make(part)
 
     marked = _change_first(state, mark)
     return mark(BareState(state), 0) if marked is None else marked

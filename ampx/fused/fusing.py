@@ -302,9 +302,7 @@ def _run_numbers(
         inputs[: len(grads)] = [g * tail.factor.astype(g.dtype) for g in inputs[: len(grads)]]
     if tail.skip is not None:
         # Usually a count or two, of more than a thousand arrays.
-        atoms = {
-            atom for eqn in program.eqns for atom in eqn.invars if not reading.is_literal(atom)
-        }
+        atoms = {atom for eqn in program.eqns for atom in reading.variables_in(eqn.invars)}
         read = [place for place, atom in enumerate(program.invars) if atom in atoms]
         guarded = stop_gradient_if(tail.skip, [inputs[place] for place in read])
         for place, array in zip(read, guarded, strict=True):

@@ -30,6 +30,7 @@ from ampx.jaxprs.reading import (
     Atom,
     Equation,
     Jaxpr,
+    bind,
     called_body,
     constants_of,
     has_constants,
@@ -269,9 +270,5 @@ def infer_output_dtypes(eqn: Equation, dtypes: Sequence[Any]) -> list[Any]:
         atom.aval if dtype is None else with_dtype(atom.aval, dtype)
         for atom, dtype in zip(eqn.invars, dtypes, strict=True)
     ]
-
-    def bind(*operands: Any) -> Any:
-        return eqn.primitive.bind(*operands, **eqn.params)
-
-    traced, _ = trace(bind, *avals)
+    traced, _ = trace(lambda *operands: bind(eqn, operands), *avals)
     return [aval.dtype for aval in traced.out_avals]

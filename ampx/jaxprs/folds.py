@@ -63,6 +63,23 @@ def fold(
     return [read(atom) for atom in opened.outvars]
 
 
+def fold_inside(
+    jaxpr: Jaxpr,
+    operands: Sequence[Any],
+    apply: Callable[[tuple[Equation, ...], list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any],
+    literal: Callable[[Any], Any] | None = None,
+    *,
+    around: tuple[Equation, ...],
+) -> list[Any]:
+    """`fold` in a body: `apply` gets the equation and those `around` the body, innermost first."""
+
+    def apply_inside(eqn: Equation, facts: list[Any]) -> Sequence[Any]:
+        return apply((eqn, *around), facts)
+
+    return fold(jaxpr, operands, apply_inside, constant, literal)
+
+
 def bodies_with_operands(
     eqn: Equation, operands: Sequence[Any]
 ) -> list[tuple[Jaxpr, Sequence[Any]]]:

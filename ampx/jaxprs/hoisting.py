@@ -30,6 +30,7 @@ from ampx.jaxprs.reading import (
     is_literal,
     new_variable,
     open_jaxpr,
+    variables_in,
 )
 
 _CHEAP = primitives.ELEMENTWISE | {"broadcast_in_dim", "reduce_sum", "optimization_barrier"}
@@ -55,7 +56,7 @@ def hoist_sums(
     opened = open_jaxpr(jaxpr)
     known, sums, taken = set(opened.invars[:count]), set(), set()
     for number, eqn in enumerate(opened.eqns):
-        atoms = [atom for atom in eqn.invars if not is_literal(atom)]
+        atoms = variables_in(eqn.invars)
         if eqn.effects or eqn.primitive.name not in _CHEAP or not known.issuperset(atoms):
             continue
         known.update(eqn.outvars)
@@ -64,8 +65,7 @@ def hoist_sums(
             sums.update(eqn.outvars)
             taken.add(number)
     left = [eqn for number, eqn in enumerate(opened.eqns) if number not in taken]
-    read = {atom for eqn in left for atom in eqn.invars if not is_literal(atom)}
-    read.update(atom for atom in opened.outvars if not is_literal(atom))
+    read = {*variables_in(opened.outvars), *(a for e in left for a in variables_in(e.invars))}
     wanted = [
         out
         for number in sorted(taken)

@@ -107,10 +107,10 @@ class Place(NamedTuple):
             of_operands = other.primitive.name in _OF_OPERANDS.get(name, ())
             of_results = other.primitive.name in _OF_RESULTS.get(name, ())
             # d asin(x) = 1 / sqrt(1 - x**2): some steps may lie between.
-            is_step = not known.isdisjoint(_variables(other.invars)) and not of_operands
-            known.update(_variables(other.invars) if of_operands else ())
-            known.update(_variables(other.outvars) if of_results or is_step else ())
-        return not known.isdisjoint(_variables(eqn.invars))
+            is_step = not known.isdisjoint(reading.variables_in(other.invars)) and not of_operands
+            known.update(reading.variables_in(other.invars) if of_operands else ())
+            known.update(reading.variables_in(other.outvars) if of_results or is_step else ())
+        return not known.isdisjoint(reading.variables_in(eqn.invars))
 
     @property
     def source(self) -> str:
@@ -135,10 +135,6 @@ class Place(NamedTuple):
             if not _is_library(name):
                 return f"{name}:{line}"
         return ""
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not reading.is_literal(atom)]
 
 
 def _is_library(name: str) -> bool:
@@ -373,11 +369,11 @@ def _find_lifetimes(
         f     [True, False]   finished: e, c, a
     """
     # Backwards, `read` holds what later equations and the caller read.
-    read = {atom for atom in results if not reading.is_literal(atom)}
+    read = set(reading.variables_in(results))
     found = []
     for eqn in reversed(eqns):
         is_read = [out in read for out in eqn.outvars]
-        operands = [atom for atom in eqn.invars if not reading.is_literal(atom)]
+        operands = reading.variables_in(eqn.invars)
         finished = [var for var in dict.fromkeys((*eqn.outvars, *operands)) if var not in read]
         read.update(operands)
         found.append((eqn, is_read, finished))

@@ -26,6 +26,14 @@ ADDING = _names("add add_any sub")
 CHOOSING = _names("select_n max min clamp")
 # Each number of the result is a sum of products of numbers of both operands.
 CONTRACTIONS = _names("dot_general ragged_dot_general conv_general_dilated")
+# A few instructions for each number, so that computing it again costs less than to write it to
+# memory and to read it back. What takes a dozen (exp, tanh) is not among them.
+CHEAP = (
+    COMPARING
+    | ADDING
+    | CHOOSING
+    | _names("abs neg sign mul div square integer_pow and or xor not convert_element_type")
+)
 # The result is the operand. They differ in what they tell JAX: `name` marks a residual for remat.
 IDENTITIES = _names("copy name stop_gradient")
 # result[i] depends on the operands' numbers at i alone, so a primitive of this family commutes with

@@ -93,6 +93,14 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
+def unbind(fun: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """`model(x)` and `model.method(x)` as calls of a function of the nnx module and the rest."""
+    owner = getattr(fun, "__self__", fun)
+    if not is_nnx_object(owner):
+        return fun, args
+    return (type(owner).__call__ if owner is fun else fun.__func__), (owner, *args)
+
+
 def as_pure_call(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PureCall:
@@ -105,10 +113,7 @@ def as_pure_call(
       ValueError: when the function runs, if it changed the structure of an object.
     """
     nnx = find_imported("flax.nnx")
-    owner = getattr(fun, "__self__", fun)
-    if is_nnx_object(owner):
-        unbound = type(owner).__call__ if owner is fun else fun.__func__  # type: ignore[attr-defined]
-        fun, args = unbound, (owner, *args)
+    fun, args = unbind(fun, args)
     # nnx objects are Python objects with references to each other. `nnx.split` takes them apart:
     #   graphdef   static: classes, attributes, which variables are one and the same
     #   before     a pytree of the arrays in their variables

@@ -18,7 +18,7 @@ what several modules need, is read here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ import numpy as np
 from jax.extend import core
 
 from ampx.jaxprs import primitives
+from ampx.mesh_axes import axes_of_spec
 
 Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr: two classes in jax 0.10, one since 0.11
 Equation = core.JaxprEqn
@@ -53,17 +54,24 @@ def is_literal(atom: Atom) -> bool:
     return isinstance(atom, core.Literal)
 
 
+def variables_in(atoms: Iterable[Atom]) -> list[Atom]:
+    """Those operands or results that are no constants written into an equation."""
+    return [atom for atom in atoms if not is_literal(atom)]
+
+
 def number_of(atom: Atom) -> float | None:
     """The number that an operand is, if it is a scalar constant written into the equation."""
-    if not is_literal(atom) or np.ndim(atom.val) or not is_numeric(atom):
+    if not is_literal(atom) or np.ndim(atom.val) or not is_numeric(atom.aval):
         return None
     return float(atom.val)
 
 
-def is_numeric(atom: Atom) -> bool:
-    """Whether a value has a dtype of real numbers or of bools: no random key, no complex number."""
-    kinds = (np.floating, np.integer, np.bool_)
-    return any(jnp.issubdtype(atom.aval.dtype, kind) for kind in kinds)
+def is_numeric(value: Any) -> bool:
+    """Whether an array, its type or a number is of reals or bools: no random key, not complex."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, int | float)
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_))
 
 
 def is_dropped(variable: Atom) -> bool:
@@ -142,7 +150,7 @@ def is_inlined(fun: Any) -> bool:
 
 def has_bodies(eqn: Equation) -> bool:
     """Whether any parameter of an equation, known or not, holds a jaxpr."""
-    return next(iter(core.jaxprs_in_params(eqn.params)), None) is not None
+    return bool(inner_jaxprs(eqn))
 
 
 def inner_jaxprs(eqn: Equation) -> tuple[Jaxpr, ...]:
@@ -171,13 +179,11 @@ def mesh_sizes(eqn: Equation) -> dict[Any, int]:
 
 def specs_of(eqn: Equation) -> tuple[list[frozenset[Any]], list[frozenset[Any]], bool]:
     """The axes that divide each operand and each result of a shard_map, and its `check_vma`."""
-
-    def axes_of(spec: Any) -> frozenset[Any]:
-        parts = (part if isinstance(part, tuple) else (part,) for part in spec)
-        return frozenset(axis for part in parts for axis in part if axis is not None)
-
     params = eqn.params
-    ins, outs = (list(map(axes_of, params[name])) for name in ("in_specs", "out_specs"))
+    ins, outs = (
+        [frozenset(axes_of_spec(spec)) for spec in params[name]]
+        for name in ("in_specs", "out_specs")
+    )
     return ins, outs, params["check_vma"]
 
 
@@ -255,16 +261,6 @@ def _read_default_precision(setting: str | None) -> Any:
     return jax.make_jaxpr(jax.lax.dot)(vector, vector).eqns[-1].params["precision"]
 
 
-def is_inexact(atom: Atom) -> bool:
-    """Whether a value has floating or complex numbers."""
-    return is_differentiable(atom.aval)
-
-
-def is_differentiable(aval: Any) -> bool:
-    """Whether a value of this type has a cotangent of its own type; for integers it is float0."""
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
 def with_dtype(aval: Any, dtype: Any) -> Any:
     """The same abstract value (shape, sharding, varying axes) in another dtype.
 
@@ -294,12 +290,12 @@ def find_equations_for(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> list[int]:
     Equations with effects, such as a print or a write to a reference, always belong to them.
     """
     # Backwards: a reader stands after what it reads, so `needed` is complete for each equation.
-    needed = {atom for atom in outputs if not is_literal(atom)}
+    needed = set(variables_in(outputs))
     chosen = []
     for number, eqn in reversed(list(enumerate(open_jaxpr(jaxpr).eqns))):
         if has_effects(eqn) or not needed.isdisjoint(eqn.outvars):
             chosen.append(number)
-            needed.update(atom for atom in eqn.invars if not is_literal(atom))
+            needed.update(variables_in(eqn.invars))
     return chosen[::-1]
 
 

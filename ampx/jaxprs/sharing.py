@@ -27,7 +27,15 @@ import numpy as np
 from jax.extend import source_info_util
 
 from ampx.jaxprs.building import extract, rebuild
-from ampx.jaxprs.reading import Equation, Jaxpr, is_literal, new_variable, open_jaxpr, trace
+from ampx.jaxprs.reading import (
+    Equation,
+    Jaxpr,
+    is_literal,
+    new_variable,
+    open_jaxpr,
+    trace,
+    variables_in,
+)
 
 
 def is_differentiated(values: Any) -> bool:
@@ -69,7 +77,7 @@ def share_bodies(jaxpr: Jaxpr) -> Jaxpr:
         if own is None or numbers[own] == 1:
             eqns.append(eqn)
             continue
-        call, operands = _make_call(own), _read_variables(eqn)
+        call, operands = _make_call(own), variables_in(eqn.invars)
         eqns.append(eqn.replace(primitive=call.primitive, params=call.params, invars=operands))
     return rebuild(jaxpr, opened.invars, opened.outvars, eqns)
 
@@ -77,7 +85,7 @@ def share_bodies(jaxpr: Jaxpr) -> Jaxpr:
 def _describe(eqn: Equation) -> _Described | None:
     """What an equation may share a body by; None for one that shares none."""
     has_body = any(map(_holds_program, eqn.params.values()))
-    if has_body or eqn.effects or not _read_variables(eqn):
+    if has_body or eqn.effects or not variables_in(eqn.invars):
         return None
     operands = tuple((atom.aval, _bits_of(atom)) for atom in eqn.invars)
     key = (eqn.primitive, tuple(sorted(eqn.params.items())), operands, eqn.ctx)
@@ -100,17 +108,13 @@ def _holds_program(param: Any) -> bool:
     return callable(param) and not isinstance(param, type) or hasattr(param, "eqns")
 
 
-def _read_variables(eqn: Equation) -> list[Any]:
-    return [atom for atom in eqn.invars if not is_literal(atom)]
-
-
 # Kept from trace to trace, since JAX knows a body by its identity: where each operation is compiled
 # on its own, a new body would be compiled anew in every call.
 @functools.lru_cache(maxsize=4096)
 def _make_call(described: _Described) -> Equation:
     """Makes a call of a body that runs this equation on its operands that are no literals."""
     eqn = described.eqn
-    own = [new_variable(atom.aval) for atom in _read_variables(eqn)]
+    own = [new_variable(atom.aval) for atom in variables_in(eqn.invars)]
     outvars = [new_variable(out.aval) for out in eqn.outvars]
     rest = iter(own)
     operands = [atom if is_literal(atom) else next(rest) for atom in eqn.invars]

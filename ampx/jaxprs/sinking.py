@@ -25,15 +25,10 @@ from ampx.jaxprs.reading import Atom, Equation, Jaxpr
 
 # What costs about as much as the reading of a number, or less: it may be computed twice.
 _CHEAP = (
-    primitives.COMPARING
-    | primitives.ADDING
-    | primitives.CHOOSING
+    primitives.CHEAP
     | primitives.IDENTITIES
     | primitives.AXIS_TYPE_CASTS
-    | frozenset(
-        """abs neg sign is_finite mul div reciprocal square integer_pow sqrt rsqrt and or xor not
-        convert_element_type broadcast_in_dim""".split()
-    )
+    | {"is_finite", "reciprocal", "sqrt", "rsqrt", "broadcast_in_dim"}
 )
 # A number in another dtype: that of each leaf need not leave the branch.
 _RETYPING = primitives.IDENTITIES | primitives.AXIS_TYPE_CASTS | {"convert_element_type"}

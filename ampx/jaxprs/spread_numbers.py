@@ -10,11 +10,8 @@ makes such a number, too: `jnp.where(is_first, 0, x)` is 0 there.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from ampx.jaxprs import building, primitives, reading
-from ampx.jaxprs.reading import Atom, Equation, Jaxpr
+from ampx.jaxprs.reading import Atom, Jaxpr
 
 
 def spread_late(jaxpr: Jaxpr) -> Jaxpr:
@@ -36,8 +33,9 @@ def spread_late(jaxpr: Jaxpr) -> Jaxpr:
         elif name in primitives.ELEMENTWISE and eqn.outvars[0].aval.shape:
             read = [a if not a.aval.shape else numbers.get(a) for a in operands]
             if None not in read:
-                again = functools.partial(_apply, eqn)
-                own, (number,) = building.splice_function(again, read, eqn)
+                own, (number,) = building.splice_function(
+                    lambda *values, eqn=eqn: reading.bind(eqn, values), read, eqn
+                )
                 (out,) = eqn.outvars
                 spread = building.make_broadcast(number, out.aval, eqn).replace(outvars=[out])
                 eqns += [*own, spread]
@@ -47,7 +45,3 @@ def spread_late(jaxpr: Jaxpr) -> Jaxpr:
     if not is_changed:
         return jaxpr
     return building.rebuild(jaxpr, opened.invars, opened.outvars, eqns)
-
-
-def _apply(eqn: Equation, *values: Any) -> list[Any]:
-    return reading.bind(eqn, values)

@@ -6,7 +6,8 @@ Settings, Call ---> judging ---> Judgement ---> transitions ---> Transition
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -17,7 +18,8 @@ from jax.typing import DTypeLike
 from ampx.checking import as_dtype, as_positive_int, check_choice
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
-from ampx.model_axes import ModelAxes
+from ampx.mesh_axes import as_axes
+from ampx.model_axes import ModelAxes, as_model_axes
 from ampx.updates.clipping import find_clip
 from ampx.updates.tails import Tail
 
@@ -31,20 +33,21 @@ Advance = Callable[[LossScaleState, jax.Array], LossScaleState]
 class Settings:
     """What stays the same in all updates of one loss scale; see `ampx.dynamic_loss_scale`."""
 
-    inner: optax.GradientTransformationExtraArgs
-    advance: Advance
     num_losses: int
-    axis_names: tuple[str, ...]
-    model_axes: ModelAxes
+    axis_names: Sequence[str]
+    model_axes: Any
     saturation_dtype: DTypeLike | None
     nonfinite_updates: NonfiniteUpdates
     nonfinite_loss: NonfiniteLoss
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_losses", as_positive_int("num_losses", self.num_losses))
+        convert = functools.partial(object.__setattr__, self)  # the class is frozen
+        convert("axis_names", as_axes(self.axis_names, "axis_names", may_be_empty=True))
+        convert("model_axes", as_model_axes(self.model_axes))
+        convert("num_losses", as_positive_int("num_losses", self.num_losses))
         if self.saturation_dtype is not None:
             dtype = as_dtype("saturation_dtype", self.saturation_dtype, "floating")
-            object.__setattr__(self, "saturation_dtype", dtype)
+            convert("saturation_dtype", dtype)
         check_choice("nonfinite_updates", self.nonfinite_updates, get_args(NonfiniteUpdates))
         check_choice("nonfinite_loss", self.nonfinite_loss, get_args(NonfiniteLoss))
 

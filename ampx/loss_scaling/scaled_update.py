@@ -24,12 +24,10 @@ anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from ampx import trees
 from ampx.checking import check_transformation
@@ -37,8 +35,6 @@ from ampx.loss_scaling.calls import (
     Advance,
     Call,
     Judgement,
-    NonfiniteLoss,
-    NonfiniteUpdates,
     Settings,
     Transition,
     split_by_loss,
@@ -48,7 +44,6 @@ from ampx.loss_scaling.judging import judge_fused, judge_loss, judge_plain
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import LossScaleState
 from ampx.loss_scaling.transitions import run_fused, run_plain
-from ampx.mesh_axes import as_axes
 from ampx.model_axes import as_model_axes
 from ampx.trees import find_nodes
 from ampx.updates.extra_args import accept_extra_args
@@ -61,31 +56,14 @@ def wrap_with_scale(
     init_scale: float,
     hysteresis: int,
     advance: Advance,
-    *,
-    num_losses: int,
-    axis_names: Sequence[str],
-    model_axes: Any,
-    saturation_dtype: DTypeLike | None,
-    nonfinite_updates: NonfiniteUpdates,
-    nonfinite_loss: NonfiniteLoss,
+    settings: Settings,
 ) -> optax.GradientTransformationExtraArgs:
-    """A loss scale around `inner` that moves by `advance`; the rest as in `dynamic_loss_scale`."""
+    """A loss scale around `inner` that moves by `advance`."""
     check_transformation("inner", inner)
-    axes = as_axes(axis_names, "axis_names", may_be_empty=True)
     inner = guard("loss_scale", accept_extra_args(inner), holds_state=True)
-    settings = Settings(
-        inner=inner,
-        advance=advance,
-        num_losses=num_losses,
-        axis_names=axes,
-        model_axes=as_model_axes(model_axes),
-        saturation_dtype=saturation_dtype,
-        nonfinite_updates=nonfinite_updates,
-        nonfinite_loss=nonfinite_loss,
-    )
 
     def init(params: optax.Params) -> LossScaleState:
-        return _init_state(settings, init_scale, hysteresis, params)
+        return _init_state(inner.init(params), settings.shape, init_scale, hysteresis)
 
     def update(
         updates: Any,
@@ -110,22 +88,20 @@ def wrap_with_scale(
         is_fused = settings.can_fuse and prefers_tail(state.inner_state, tail)
         judge, run = (judge_fused, run_fused) if is_fused else (judge_plain, run_plain)
         judgement = judge_loss(settings, call, judge(settings, call))
-        transition = run(settings, call, judgement)
-        return transition.updates, move_scale(settings.advance, state, judgement, transition)
+        transition = run(inner, settings, call, judgement)
+        return transition.updates, move_scale(advance, state, judgement, transition)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _init_state(
-    settings: Settings, init_scale: float, hysteresis: int, params: optax.Params
+    inner_state: optax.OptState, shape: tuple[int, ...], init_scale: float, hysteresis: int
 ) -> LossScaleState:
-    inner_state = settings.inner.init(params)
     if find_nodes(inner_state, LossScaleState):
         raise ValueError(
             "inner already has a loss scale: gradients would be unscaled twice; wrap once. In "
             "ampx.train_step a policy may bring one: leave out your own, or give loss_scale=None"
         )
-    shape = settings.shape
     # One buffer a field: a buffer that appears twice in a state cannot be donated.
     return LossScaleState(
         loss_scale=jnp.full(shape, init_scale, jnp.float32),

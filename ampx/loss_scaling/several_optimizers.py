@@ -22,6 +22,7 @@ what was found, and leave the scale to the last one of the step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -29,15 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 from ampx import trees
 from ampx.checking import as_bool, check_state, check_transformation, suggest
 from ampx.loss_scaling.calls import (
     Advance,
     Judgement,
-    NonfiniteLoss,
-    NonfiniteUpdates,
+    Settings,
     Transition,
     split_by_loss,
 )
@@ -57,29 +56,17 @@ def wrap_each_with_scale(
     init_scale: float,
     hysteresis: int,
     advance: Advance,
-    *,
-    num_losses: int,
-    axis_names: Sequence[str],
-    model_axes: Any,
-    saturation_dtype: DTypeLike | None,
-    nonfinite_updates: NonfiniteUpdates,
-    nonfinite_loss: NonfiniteLoss,
+    settings: Settings,
 ) -> optax.GradientTransformationExtraArgs:
     """One loss scale around several optimizers; arguments as of `wrap_with_scale`."""
     _check_optimizers(optimizers)
-    divided = as_model_axes(model_axes)
     scaled = {
         name: wrap_with_scale(
             tx,
             init_scale,
             hysteresis,
             lambda state, bad: state,
-            num_losses=num_losses,
-            axis_names=axis_names,
-            model_axes=divided.below(name),
-            saturation_dtype=saturation_dtype,
-            nonfinite_updates=nonfinite_updates,
-            nonfinite_loss=nonfinite_loss,
+            dataclasses.replace(settings, model_axes=settings.model_axes.below(name)),
         )
         for name, tx in optimizers.items()
     }
@@ -115,7 +102,7 @@ def wrap_each_with_scale(
         check_state("loss_scale", state.inner_state, OptimizersState)
         scaled_by = replace_scale(state, gradient_scale)
         moves = as_bool("move_scale", move_scale)
-        per_loss = split_by_loss(updates, num_losses)
+        per_loss = split_by_loss(updates, settings.num_losses)
         for grads in per_loss:
             if grads is not None:
                 _check_names("gradients", grads, scaled)
@@ -148,7 +135,7 @@ def wrap_each_with_scale(
         inside = OptimizersState(
             skipped, skipped_total, found, seen, skips, is_bad_update, is_bad_loss, inner_states
         )
-        result = _complete(new_updates, params, updates if num_losses == 1 else None)
+        result = _complete(new_updates, params, updates if settings.num_losses == 1 else None)
         if not moves:
             return result, state._replace(overflow=skips, inner_state=inside)
         return result, _move(advance, state, inside)

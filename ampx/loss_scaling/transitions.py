@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from ampx import trees
 from ampx.loss_scaling import nonfinite
@@ -40,7 +41,9 @@ from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Applied, Tail, hold_wrappers, unwrap_results
 
 
-def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transition:
+def run_plain(
+    tx: optax.GradientTransformationExtraArgs, settings: Settings, call: Call, judgement: Judgement
+) -> Transition:
     """The plain transition, behind one branch or leaf by leaf."""
     wants_params = call.tail is not None and call.tail.new_params
     undone = judgement.undoes
@@ -48,7 +51,7 @@ def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transitio
     def run(grads: Any, loss_scale: jax.Array, params: Any) -> tuple[Any, Any, jax.Array]:
         state = call.state._replace(loss_scale=loss_scale)
         given = call._replace(grads=grads, state=state, params=params)
-        return _update(settings, given, judgement)
+        return _update(tx, settings, given, judgement)
 
     def stay(types: Any) -> tuple[Any, Any, jax.Array]:
         # The update of a skip is u = -0.0, the one number for which x + u has all bits of x:
@@ -61,7 +64,7 @@ def run_plain(settings: Settings, call: Call, judgement: Judgement) -> Transitio
 
     # Outside of `jit` a branch would be compiled anew in every call.
     if _overlaps(call) or not isinstance(undone, jax.core.Tracer):
-        new = _update(settings, stop_gradient_if(undone, call), judgement)
+        new = _update(tx, settings, stop_gradient_if(undone, call), judgement)
         # A select, not a product with 0: 0 * inf is NaN.
         updates, inner_state, is_bad = trees.hold(undone, new, stay(new))
     elif wants_params:
@@ -89,7 +92,9 @@ def _overlaps(call: Call) -> bool:
     return has_mark(inside, "overlaps_updates")
 
 
-def _update(settings: Settings, call: Call, judgement: Judgement) -> tuple[Any, Any, jax.Array]:
+def _update(
+    tx: optax.GradientTransformationExtraArgs, settings: Settings, call: Call, judgement: Judgement
+) -> tuple[Any, Any, jax.Array]:
     """Updates, or new parameters; the new inner state; and whether they are not finite.
 
     The results have the dtypes of what was there before. Updates have those of the optimizer.
@@ -107,7 +112,7 @@ def _update(settings: Settings, call: Call, judgement: Judgement) -> tuple[Any, 
         # The reduction inside lets its first bucket wait for this number: see `Reduction`.
         extra_args["overflow"] = jnp.sum(judgement.counts)
     with jax.named_scope("ampx.update"):
-        updates, inner_state = settings.inner.update(grads, state.inner_state, params, **extra_args)
+        updates, inner_state = tx.update(grads, state.inner_state, params, **extra_args)
     mend = _mend_halves if settings.nonfinite_updates == "accept" else _mend
     updates, inner_state, is_bad = mend(settings, call, judgement.axes, updates, inner_state)
     if tail is not None and tail.new_params:
@@ -162,7 +167,9 @@ def _mend(
     return trees.keep_finite(updates, nothing), trees.keep_finite(inner_state, old), is_bad
 
 
-def run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transition:
+def run_fused(
+    tx: optax.GradientTransformationExtraArgs, settings: Settings, call: Call, judgement: Judgement
+) -> Transition:
     """The fused transition: the optimizer below multiplies, clips, and holds its own state."""
     skip = judgement.undoes
     tail = dataclasses.replace(
@@ -176,7 +183,7 @@ def run_fused(settings: Settings, call: Call, judgement: Judgement) -> Transitio
     # `grad` would be scaled, and whatever read it would be silently wrong.
     extra_args = {name: value for name, value in call.extra_args.items() if name != "grad"}
     with jax.named_scope("ampx.update"):
-        results, inner_state = settings.inner.update(
+        results, inner_state = tx.update(
             call.grads, call.state.inner_state, call.params, tail=tail, **extra_args
         )
     # The optimizer has chosen between old and new where each number is made, before it is written.

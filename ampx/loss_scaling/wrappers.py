@@ -24,7 +24,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.checking import as_bool, as_positive_int, check_transformation, suggest
-from ampx.loss_scaling.calls import NonfiniteLoss, NonfiniteUpdates
+from ampx.loss_scaling.calls import NonfiniteLoss, NonfiniteUpdates, Settings
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, as_scale_number, parse_choice
 from ampx.loss_scaling.gradient_results import accept_results
 from ampx.loss_scaling.new_values import hide_new_values
@@ -156,17 +156,11 @@ def dynamic_loss_scale(
         on_floor=on_floor,
         powers_of_two=powers_of_two,
     )
+    settings = Settings(
+        num_losses, axis_names, model_axes, saturation_dtype, nonfinite_updates, nonfinite_loss
+    )
     scaled = _wrap(inner)(
-        inner,
-        dynamics.init_scale,
-        dynamics.hysteresis,
-        dynamics.advance,
-        num_losses=num_losses,
-        axis_names=axis_names,
-        model_axes=model_axes,
-        saturation_dtype=saturation_dtype,
-        nonfinite_updates=nonfinite_updates,
-        nonfinite_loss=nonfinite_loss,
+        inner, dynamics.init_scale, dynamics.hysteresis, dynamics.advance, settings
     )
 
     def init(params: optax.Params) -> LossScaleState:
@@ -221,18 +215,10 @@ def static_loss_scale(
     """
     scale = as_scale_number("scale", scale, powers_of_two=False)
     check = as_bool("check", check)
-    scaled = _wrap(inner)(
-        inner,
-        scale,
-        1,
-        lambda state, bad: state,
-        num_losses=num_losses,
-        axis_names=axis_names,
-        model_axes=model_axes,
-        saturation_dtype=saturation_dtype,
-        nonfinite_updates=nonfinite_updates,
-        nonfinite_loss=nonfinite_loss,
+    settings = Settings(
+        num_losses, axis_names, model_axes, saturation_dtype, nonfinite_updates, nonfinite_loss
     )
+    scaled = _wrap(inner)(inner, scale, 1, lambda state, bad: state, settings)
     if check:
         return accept_results(hide_new_values(scaled, model_axes, num_losses), scale)
     if isinstance(inner, Mapping) or as_positive_int("num_losses", num_losses) > 1:

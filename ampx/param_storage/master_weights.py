@@ -22,7 +22,7 @@ from ampx.checking import check_transformation
 from ampx.overwritten import join_new_values, leave_overwritten_out, split_overwritten
 from ampx.param_storage.wide_updates import answer_tail, update_wide
 from ampx.summaries import show_fields
-from ampx.tree_checks import check_arrays, check_like, check_opt_state
+from ampx.tree_checks import check_arrays, check_like, check_opt_state, is_masked
 from ampx.trees import cast_castable, cast_like, convert_numbers, find_nodes
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
@@ -146,15 +146,11 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
 
     # Inside `optax.masked` the masters of other parameters are `MaskedNode`s, trees without leaves.
     def choose(master: Any, param: Any) -> Any:
-        return param if _is_masked(master) else master
+        return param if is_masked(master) else master
 
     check_arrays("params", params, may_be_shapes=True)
     # Of leaves that are no weights there are no masters: an optimizer does not see them.
     own, new = leave_overwritten_out(params), split_overwritten(params)[1]
     check_like("params", own, "the master parameters", found[0].master_params)
-    masters = jax.tree.map(choose, found[0].master_params, own, is_leaf=_is_masked)
+    masters = jax.tree.map(choose, found[0].master_params, own, is_leaf=is_masked)
     return masters if new is None else join_new_values(masters, new)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)

@@ -17,7 +17,7 @@ containers are, comes back as it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ import numpy as np
 
 from ampx.mesh_axes import take_index
 from ampx.tree_checks import check_arrays
-from ampx.trees import path_name
+from ampx.trees import open_node, path_name
 
 # What a layer has behind its number, such as "attn" of "net/h0_attn": "" if it is one subtree.
 Rest = str
@@ -163,7 +163,7 @@ def _group_by_number(params: Any, pattern: str) -> dict[int, dict[Rest, Any]]:
 
     _find_layers(params, _as_regex(pattern), note)
     if not found:
-        names = [path_name(path) for path, _ in _children(params)[0]]
+        names = [path_name(path) for path, _ in open_node(params)[0]]
         raise ValueError(
             f"no name fits the pattern {pattern!r}; the tree has {', '.join(names[:8]) or 'none'}"
             + (" and more" if len(names) > 8 else "")
@@ -187,7 +187,7 @@ def _find_layers(
     node: Any, regex: re.Pattern[str], visit: Callable[[int, Rest, Any], Any], path: str = ""
 ) -> Any:
     """Rebuilds a tree with `visit(number, rest, subtree)` in the place of what fits."""
-    children, structure = _children(node)
+    children, structure = open_node(node)
     if len(children) == 1 and not children[0][0]:  # a leaf is its own only child
         return node
 
@@ -199,11 +199,6 @@ def _find_layers(
         return _find_layers(child, regex, visit, name)
 
     return jax.tree.unflatten(structure, [rebuild(key, child) for key, child in children])
-
-
-def _children(node: Any) -> tuple[Sequence[tuple[Any, Any]], Any]:
-    """Takes one node of a tree apart, and nothing inside it."""
-    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
 
 
 def _check_alike(

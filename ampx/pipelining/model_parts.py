@@ -26,7 +26,7 @@ from ampx.mesh_axes import is_spec
 from ampx.overwritten import refuse_overwritten
 from ampx.pipelining.runtime.buffers import is_key
 from ampx.tree_checks import check_arrays, check_key, check_memory
-from ampx.trees import fill_floating, path_name
+from ampx.trees import fill_floating, open_node, path_name
 
 PARTS = ("first", "stages", "last", "shared")
 NO_STATE = (
@@ -144,18 +144,10 @@ def as_whole_gradients(grads: Any, params: Any) -> Any:
 
 def _map_parts(fun: Callable[[str, Any], Any], params: Any) -> Any:
     """Makes a mapping like the parameters, of their kind, of `fun(part, own)` for each part."""
-    pairs, structure = _open_mapping(params)
-    return jax.tree.unflatten(structure, [fun(part, own) for part, own in pairs])
+    pairs, structure = open_node(params)
+    return jax.tree.unflatten(structure, [fun(path_name(path), own) for path, own in pairs])
 
 
 def as_dict(params: Any) -> dict[str, Any]:
     """The parts as `jax.tree` sees them: a FrozenDict makes new ones of what is read from it."""
-    return dict(_open_mapping(params)[0])
-
-
-def _open_mapping(params: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Takes the outermost mapping apart; its structure says what it was, and in what order."""
-    children, structure = jax.tree_util.tree_flatten_with_path(
-        params, is_leaf=lambda node: node is not params
-    )
-    return [(path_name(path), own) for path, own in children], structure
+    return {path_name(path): own for path, own in open_node(params)[0]}

@@ -31,8 +31,8 @@ import optax
 from ampx.checking import check_transformation
 from ampx.flat_buffers.flat_params import FlatParams, is_flat
 from ampx.overwritten import split_optimized
-from ampx.tree_checks import check_arrays, check_memory, check_opt_state
-from ampx.trees import without_marks
+from ampx.tree_checks import check_arrays, check_memory, check_opt_state, is_masked
+from ampx.trees import open_node, without_marks
 
 Path = tuple[Any, ...]
 
@@ -101,8 +101,8 @@ def _merge(old: Any, fresh: Any, path: Path) -> Any:
         return _merge_wrapped(old, fresh, path)
     if _is_array(fresh):
         return _keep(old, fresh, path)
-    new_children, structure = _flatten_once(fresh)
-    old_children = dict(_flatten_once(old)[0])
+    new_children, structure = open_node(fresh)
+    old_children = dict(open_node(old)[0])
     is_sequence = type(fresh) in (tuple, list)
     if is_sequence and len(new_children) != len(old_children):
         # Of parameters a sequence may grow. One of states is a chain, of other transformations.
@@ -114,7 +114,7 @@ def _merge(old: Any, fresh: Any, path: Path) -> Any:
             )
     return structure.unflatten(
         [
-            _merge(old_children[key], child, (*path, key)) if key in old_children else child
+            _merge(old_children[key], child, (*path, *key)) if key in old_children else child
             for key, child in new_children
         ]
     )
@@ -200,19 +200,11 @@ def _keep(old: Any, fresh: Any, path: Path) -> Any:
     return old
 
 
-def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """The children of a node with their keys, and its structure."""
-    children, structure = jax.tree_util.tree_flatten_with_path(
-        node, is_leaf=lambda child: child is not node
-    )
-    return [(path[0], child) for path, child in children], structure
-
-
 def _is_nothing(node: Any) -> bool:
     # What optax puts in the place of a parameter that is not in a group, and what a state of ampx
     # has in the place of a part that its settings do not need.
     is_left_out = type(node) is tuple and not node
-    return node is None or is_left_out or isinstance(node, optax.MaskedNode)
+    return node is None or is_left_out or is_masked(node)
 
 
 def _is_array(node: Any) -> bool:

@@ -41,9 +41,9 @@ from ampx.jaxprs.reading import (
     evaluate,
     has_effects,
     inner_jaxprs,
-    is_literal,
     open_jaxpr,
     trace,
+    variables_in,
 )
 from ampx.jaxprs.sinking import sink
 from ampx.mesh_axes import mark_varying, match_type, varying_axes
@@ -226,7 +226,7 @@ def _is_elementwise(jaxpr: Jaxpr, count: int) -> bool:
     opened = open_jaxpr(jaxpr)
     of_gradients = set(opened.invars[:count])
     for eqn in opened.eqns:
-        atoms = [atom for atom in eqn.invars if not is_literal(atom)]
+        atoms = variables_in(eqn.invars)
         if of_gradients.issuperset(atoms):
             of_gradients.update(eqn.outvars)
         elif eqn.primitive.name not in _BY_ELEMENTS and any(atom.aval.shape for atom in atoms):

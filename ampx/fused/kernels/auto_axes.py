@@ -31,7 +31,8 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ampx.fused.moments.int8_blocks import BLOCK, Int8Blocks
+from ampx.fused.kernels.blocks import in_blocks
+from ampx.fused.moments.int8_blocks import BLOCK
 from ampx.mesh_axes import axes_of_entry
 
 OnShards = Callable[[Any, Sequence[Any], Sequence[tuple[P, tuple[int, ...]]]], list[Any]]
@@ -104,13 +105,6 @@ def _rule(shared: Any, leaves: Sequence[Any], results: Sequence[Any]) -> SdyShar
     return SdyShardingRule((*given, *mappings(leaves)), tuple(mappings(results)))
 
 
-def _has_blocks(leaf: Any) -> bool:
-    def is_blocks(node: Any) -> bool:
-        return isinstance(node, Int8Blocks)
-
-    return any(map(is_blocks, jax.tree.leaves(leaf, is_leaf=is_blocks)))
-
-
 def _spec(mesh: Any, leaf: Sequence[Any]) -> P:
     """How all arrays of a leaf are to be divided: as the parameter is.
 
@@ -129,7 +123,7 @@ def _spec(mesh: Any, leaf: Sequence[Any]) -> P:
     sizes = [math.prod(mesh.shape[axis] for axis in axes_of_entry(entry)) for entry in entries]
     pairs = zip(entries, param.shape, sizes, strict=True)
     kept = [entry if length % size == 0 else None for entry, length, size in pairs]
-    if _has_blocks(leaf) and kept[-1] is not None and param.shape[-1] // sizes[-1] % BLOCK:
+    if in_blocks(leaf) and kept[-1] is not None and param.shape[-1] // sizes[-1] % BLOCK:
         raise ValueError(
             f"a parameter of shape {param.shape} is divided as {spec}, which cuts the blocks of "
             f"{BLOCK} numbers that share a scale in its 8-bit moments: divide another axis, or "

@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 from ampx.checking import as_number, as_number_array, as_positive_int, check_choice
 from ampx.pipelining.layer_stacks import count_layers, take_layer
 from ampx.tree_checks import check_arrays, check_key
-from ampx.trees import is_floating
+from ampx.trees import merge_trainable, split_trainable
 
 CostKind = Literal["flops", "bytes", "time"]
 
@@ -238,19 +238,14 @@ def _split_layers(layer: Any, params: Any) -> Iterator[tuple[Callable[..., Any],
 
 def _make_both_passes(call: Callable[..., Any], key: Any) -> Callable[..., Any]:
     def run(params: Any, x: Any) -> Any:
-        leaves, structure = jax.tree.flatten((params, x))
-        places = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+        floating, rest = split_trainable((params, x))
 
-        def of_floating(floating: list[Any]) -> Any:
-            filled = list(leaves)
-            for place, leaf in zip(places, floating, strict=True):
-                filled[place] = leaf
-            params, x = jax.tree.unflatten(structure, filled)
-            out = call(params, x, key)
-            return [leaf for leaf in jax.tree.leaves(out) if is_floating(leaf)], out
+        def of_floating(floating: Any) -> Any:
+            out = call(*merge_trainable(floating, rest), key)
+            return split_trainable(out)[0], out
 
         # What a pipeline differentiates: floating leaves of parameters and of what is received.
-        values, pull, out = jax.vjp(of_floating, [leaves[i] for i in places], has_aux=True)
+        values, pull, out = jax.vjp(of_floating, floating, has_aux=True)
         # Any cotangent will do, except one that is known while compiling: with ones or zeros XLA
         # would leave out a part of the backward.
         return out, pull(values)

@@ -13,6 +13,7 @@ So the parts add up to what the compiler says, and the last one holds whatever t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ampx.jaxprs import reading
+from ampx.mesh_axes import axes_of_spec
 from ampx.pipelining.planning.device_programs import find_traffic, make_device_program
-from ampx.pipelining.runtime.buffers import ArrayType
 from ampx.pipelining.runtime.executor import Executor
 from ampx.pipelining.runtime.lowering import Route
 from ampx.pipelining.shard_map_program import PipelineGradients
@@ -210,7 +211,7 @@ class Footprint:
 
     def _count_local_batch(self) -> int:
         """Counts the bytes of the rows of one data shard; all stages have the same ones."""
-        parts = int(np.prod([self.sizes[axis] for axis in self.grads_of.data_axes], dtype=int))
+        parts = math.prod(self.sizes[axis] for axis in self.grads_of.data_axes)
         return _count_bytes(self.batch) // parts
 
     def _find_made(self) -> list[int]:
@@ -228,7 +229,7 @@ class Footprint:
         Where stages differ, the compiler gathers the results of all stages before it takes out
         those of each.
         """
-        returned = {atom for atom in self.outer.outvars if not reading.is_literal(atom)}
+        returned = set(reading.variables_in(self.outer.outvars))
         local = reading.open_jaxpr(self.body).outvars
         whole = self.mapped.outvars if self.grads_of.model.is_separate else local
         return {
@@ -244,21 +245,14 @@ class Footprint:
         for device in range(self.schedule.num_devices):
             stages = self.schedule.stages_on(device)
             # All devices hold the parameters of the ends; this is about what they read.
-            used = (
-                sizes[part]
-                for part, on in (
-                    ("first", 0 in stages),
-                    ("last", self.schedule.num_stages - 1 in stages),
-                    ("shared", {0, self.schedule.num_stages - 1} & set(stages)),
-                )
-                if on and part in sizes
-            )
+            parts = {part for stage in stages for part in self.grads_of.model.parts_of(stage)}
+            ends = (sizes[part] for part in parts - {"stages"} if part in sizes)
             found.append(
                 DevicePlan(
                     device,
                     stages,
                     sum(layers[stage] for stage in stages),
-                    sum(map(_sum_leaves, used))
+                    sum(map(_sum_leaves, ends))
                     + sum(self._count_stage_bytes(s, sizes) for s in stages),
                     self.stored.tables.residuals.used[device],
                     self._count_stash(device),
@@ -272,10 +266,8 @@ class Footprint:
         """Finds the bytes of each leaf, less what the axes besides that of stages divide."""
 
         def measure(leaf: Any, sharding: Any) -> int:
-            named = (axes for axes in sharding.spec if axes is not None)
-            axes = {a for some in named for a in (some if isinstance(some, tuple) else (some,))}
-            parts = [self.sizes[axis] for axis in axes - {self.grads_of.axis_name}]
-            return size_in_bytes(leaf) // int(np.prod(parts, dtype=int))
+            axes = set(axes_of_spec(sharding.spec)) - {self.grads_of.axis_name}
+            return size_in_bytes(leaf) // math.prod(self.sizes[axis] for axis in axes)
 
         return jax.tree.map(measure, dict(self.params), self.grads_of.shardings(self.params))
 
@@ -357,8 +349,7 @@ def _measure_storage(executor: Executor) -> _Stored:
 
 
 def _count_bytes(tree: Any) -> int:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ArrayType))
-    return sum(map(size_in_bytes, leaves))
+    return sum(map(size_in_bytes, jax.tree.leaves(tree)))
 
 
 def _sum_leaves(sizes: Any) -> int:

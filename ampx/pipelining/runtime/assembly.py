@@ -25,6 +25,7 @@ from ampx.jaxprs import folds, reading, source_info
 from ampx.overwritten import add_gradients, keep_finite_overwritten, lowest_overwritten
 from ampx.pipelining.runtime.buffers import (
     ArrayType,
+    Carrier,
     make_carrier,
     make_pool,
     restore_keys,
@@ -117,18 +118,7 @@ def assemble(
     # the data, whatever it varied over when it was made.
     base = type_of(scale).axes
     programs = _trace_programs(trace, len(kinds), program_of, wires, base)
-    activations = [
-        make_carrier(
-            {n: [_type_on_wire(t, base) for t in jax.tree.leaves(tree)] for n, tree in taken}
-        )
-        for taken in _group_by_wire(p.inputs.received for p in programs)
-    ]
-    cotangents = [
-        make_carrier(
-            {n: [_type_on_wire(t, base) for t in select_floating_leaves(tree)] for n, tree in given}
-        )
-        for given in _group_by_wire(p.outputs.sent for p in programs)
-    ]
+    received, sent = [p.inputs.received for p in programs], [p.outputs.sent for p in programs]
     # What a device keeps for itself comes out of a branch that it takes by its number along the
     # stages, and differs along no other axis than before: the backward was traced for that type,
     # and would refuse a mean over the data that is marked as different along "data".
@@ -152,8 +142,8 @@ def assemble(
         ),
         programs=programs,
         program_of=program_of,
-        activations=activations,
-        cotangents=cotangents,
+        activations=_make_carriers(received, jax.tree.leaves, base),
+        cotangents=_make_carriers(sent, select_floating_leaves, base),
         kept=make_pool([[_type_on_wire(t, own) for t in p.kept] for p in programs]),
         deferred=make_pool([[_type_on_wire(t, own) for t in p.deferred] for p in programs]),
         results=results,
@@ -170,10 +160,18 @@ def _type_on_wire(leaf: Any, base: frozenset[str]) -> ArrayType:
     return dataclasses.replace(found, axes=found.axes | base)
 
 
-def _group_by_wire(trees: Iterable[Sequence[Any]]) -> list[list[tuple[int, Any]]]:
-    """Groups what programs have by wire, with the numbers of those that have something."""
+def _make_carriers(
+    trees: Iterable[Sequence[Any]], leaves_of: Callable[[Any], list[Any]], base: frozenset[str]
+) -> list[Carrier]:
+    """Makes a carrier for each wire, for those programs that have something on it."""
     return [
-        [(number, tree) for number, tree in enumerate(wire) if tree is not None]
+        make_carrier(
+            {
+                number: [_type_on_wire(leaf, base) for leaf in leaves_of(tree)]
+                for number, tree in enumerate(wire)
+                if tree is not None
+            }
+        )
         for wire in zip(*trees, strict=True)
     ]
 

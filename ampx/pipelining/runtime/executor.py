@@ -295,9 +295,7 @@ class Executor:
                 inputs = self._gather_inputs(number, carry, row.weight, slots)
                 kept = self._read_kept(number, carry, row.residuals.weight)
                 late = self.deferred.pick(number, read_slot(carry.deferred, row.deferred.weight))
-                late = [
-                    as_key_again(x, aval) for x, aval in zip(late, program.deferred, strict=True)
-                ]
+                late = list(map(as_key_again, late, program.deferred))
                 ours = program.pull_weights(inputs, kept, late)
                 return None, self.parameters.add(grads, number, row.weight.chunk, ours)
 
@@ -372,8 +370,7 @@ class Executor:
 
     def _read_kept(self, number: int, carry: _Carry, slot: jax.Array) -> list[jax.Array]:
         values = self.kept.pick(number, read_slot(carry.kept, slot))
-        types = self.programs[number].kept
-        return [as_key_again(value, aval) for value, aval in zip(values, types, strict=True)]
+        return list(map(as_key_again, values, self.programs[number].kept))
 
     def _read_cotangents(self, number: int, carry: _Carry, row: Tables) -> list[jax.Array]:
         """Reads the cotangents of all that the stage has sent; adds that of its loss."""

@@ -39,6 +39,7 @@ from ampx.overwritten import add_gradients
 from ampx.pipelining.layer_stacks import count_layers
 from ampx.pipelining.runtime.buffers import ArrayType, Carrier, make_carrier, read_at, read_slot
 from ampx.pipelining.runtime.layer_exchange import Place, Round, exchange_blocks, plan_exchange
+from ampx.pipelining.schedules.grid import number_chunks
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.trees import cast_like, is_floating
 
@@ -66,13 +67,6 @@ class Layout(Protocol):
     def as_stored(self, total: Any, axis_name: str) -> Any:
         """Undoes `as_view`, for gradients."""
         ...
-
-
-def number_chunks(schedule: Schedule) -> tuple[int, ...]:
-    """Finds for each stage which of its device's chunks it is, counted from 0 along the model."""
-    return tuple(
-        schedule.stages_on(device).index(stage) for stage, device in enumerate(schedule.device_of)
-    )
 
 
 def _count_chunks(schedule: Schedule) -> int:
@@ -353,16 +347,9 @@ class SeparateStages:
         """Unpacks one tree of gradients for each stage, on all devices."""
         # (chunks, longest) -> (devices * chunks, longest): a row for each stage, and padding.
         everywhere = [_gather_from_devices(sums, axis_name) for sums in total[0]]
-        chunks = number_chunks(self.schedule)
+        chunks, count = number_chunks(self.schedule), _count_chunks(self.schedule)
         return [
-            self._as_tree(
-                stage,
-                [
-                    rows[device * _count_chunks(self.schedule) + chunks[stage]]
-                    for rows in everywhere
-                ],
-                None,
-            )
+            self._as_tree(stage, [rows[device * count + chunks[stage]] for rows in everywhere])
             for stage, device in enumerate(self.schedule.device_of)
         ]
 
@@ -371,7 +358,7 @@ class SeparateStages:
         return self._as_tree(stage, *(read_slot(arrays, chunk) for arrays in view))
 
     def _as_tree(
-        self, stage: int, floating: Sequence[jax.Array], rest: Sequence[jax.Array] | None
+        self, stage: int, floating: Sequence[jax.Array], rest: Sequence[jax.Array] | None = None
     ) -> Any:
         """Unpacks a tree; with None in the place of what is not floating if there is no rest."""
         trained = iter(self.carrier.unpack(stage, floating))

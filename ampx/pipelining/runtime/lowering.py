@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ampx.pipelining.schedules.grid import Grid
+from ampx.pipelining.schedules.grid import Grid, number_chunks
 from ampx.pipelining.schedules.intervals import Edge, Intervals, Slots, Timeline, assign_slots
 from ampx.pipelining.schedules.ticks import Placement, Stash, lengths_with, place_in_lockstep
 
@@ -161,6 +161,7 @@ class _TableWriter:
 
     def __init__(self, schedule: Grid, placement: Placement) -> None:
         self.device_of, self.tick_of = schedule.device_of, placement.tick_of
+        self.chunk_of = number_chunks(schedule)
         self.shape = placement.num_ticks, schedule.num_devices
 
     def work(self, kind: str) -> Work:
@@ -170,7 +171,7 @@ class _TableWriter:
             if action.kind == kind:
                 place = tick, self.device_of[action.stage]
                 stages[place], microbatches[place] = action.stage, action.microbatch
-                chunks[place] = self.device_of[: action.stage].count(place[1])
+                chunks[place] = self.chunk_of[action.stage]
         return Work(stages, microbatches, chunks)
 
     def storage(self, intervals: Intervals) -> Storage:

@@ -128,7 +128,7 @@ class Model:
         return [
             StageKind(
                 tuple(group),
-                self._find_parts(group[0]),
+                self.parts_of(group[0]),
                 self._make_compute(group[0], layout, layers or self._make_separate(group[0])),
                 self.kept,
             )
@@ -147,8 +147,8 @@ class Model:
         # What can differ between stages of equal layers: both ends, and how many layers they have.
         return stage == 0, stage == self.schedule.num_stages - 1, layout.counts[stage]
 
-    def _find_parts(self, stage: int) -> tuple[str, ...]:
-        """Lists the parts of the parameters that a stage reads."""
+    def parts_of(self, stage: int) -> tuple[str, ...]:
+        """The parts of the parameters that a stage reads."""
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
         used = {"first": is_first, "stages": True, "last": is_last, "shared": is_first or is_last}
         return tuple(part for part, is_used in used.items() if is_used)

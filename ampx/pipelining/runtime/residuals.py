@@ -26,14 +26,9 @@ from ampx.jaxprs.reading import Atom, Equation, Jaxpr
 
 # A few instructions for each element at most, and no other traffic than that of its operands.
 _CHEAP = (
-    primitives.COMPARING
-    | primitives.ADDING
-    | primitives.CHOOSING
+    primitives.CHEAP
     | primitives.AXIS_TYPE_CASTS
-    | {"stop_gradient", "neg", "abs", "sign", "mul", "div", "integer_pow", "square"}
-    | {"one_minus_square"}
-    | {"and", "or", "xor", "not", "convert_element_type"}
-    | {"broadcast_in_dim", "reshape", "squeeze"}
+    | {"stop_gradient", "one_minus_square", "broadcast_in_dim", "reshape", "squeeze"}
 )
 
 
@@ -65,7 +60,7 @@ def choose_kept(body: Jaxpr, wanted: Sequence[Atom], at_hand: Collection[Atom]) 
     remaking: list[Equation] = []
     # One pass in the order of the equations: what an equation reads has been decided before it.
     for number, eqn in enumerate(body.eqns):
-        operands = [atom for atom in eqn.invars if not reading.is_literal(atom)]
+        operands = reading.variables_in(eqn.invars)
         is_cheap = eqn.primitive.name in _CHEAP and available.issuperset(operands)
         if number in free or is_cheap:
             remaking.append(eqn)
@@ -80,7 +75,7 @@ def choose_kept(body: Jaxpr, wanted: Sequence[Atom], at_hand: Collection[Atom]) 
     for eqn in reversed(remaking):
         if not needed.isdisjoint(eqn.outvars):
             eqns.append(eqn)
-            needed.update(atom for atom in eqn.invars if not reading.is_literal(atom))
+            needed.update(reading.variables_in(eqn.invars))
     return Choice(kept, remade, eqns[::-1])
 
 
@@ -89,8 +84,7 @@ def find_free_equations(body: Jaxpr) -> set[int]:
     dependent = set(body.invars)
     free = set()
     for number, eqn in enumerate(body.eqns):
-        operands = {atom for atom in eqn.invars if not reading.is_literal(atom)}
-        if reading.has_effects(eqn) or not operands.isdisjoint(dependent):
+        if reading.has_effects(eqn) or not dependent.isdisjoint(reading.variables_in(eqn.invars)):
             dependent.update(eqn.outvars)
         else:
             free.add(number)

@@ -34,6 +34,7 @@ import jax
 from ampx.jaxprs import building, reading
 from ampx.jaxprs.reading import Jaxpr
 from ampx.pipelining.runtime.residuals import choose_kept, find_free_equations
+from ampx.trees import is_floating
 
 
 class StageInputs(NamedTuple):
@@ -199,9 +200,7 @@ def trace_stage(
     leaves, structure = jax.tree.flatten(inputs)
     num_params = len(jax.tree.leaves(inputs.params))
     num_received = len(jax.tree.leaves(inputs.received))
-    pulled = tuple(
-        i for i in range(num_params + num_received) if reading.is_differentiable(leaves[i])
-    )
+    pulled = tuple(i for i in range(num_params + num_received) if is_floating(leaves[i]))
 
     # Only floating leaves of parameters and of what was received are differentiated. Nobody asks
     # for gradients of the micro-batch, the key or the number of the stage.
@@ -250,7 +249,7 @@ def _add_backward(
     # Numbers count inputs, then what is kept, then what is made again. A value that is a residual
     # twice gets one number, and is kept once.
     constants = dict(zip(body.constvars, reading.as_closed(whole).consts, strict=True))
-    made = [a for a in dict.fromkeys(a for a in read if not reading.is_literal(a))]
+    made = dict.fromkeys(reading.variables_in(read))
     made = [a for a in made if a not in body.invars and a not in constants]
     # A received activation is at hand only if its slot is held until the backward: no value that is
     # made again is to be what holds it.
@@ -266,16 +265,15 @@ def _add_backward(
         else number_of[atom]
         for atom in read
     ]
-    types = [atom.aval for atom in body.outvars]
     structure = jax.tree.structure(pullback)
-    sent, loss = _find_cotangent_types(program.outputs, types)
+    sent, loss = select_floating_leaves(program.outputs.sent), program.outputs.loss
 
     def backward(residuals: Any, cotangents: Any, seed: Any) -> Any:
         (gradients,) = jax.tree.unflatten(structure, residuals)((cotangents, seed))
         return gradients
 
     # From the pullback's structure and types alone: no array of the forward is in it.
-    traced, _ = reading.trace(backward, types[num_outputs:], sent, loss)
+    traced, _ = reading.trace(backward, [atom.aval for atom in read], sent, loss)
     num_trained = _count_trained(pulled, program.num_params)
     halves = split_backward(traced, num_trained) if split else None
     deferred: list[Any] = []
@@ -308,15 +306,9 @@ def _count_trained(pulled: Sequence[int], num_params: int) -> int:
     return sum(number < num_params for number in pulled)
 
 
-def _find_cotangent_types(outputs: StageOutputs, types: Sequence[Any]) -> tuple[list[Any], Any]:
-    numbered = jax.tree.unflatten(jax.tree.structure(outputs), range(len(jax.tree.leaves(outputs))))
-    sent = [types[i] for i in jax.tree.leaves(numbered.sent) if reading.is_differentiable(types[i])]
-    return sent, None if outputs.loss is None else types[numbered.loss]
-
-
 def select_floating_leaves(tree: Any) -> list[Any]:
     """Selects the leaves of a tree that have gradients."""
-    return [leaf for leaf in jax.tree.leaves(tree) if reading.is_differentiable(leaf)]
+    return [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
 
 
 def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
@@ -345,16 +337,16 @@ def split_backward(jaxpr: Jaxpr, num_weights: int) -> Halves:
     # what depends on no operand, such as a causal mask or the place of a shard. That costs less to
     # make again than to keep for each micro-batch.
     made_first = {out for i in set(first) - free for out in body.eqns[i].outvars}
-    needed, second = {v for v in of_weights if not reading.is_literal(v)}, []
+    needed, second = set(reading.variables_in(of_weights)), []
     for i, eqn in reversed(list(enumerate(body.eqns))):
         if not (needed - made_first).isdisjoint(eqn.outvars):
             second.insert(0, i)
-            needed.update(atom for atom in eqn.invars if not reading.is_literal(atom))
+            needed.update(reading.variables_in(eqn.invars))
     # What crosses from the first half to the second: made there, and wanted here as an operand or
     # as a result. In order and without repetition, so that a trace is the same every time.
     made_second = {out for i in second for out in body.eqns[i].outvars}
     wanted = [atom for i in second for atom in body.eqns[i].invars] + list(of_weights)
-    wanted = [v for v in dict.fromkeys(a for a in wanted if not reading.is_literal(a))]
+    wanted = list(dict.fromkeys(reading.variables_in(wanted)))
     kept = [v for v in wanted if v in made_first]
     reads = [i for i, v in enumerate(body.invars) if v in set(wanted) - made_second]
     return Halves(

@@ -59,3 +59,10 @@ class Grid:
     def stages_on(self, device: int) -> tuple[int, ...]:
         """The stages of a device, in the order of the model."""
         return tuple(s for s, d in enumerate(self.device_of) if d == device)
+
+
+def number_chunks(schedule: Grid) -> tuple[int, ...]:
+    """Finds for each stage which of its device's chunks it is, counted from 0 along the model."""
+    return tuple(
+        schedule.stages_on(device).index(stage) for stage, device in enumerate(schedule.device_of)
+    )

@@ -121,22 +121,21 @@ def run_schedule(
 def _find_costs(
     num_stages: int,
     forward: Cost,
-    backward: Cost | None = None,
-    input_grad: Cost | None = None,
-    weight_grad: Cost | None = None,
+    backward: Cost | None,
+    input_grad: Cost | None,
+    weight_grad: Cost | None,
 ) -> _Costs:
     """Finds the time of each kind of action, for each stage.
 
     There are three numbers, and one equation: backward = input_grad + weight_grad. Two of them say
     the third; one leaves a choice (halves, or what it leaves of a backward of 2); all are checked.
     """
-    whole = None if backward is None else _as_cost_per_stage("backward", backward, num_stages)
-    inputs = (
-        None if input_grad is None else _as_cost_per_stage("input_grad", input_grad, num_stages)
-    )
-    weights = (
-        None if weight_grad is None else _as_cost_per_stage("weight_grad", weight_grad, num_stages)
-    )
+
+    def read(name: str, cost: Cost | None) -> list[float] | None:
+        return None if cost is None else _as_cost_per_stage(name, cost, num_stages)
+
+    whole, inputs = read("backward", backward), read("input_grad", input_grad)
+    weights = read("weight_grad", weight_grad)
     if inputs is not None and weights is not None:
         sums = [i + w for i, w in zip(inputs, weights, strict=True)]
         # Close is enough: 0.1 + 0.2 is not 0.3.
