@@ -89,7 +89,13 @@ BY_HAND = {
     "fused.apply": (lambda: fused.lamb(0.1), apply_by_hand),
 }
 CLIPS = {"train_step, max_grad_norm": lambda: optax.adamw(0.1)}
-HAS_SCALE = ("dynamic_loss_scale", "follow_schedule", "loss_scale", "static_loss_scale")
+HAS_SCALE = (
+    "dynamic_loss_scale",
+    "follow_schedule",
+    "loss_scale",
+    "multi_steps, scale inside",
+    "static_loss_scale",
+)
 SCALE_OVER_DATA = functools.partial(ampx.dynamic_loss_scale, axis_names="data")
 NAMES = sorted({*TRANSFORMS, *OPTIMIZERS, *BY_HAND, *CLIPS})
 

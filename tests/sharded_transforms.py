@@ -25,6 +25,9 @@ TRANSFORMS = {
     "loss_scale": lambda tx: ampx.loss_scale("dynamic", tx),
     "master_weights": ampx.master_weights,
     "multi_steps": lambda tx: ampx.multi_steps(tx, 2),
+    "multi_steps, scale inside": lambda tx: ampx.multi_steps(
+        ampx.dynamic_loss_scale(tx, init_scale=2.0**16), 2
+    ),
     "no_loss_scale": ampx.no_loss_scale,
     "static_loss_scale": lambda tx: ampx.static_loss_scale(tx, 2.0**16),
     "zero1": lambda tx: ampx.zero1(tx, "data"),

@@ -27,9 +27,14 @@ PAIRS = {
     for number, name in enumerate(NAMES)
     for place, kind in enumerate(KINDS)
 }
-CASES = list(dict.fromkeys([*QUICK, *PAIRS]))
 # Beside whose turn it is, those that found a fault that others do not.
-DUE = [("densify_rows", "Auto", AXES[2]), ("fused.novograd", "Explicit", AXES[1])]
+DUE = [
+    ("densify_rows", "Auto", AXES[2]),
+    ("fused.novograd", "Explicit", AXES[1]),
+    ("multi_steps", "Auto", AXES[1]),
+    ("multi_steps, scale inside", "Explicit", AXES[1]),
+]
+CASES = list(dict.fromkeys([*QUICK, *DUE, *PAIRS]))
 IN_SUITE = [*QUICK, *DUE]
 FOR_WHOLE = [case for case, is_due in PAIRS.items() if not is_due and case not in IN_SUITE]
 

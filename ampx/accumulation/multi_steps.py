@@ -183,8 +183,8 @@ def multi_steps(
         check_like("updates", updates, "grad_sum in the state", state.grad_sum, part="gradient")
         own = dataclasses.replace(settings, axes=axes)
         window = _add_call(own, state, trees.convert_numbers(updates), weight)
-        new_updates, inner_state = _update_when_due(own, state, window, params, extra_args)
-        return new_updates, _next_state(state, window, inner_state)
+        new_updates, inner_state, is_bad = _update_when_due(own, state, window, params, extra_args)
+        return new_updates, _next_state(state, window, inner_state, is_bad)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -329,13 +329,15 @@ def _add_call(settings: _Settings, state: MultiStepsState, grads: Any, weight: A
         sums = (grad_sum, weight_sum)
         return jnp.sum(nonfinite.count_nonfinite(sums, axis_names=settings.axes)) > 0
 
-    # Finite gradients may add up to infinity. To look costs a pass over the sums, so it is done in
-    # the one call in k that uses them.
-    is_bad |= run_unless(~is_due, sum_overflows, lambda _: jnp.zeros((), bool))
     is_bad |= state.window_is_bad
     # A loss scale inside must see the overflow, to skip the step and to lower the scale. A plain
     # optimizer must not: it would write NaN into its moments.
     inner_judges = bool(find_nodes(state.inner_state, LossScaleState))
+    if not inner_judges:
+        # Finite gradients may add up to infinity. To look costs a pass over the sums, so it is done
+        # in the one call in k that uses them. The branch needs the call's verdict: on CPUs a sum
+        # over devices that no branch waits for may begin before one inside, or after it.
+        is_bad |= run_unless(~is_due | is_bad, sum_overflows, lambda _: jnp.zeros((), bool))
     drop = is_bad & is_due & (not inner_judges)
     return _Window(micro_step, grad_sum, weight_sum, is_bad, is_due, drop, leave_out)
 
@@ -346,12 +348,17 @@ def _update_when_due(
     window: _Window,
     params: Any,
     extra_args: dict[str, Any],
-) -> tuple[Any, optax.OptState]:
-    """Runs `inner` if the window is due and not dropped: its update, or none, and its state."""
+) -> tuple[Any, optax.OptState, jax.Array]:
+    """Runs `inner` if the window is due and not dropped.
+
+    Returns:
+      Its update, or none; its state; and whether a window that goes on is bad. This is chosen in
+      the branch, which waits for the call's verdict so.
+    """
     # A branch and not a select: in k - 1 of k calls no update is due, and a select would still
     # compute one.
 
-    def run() -> tuple[Any, Any]:
+    def run() -> tuple[Any, Any, jax.Array]:
         # With weights, sum(w_i * g_i) / sum(w_i); without them every w_i is 1, and this is the
         # mean. If all weights are zero so is the sum, and 0 / 1 is the 0 that is wanted, not NaN.
         divisor = jnp.where(window.weight_sum == 0, 1.0, window.weight_sum)
@@ -359,18 +366,26 @@ def _update_when_due(
         grads = jax.tree.map(lambda g: g / jnp.asarray(total, g.dtype), window.grad_sum)
         about = {**extra_args, "grad": grads} if "grad" in extra_args else extra_args
         new_updates, inner_state = settings.inner.update(grads, state.inner_state, params, **about)
-        return new_updates, trees.cast_like(inner_state, state.inner_state)
+        inner_state = trees.cast_like(inner_state, state.inner_state)
+        return new_updates, inner_state, jnp.zeros((), bool)
 
-    def wait(types: Any) -> tuple[Any, Any]:
-        return trees.null_updates(types[0]), state.inner_state
+    def wait(types: Any) -> tuple[Any, Any, jax.Array]:
+        return trees.null_updates(types[0]), state.inner_state, window.is_bad & ~window.is_due
 
     return run_unless(~window.is_due | window.drop, run, wait)
 
 
 def _next_state(
-    state: MultiStepsState, window: _Window, inner_state: optax.OptState
+    state: MultiStepsState, window: _Window, inner_state: optax.OptState, is_bad: jax.Array
 ) -> MultiStepsState:
-    """The state after this call. After a window that was due, dropped or not, a new one begins."""
+    """The state after this call. After a window that was due, dropped or not, a new one begins.
+
+    Args:
+      state: before the call.
+      window: with this call in it.
+      inner_state: after the call.
+      is_bad: bool scalar, whether a window that goes on is bad.
+    """
     is_due = window.is_due
     # Zeros are chosen, not multiplied in: infinity times zero is NaN.
     cleared = jax.tree.map(
@@ -382,7 +397,7 @@ def _next_state(
         gradient_step=trees.count_up(state.gradient_step, is_due),
         grad_sum=cleared,
         weight_sum=jnp.where(is_due, 0.0, window.weight_sum),
-        window_is_bad=window.is_bad & ~is_due,
+        window_is_bad=is_bad,
         dropped_total=trees.count_up(state.dropped_total, dropped),
         inner_state=inner_state,
     )
