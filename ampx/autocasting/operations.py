@@ -288,7 +288,7 @@ def _find_objection(name: str, atom: Any, constant: Value, half: Any) -> str | N
     if name in primitives.COMPARING:
         # `u < 0.1` makes the mask of a dropout: with 0.1 rounded, other elements would be dropped.
         number = constant.constant
-        exact = number is not None and float(np.asarray(number, half)) == number
+        exact = number is not None and reading.round_number(number, half) == number
         return None if exact else ""
     # `jnp.zeros(shape).at[i].add(h)` has a float32 buffer so as to sum in float32.
     fill = not reading.is_literal(atom) and constant.constant == 0

@@ -195,7 +195,8 @@ def rounds_to_one(span: tuple[float, float] | None, dtype: Any) -> bool:
     """
     distance = float(jnp.finfo(dtype).eps)  # from 1 to the next number above it
     return span is not None and any(
-        0 < abs(number - 1) < distance and float(np.asarray(number, dtype)) == 1 for number in span
+        0 < abs(number - 1) < distance and reading.round_number(number, dtype) == 1
+        for number in span
     )
 
 

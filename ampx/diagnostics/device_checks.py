@@ -346,9 +346,7 @@ def _named_axes(eqn: Equation) -> tuple[Any, ...]:
 
 
 def _of_literal(value: Any) -> Spread:
-    is_number = isinstance(value, int | float) or getattr(value, "shape", None) == ()
-    is_real = is_number and not isinstance(value, complex)
-    return Spread(is_constant=True, number=float(value) if is_real else None)
+    return Spread(is_constant=True, number=reading.as_number(value))
 
 
 def _choose(values: Sequence[Spread], read: Sequence[Spread] = ()) -> Spread:

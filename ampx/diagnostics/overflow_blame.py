@@ -65,7 +65,6 @@ _MASKS = primitives.CHOOSING | primitives.ADDING | {"reduce_max", "reduce_min"}
 _PRODUCTS = ("mul", "div")
 # One over infinity is 0. (So is exp(-inf), which is right to the last bit, and so is tanh(inf).)
 _VANISHING = ("div", "rsqrt", "integer_pow", "pow")
-_CONTRACTIONS = ("dot_general", "conv_general_dilated", "pow")
 
 
 class Flags(NamedTuple):
@@ -378,7 +377,7 @@ def _is_too_large(eqn: Equation, explaining: Sequence[Value], flags: Flags) -> b
         return has_constant and flags.above and not flags.nan
     if name in _PRODUCTS:
         return has_constant or flags.above  # scores are masked, then scaled: that stays below
-    return name in _CONTRACTIONS
+    return name == "pow" or name in primitives.CONTRACTIONS
 
 
 def _as_mask(blame: Blame, eqn: Equation, array: Any) -> Blame:

@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of
 from ampx.jaxprs import folds, primitives, reading
@@ -68,11 +66,8 @@ def _follow(
             return [next((fact for fact in group if fact is not None), None) for group in groups]
         return [_SHARE if is_share else None] * len(eqn.outvars)
 
-    return folds.fold_inside(jaxpr, operands, apply, lambda _: None, _read_number, around=around)
-
-
-def _read_number(literal: Any) -> Fact:
-    return float(literal) if jnp.ndim(literal) == 0 and jnp.isrealobj(literal) else None
+    as_number = reading.as_number
+    return folds.fold_inside(jaxpr, operands, apply, lambda _: None, as_number, around=around)
 
 
 def _count_devices(psum: Equation, around: Sequence[Equation]) -> int:

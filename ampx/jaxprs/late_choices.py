@@ -105,7 +105,7 @@ class _Mover:
         first, *others = eqn.invars
         number = self._find_number(first)
         if number is not None and name in _SHAPING | {"convert_element_type"}:
-            self.numbers[out] = float(np.asarray(number, out.aval.dtype))
+            self.numbers[out] = reading.round_number(number, out.aval.dtype)
         if reading.is_literal(first):
             return
         if _is_magnitude(eqn):
@@ -135,7 +135,7 @@ class _Mover:
             is_magnitude = _is_magnitude(eqn) and not is_squared
             if is_magnitude or name == "convert_element_type":
                 number = _magnitude(name, choice.number) if is_magnitude else choice.number
-                number = float(np.asarray(number, out.aval.dtype))
+                number = reading.round_number(number, out.aval.dtype)
                 self.choices[out] = choice._replace(eqns=(*choice.eqns, eqn), number=number)
             elif name == "reduce_sum" and choice.eqns and _size(out) == 1:
                 self.names[out] = self._reduce(eqn, choice)

@@ -61,9 +61,22 @@ def variables_in(atoms: Iterable[Atom]) -> list[Atom]:
 
 def number_of(atom: Atom) -> float | None:
     """The number that an operand is, if it is a scalar constant written into the equation."""
-    if not is_literal(atom) or np.ndim(atom.val) or not is_numeric(atom.aval):
-        return None
-    return float(atom.val)
+    return as_number(atom.val) if is_literal(atom) else None
+
+
+def as_number(value: Any) -> float | None:
+    """The number that a constant is; None for arrays, and for what has no real number.
+
+    Complex numbers, random keys and the empty gradients of integers (float0) can stand in equations
+    as well.
+    """
+    return float(value) if is_numeric(value) and not np.ndim(value) else None
+
+
+def round_number(number: float, dtype: Any) -> float:
+    """The number that a dtype holds in place of one: infinity beyond its range."""
+    with np.errstate(over="ignore"):
+        return float(np.asarray(number, dtype))
 
 
 def is_numeric(value: Any) -> bool:

@@ -59,6 +59,7 @@ OUT_OF_RANGE = {
     "closed over, large": (lambda x: x @ x * BIG / BIG, EYE),
     "numpy": (lambda x: x @ x * np.float32(1e6), EYE),
     "literal": (lambda x: x @ x * 1e6, EYE),
+    "bound": (lambda x: jnp.where(x @ x < 1e6, x @ x, 0.0), EYE),
     "tiny literal": (lambda x: (x @ x * 1e-9) / 1e-9, EYE),
     "large mask": (lambda x: jnp.where(EYE > 0, 1e-9, 1.0) * (x @ x) * 1e8, EYE),
     "range": (lambda x: (x @ x) + jnp.arange(2000.0, 2002.0)[:, None] * 1.0, EYE),

@@ -604,6 +604,46 @@ def two_losses_in_a_vector():
     return step, (PARAMS, tx.init(PARAMS), BATCH)
 
 
+def complex_weights():
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+    tx = dynamic(optax.sgd(0.1))
+    grads_of = ampx.value_and_grad(loss, num_microbatches=2)
+
+    def step(params, opt_state, batch):
+        result = grads_of(params, batch, loss_scale=ampx.current_loss_scale(opt_state))
+        updates, opt_state = tx.update(result.grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    params = {"w": jnp.full((4, 3), 0.1 + 0.2j), "b": jnp.zeros(3)}
+    return step, (params, tx.init(params), BATCH)
+
+
+def inner_steps():
+    """Each task adapts under a loss scale of its own: the meta gradient goes through its counts."""
+    inner, tx = dynamic(optax.sgd(0.1)), dynamic(optax.adam(RATE))
+
+    def loss_of_task(params, batch):
+        opt_state = inner.init(params)
+        scale = ampx.current_loss_scale(opt_state)
+        grads = ampx.value_and_grad(loss_of)(params, batch, loss_scale=scale).grads
+        updates, _ = inner.update(grads, opt_state, params)
+        return loss_of(ampx.apply_updates(params, updates), batch)
+
+    def loss(params, batches):
+        return jnp.mean(jax.vmap(loss_of_task, (None, 0))(params, batches))
+
+    def step(params, opt_state, batches):
+        scale = ampx.current_loss_scale(opt_state)
+        grads = ampx.value_and_grad(loss)(params, batches, loss_scale=scale).grads
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    batches = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), BATCH)
+    return step, (PARAMS, tx.init(PARAMS), batches)
+
+
 def scanned_steps():
     step, (params, opt_state, batch) = step_of(dynamic(optax.adam(0.1)))
 
@@ -707,6 +747,8 @@ SOUND = {
         scaled=True,
     ),
     "scanned steps": scanned_steps,
+    "complex weights, micro-batches": complex_weights,
+    "steps inside of a loss": inner_steps,
     "average": lambda: averaged(jnp.float32, 0.999),
     "short average": lambda: averaged(BF16, 0.9),
     "masters": lambda: with_params_in(BF16, ampx.master_weights(optax.adamw(RATE))),

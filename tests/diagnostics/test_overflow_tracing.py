@@ -561,6 +561,9 @@ def test_a_literal_that_is_too_large_for_half_is_an_overflow():
         "div": lambda x: 1e5 / x,  # planted: literal div
         "pow": lambda x: jnp.power(x, 7e4),  # planted: literal pow
         "dot_general": lambda x: x @ jnp.full((3, 2), 1e5, HALF),  # planted: literal dot_general
+        "ragged_dot_general": lambda x: lax.ragged_dot(  # planted: literal ragged_dot_general
+            x[None], jnp.full((1, 3, 2), 1e5, HALF), jnp.ones(1, jnp.int32)
+        ),
     }
     for primitive, fun in cases.items():
         first = check(trace_overflow(fun)(x), f"literal {primitive}", primitive)
