@@ -186,3 +186,31 @@ def test_only_the_schedule_itself_permutes():
     permuted = {p["axis_name"] for name, p in found if name == "ppermute"}
     assert permuted == {("stage",)}
     assert "all_to_all" in dict(found)
+
+
+def test_a_shard_map_in_a_stage_permutes_too():
+    """Its axis is the compiler's outside of it. (JAX itself takes such a one only unchecked.)"""
+    params, batch = make_params(), make_batch(2)
+    where = Devices(("model",), 2)
+
+    def stage(p, x, key):
+        parts = P(None, "model")
+        return x + jax.shard_map(
+            lambda p, x: open_end(where, p, x[:, 0])[:, None],
+            in_specs=(P(), parts),
+            out_specs=parts,
+            axis_names={"model"},
+            check_vma=False,
+        )(p, x)
+
+    whole = make_functions(Whole(), open_end)
+    grads_of = value_and_grad(
+        **whole | {"stage": stage},
+        schedule=one_f_one_b(2, 2),
+        axis_name="stage",
+        mesh=make_mesh((2, 2), ("stage", "model"), "Auto"),
+        check_vma=False,
+    )
+    found, expected = jax.jit(grads_of)(params, batch), sequential(params, batch, **whole)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)
+    assert relative_error(found.grads["stages"], expected.grads["stages"]) < 1e-5

@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -44,7 +45,8 @@ def _permutes(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive.name == "ppermute" for eqn, _ in folds.equations_inside(jaxpr))
 
 
-def _rewrite(jaxpr: Jaxpr) -> Jaxpr:
+def _rewrite(jaxpr: Jaxpr, bound: Mapping[str, int] = MappingProxyType({})) -> Jaxpr:
+    """Replaces each `ppermute` in a jaxpr; `bound` are axes that a shard_map in it maps."""
     if not _permutes(jaxpr):
         return jaxpr
     opened, eqns = reading.open_jaxpr(jaxpr), []
@@ -59,12 +61,16 @@ def _rewrite(jaxpr: Jaxpr) -> Jaxpr:
             exchange = functools.partial(
                 _exchange, axes=reading.collective_axes(eqn), perm=eqn.params["perm"]
             )
-            spliced, outs = building.splice_function(exchange, eqn.invars, eqn)
+            with eqn.ctx.manager:
+                trace = jax.make_jaxpr(exchange, axis_env=list(bound.items()))
+                traced = trace(*(atom.aval for atom in eqn.invars))
+            spliced, outs = building.splice_jaxpr(traced, eqn.invars, eqn)
             eqns += spliced
             names.update(zip(eqn.outvars, outs, strict=True))
             continue
         if any(map(_permutes, reading.inner_jaxprs(eqn))):
-            bodies = [_rewrite(body) for body in reading.bodies_of(eqn)]
+            inside = {**bound, **reading.mesh_sizes(eqn)}
+            bodies = [_rewrite(body, inside) for body in reading.bodies_of(eqn)]
             eqn = eqn.replace(params=reading.with_bodies(eqn, bodies))
         eqns.append(eqn)
     outvars = [renamed(atom) for atom in opened.outvars]
