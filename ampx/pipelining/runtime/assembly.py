@@ -34,6 +34,7 @@ from ampx.pipelining.runtime.buffers import (
 from ampx.pipelining.runtime.executor import Executor, Parameters
 from ampx.pipelining.runtime.layouts import Layout
 from ampx.pipelining.runtime.lowering import lower
+from ampx.pipelining.runtime.permutes import exchange_in_groups
 from ampx.pipelining.runtime.stage_programs import (
     Compute,
     StageInputs,
@@ -112,7 +113,7 @@ def assemble(
         )
         # Before anything runs: a program with such a collective would not fail, it would hang.
         _refuse_stage_collectives(program, axis_name)
-        return program
+        return exchange_in_groups(program) if schedule.num_devices > 1 else program
 
     # What crosses a wire, a buffer or a branch varies at least over the axes of the stages and of
     # the data, whatever it varied over when it was made.
