@@ -38,7 +38,7 @@ from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.ticks import Stash
 from ampx.precision.opt_levels import Recipe
-from ampx.trees import path_name
+from ampx.trees import at_path
 
 # Forward and backward are in different branches, often in different ticks. XLA cannot merge what is
 # recomputed with the first computation, so the barriers against that would only cost.
@@ -361,7 +361,7 @@ def _check_aux(aux: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         if jnp.issubdtype(jnp.result_type(leaf), jnp.bool_):
             raise TypeError(
-                f"the auxiliary output {path_name(path) or 'of last'} is bool and has no mean or "
+                f"the auxiliary output{at_path(path)} is bool and has no mean or "
                 "sum: convert it with .astype(jnp.float32)"
             )
 
