@@ -33,17 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.checking import (
-    as_bool,
-    as_dtype,
-    as_number,
-    as_positive_int,
-    check_callable,
-    check_choice,
-)
+from ampx.checking import as_bool, as_dtype, as_number, as_positive_int, check_choice
 from ampx.data_parallel.reduction_states import STATE_OF_OVERLAP, ReductionState
 from ampx.flat_buffers.buckets import as_order, bucket_layout
 from ampx.flat_buffers.flat_params import is_flat
+from ampx.function_checks import check_callable
 from ampx.mesh_axes import (
     as_axes,
     count_devices,
