@@ -12,7 +12,6 @@ what is expected and, if it looks like a slip of the pen, what was probably mean
     dtype                  as_dtype               jnp.bfloat16, "bf16"               "bf61", int32
     choice                 check_choice           "mean"                             "maen"
     string                 check_word             "loss"                             3, b"loss"
-    function               check_callable         len                                3
     optax transformation   check_transformation   optax.sgd(0.1)                     0.1
     state of a wrapper     check_state            what its init made                 another's
 
@@ -340,18 +339,6 @@ def check_word(name: str, value: Any) -> None:
     """Refuses what is no string."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, {describe(value)}")
-
-
-def check_callable(name: str, value: Any, call: str) -> None:
-    """Refuses what is no function; `call` says how it is called, as in "loss_fn(params, batch)"."""
-    if not callable(value):
-        raise TypeError(f"{name} must be a function, called as {call}, {describe(value)}")
-    # jnp.bfloat16 can be called, but is meant as a dtype, as in `@ampx.autocast(jnp.bfloat16)`.
-    if isinstance(value, type) and (hasattr(value, "dtype") or issubclass(value, np.generic)):
-        raise TypeError(
-            f"{name} must be a function, called as {call}, got the dtype {value.__name__}: give a "
-            "dtype by the name of its argument, such as half_dtype="
-        )
 
 
 def check_transformation(name: str, value: Any) -> None:

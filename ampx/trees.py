@@ -153,8 +153,12 @@ def path_name(path: Any) -> str:
 
 
 def at_path(path: Any) -> str:
-    """Where a leaf is, for an error: `" at 'a/b'"`; empty for a tree that is one leaf."""
-    return f" at {path_name(path)!r}" if path else ""
+    """Where a leaf is, for an error: `" at 'a/b'"`; empty for a tree that is one leaf.
+
+    The path is one of keys, or what `path_name` made of it.
+    """
+    name = path if isinstance(path, str) else path_name(path)
+    return f" at {name!r}" if name else ""
 
 
 def is_overwritten(path: Any) -> bool:

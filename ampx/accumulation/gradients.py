@@ -60,8 +60,9 @@ from ampx.accumulation.sparse_rows import (
     read_tables,
     split_sparse,
 )
-from ampx.checking import as_bool, as_dtype, as_positive_int, check_callable, check_choice
+from ampx.checking import as_bool, as_dtype, as_positive_int, check_choice
 from ampx.flat_buffers.flat_params import as_tree, has_flat
+from ampx.function_checks import check_callable
 from ampx.mesh_axes import as_axes, fold_in_device, mark_varying, reduced_axes, unreduced_zeros
 from ampx.overwritten import (
     add_gradients,

@@ -31,12 +31,8 @@ import optax
 
 from ampx import trees
 from ampx.accumulation.normalization import Normalize
-from ampx.checking import (
-    as_positive_int,
-    check_callable,
-    check_choice,
-    check_transformation,
-)
+from ampx.checking import as_positive_int, check_choice, check_transformation
+from ampx.function_checks import check_callable
 from ampx.loss_scaling import nonfinite
 from ampx.loss_scaling.state import LossScaleState
 from ampx.mesh_axes import as_axes, mark_varying

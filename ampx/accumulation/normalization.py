@@ -34,7 +34,7 @@ from ampx.mesh_axes import (
     untracked_axes,
     varying_axes,
 )
-from ampx.trees import is_floating, path_name, widen, wider_dtype
+from ampx.trees import at_path, is_floating, widen, wider_dtype
 
 Normalize = Literal["mean", "sum", "weights"]
 AuxReduction = Literal["auto", "mean", "sum", "stack", "concat", "last"]
@@ -304,7 +304,7 @@ def reduce_aux(
         if not is_floating(stacked):
             raise TypeError(
                 f"aux_reduction='mean', which 'auto' is for all but rows, needs floating leaves, "
-                f"got {stacked.dtype} at {path_name(path) or 'the root'}: give 'sum' or 'stack' "
+                f"got {stacked.dtype}{at_path(path)}: give 'sum' or 'stack' "
                 "for this leaf, in a tree of reductions like the auxiliary output"
             )
         wide = widen(stacked)

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ampx.checking import as_positive_int, check_callable, describe
+from ampx.checking import as_positive_int, describe
+from ampx.function_checks import check_callable
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_memory
 from ampx.trees import map_by_path, wider_dtype

@@ -27,7 +27,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ampx import flax_modules
-from ampx.checking import as_dtype, check_callable, check_word
+from ampx.checking import as_dtype, check_word
+from ampx.function_checks import check_callable
 from ampx.jaxprs import pure_calls
 from ampx.jaxprs.pure_calls import is_array, split_arrays
 from ampx.tree_checks import check_memory

@@ -43,7 +43,7 @@ from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.tables import DEFAULTS, HALF_BY_DEFAULT
 from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
 from ampx.autocasting.values import AS_TRACED, is_float32
-from ampx.checking import check_callable
+from ampx.function_checks import check_callable
 from ampx.jaxprs import pure_calls, reading, source_info
 from ampx.jaxprs.interpreter import Place
 from ampx.jaxprs.reading import Equation, Jaxpr

@@ -30,6 +30,7 @@ from jax.typing import DTypeLike
 
 from ampx.autocasting.tables import DEFAULTS, Precision
 from ampx.checking import as_bool, as_dtype
+from ampx.function_checks import refuse_lazy
 from ampx.jaxprs import reading, source_info
 from ampx.jaxprs.reading import Equation
 
@@ -264,6 +265,7 @@ class Rules:
         if when is not None:
             if not callable(when):
                 raise TypeError(f"when must be a function of an equation, got {when!r}")
+            refuse_lazy("when", when)
             entries.append(_Entry(precision, predicate=when, label=_describe_target(when)))
         return Rules((*self.entries, *entries))
 

@@ -30,7 +30,8 @@ from ampx.autocasting.plans import Plan, Settings
 from ampx.autocasting.rewriter import Rewriter
 from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
 from ampx.autocasting.values import Demand, describe_input
-from ampx.checking import as_bool, as_dtype, check_callable, check_choice
+from ampx.checking import as_bool, as_dtype, check_choice
+from ampx.function_checks import check_callable
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.pure_calls import PureCall, as_function_of_arrays, unfix
 from ampx.jaxprs.reading import Jaxpr

@@ -25,11 +25,11 @@ from ampx.mesh_axes import as_axes, count_devices, mark_varying, varying_axes
 from ampx.overwritten import take_largest
 from ampx.tree_checks import check_arrays, check_like
 from ampx.trees import (
+    at_path,
     is_float0,
     is_floating,
     is_overwritten,
     keep_finite,
-    path_name,
     widen,
 )
 
@@ -83,7 +83,7 @@ def reduce_in_backward(params: Any, axis_name: str | Sequence[str], accumulator:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if varying_axes(leaf) & set(axes):
             raise ValueError(
-                f"the parameter at {path_name(path) or 'the root'} may differ over {axes}, so that "
+                f"the parameter{at_path(path)} may differ over {axes}, so that "
                 "its gradient is each device's own: take jax.value_and_grad of each device's share "
                 "of the loss, with parameters that are the same everywhere"
             )

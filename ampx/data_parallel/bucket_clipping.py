@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.checking import as_number, as_positive_int, check_callable
+from ampx.checking import as_number, as_positive_int
 from ampx.flat_buffers.buckets import as_order, bucket_layout
+from ampx.function_checks import check_callable
 from ampx.model_axes import as_model_axes, untracked_of_leaves
 from ampx.tree_checks import check_gradients
 from ampx.trees import convert_numbers, is_floating

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from ampx.checking import check_callable
+from ampx.function_checks import check_callable
 from ampx.jaxprs import folds, reading
 from ampx.jaxprs.pure_calls import split_arrays
 from ampx.jaxprs.reading import Equation

@@ -33,17 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.checking import (
-    as_bool,
-    as_dtype,
-    as_number,
-    as_positive_int,
-    check_callable,
-    check_choice,
-)
+from ampx.checking import as_bool, as_dtype, as_number, as_positive_int, check_choice
 from ampx.data_parallel.reduction_states import STATE_OF_OVERLAP, ReductionState
 from ampx.flat_buffers.buckets import as_order, bucket_layout
 from ampx.flat_buffers.flat_params import is_flat
+from ampx.function_checks import check_callable
 from ampx.mesh_axes import (
     as_axes,
     count_devices,
@@ -52,7 +46,7 @@ from ampx.mesh_axes import (
     unreduced_axes,
     varying_axes,
 )
-from ampx.trees import is_float0, is_floating, path_name, wider_dtype
+from ampx.trees import at_path, is_float0, is_floating, path_name, wider_dtype
 from ampx.updates.devices import reduces_beside_updates
 
 Op = Literal["mean", "sum"]
@@ -352,7 +346,7 @@ def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
             if is_floating(leaf) and axis not in varying_axes(leaf):
                 raise ValueError(
-                    f"the gradient at {path_name(path) or 'the root'} is the same on all devices "
+                    f"the gradient{at_path(path)} is the same on all devices "
                     f"along {axis!r}: JAX has summed it already, and reducing it again would make "
                     "it n times too large. Take gradients with op='sum' and ampx.value_and_grad("
                     f"..., axis_name={axis!r}), or with op='mean' of parameters that went through "

@@ -35,7 +35,7 @@ from ampx.data_parallel.reduction import Reduction
 from ampx.data_parallel.shard_layouts import choose_shard_dim, take_own_shard
 from ampx.flat_buffers.buckets import bucket_layout
 from ampx.mesh_axes import count_devices, explicit_axes, varying_axes
-from ampx.trees import path_name
+from ampx.trees import at_path
 
 
 class ShardExchange:
@@ -167,7 +167,7 @@ class ShardExchange:
             if not is_gradient_shard(leaf) or (leaf.axes, leaf.shape) != (axes, shape):
                 found = f"over {leaf.axes}" if is_gradient_shard(leaf) else "over nothing"
                 raise ValueError(
-                    f"the gradient at {path_name(path) or 'the root'} was scattered {found}, and "
+                    f"the gradient{at_path(path)} was scattered {found}, and "
                     f"zero1 divides its parameter over {axes}: give value_and_grad, or train_step, "
                     "and zero1 the same axis_name and the same model_axes"
                 )
@@ -227,7 +227,7 @@ def _check_all_mapped(params: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if axes := sorted(explicit_axes(leaf)):
             raise ValueError(
-                f"the parameter at {path_name(path) or 'the root'} is divided over {axes}, which "
+                f"the parameter{at_path(path)} is divided over {axes}, which "
                 "are not mapped here, and zero1 cannot divide its parts further: map these axes, "
                 "too (shard_map without axis_names, and with their names in in_specs), or leave "
                 "zero1 and shard_map out and divide the state by its shardings under plain jit"

@@ -50,7 +50,7 @@ from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
 from ampx.mesh_axes import count_devices, varying_axes
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
 from ampx.summaries import show_fields
-from ampx.trees import is_marked, path_name
+from ampx.trees import at_path, is_marked, path_name
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_made_by, check_update, guard
 
@@ -299,14 +299,14 @@ def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list
         name = path_name(path)
         if unnamed := sorted(varying_axes(leaf) & set(axes) - set(setting.of_path(name))):
             raise ValueError(
-                f"the parameter at {name or 'the root'} may differ along {unnamed} by its type, "
+                f"the parameter{at_path(path)} may differ along {unnamed} by its type, "
                 "and zero1 is for parameters that are the same along its axes. If they divide this "
                 "one, as they do experts, name them for it in model_axes. Otherwise give zero1 the "
                 "parameters as they were before any lax.pcast"
             )
         if further and not jnp.ndim(leaf):
             raise ValueError(
-                f"the parameter at {name or 'the root'} is a scalar that is divided over "
+                f"the parameter{at_path(path)} is a scalar that is divided over "
                 f"{further}: give it an axis, so that it has shape (1,) on each device, or name "
                 "its axes as None in model_axes if all devices hold the same"
             )
@@ -327,7 +327,7 @@ def _refuse_blocks(state: Any, layout_of: Callable[[Any, Sequence[int]], Layout]
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_blocks):
         if is_blocks(node) and layout_of(path, node.codes.shape) != WHOLE:
             raise NotImplementedError(
-                f"the moment at {path_name(path)} is stored in 8 bits, in blocks that zero1 would "
+                f"the moment{at_path(path)} is stored in 8 bits, in blocks that zero1 would "
                 "cut: give the optimizer inside it moments of 16 bits, mu_dtype=jnp.bfloat16 and "
                 "nu_dtype=jnp.bfloat16. Under plain jit shardings divide moments of 8 bits, too"
             )
@@ -343,7 +343,7 @@ def _check_state(
         if jnp.shape(leaf) != expected:
             count = math.prod(sizes[axis] for axis in layout.axes)
             raise ValueError(
-                f"the state at {path_name(path)} has shape {jnp.shape(leaf)} on this device, "
+                f"the state{at_path(path)} has shape {jnp.shape(leaf)} on this device, "
                 f"expected {expected}, 1/{count} of {like.shape}: give shard_map the specs of "
                 "ampx.zero1_specs(tx, params, mesh) for the state, in and out. Where parameters "
                 "are divided over further axes, it and zero1 need their specs as model_axes"

@@ -16,7 +16,7 @@ from ampx.mesh_axes import as_axes, check_axes_of_mesh
 from ampx.model_axes import ModelAxes, as_model_axes
 from ampx.overwritten import axes_of_optimized, split_optimized
 from ampx.tree_checks import check_arrays
-from ampx.trees import find_nodes, path_name
+from ampx.trees import at_path, find_nodes, path_name
 
 
 def zero1_specs(
@@ -130,14 +130,14 @@ def _layout_on_mesh(
     spec, of_leaf = setting.spec_of_path(name), setting.of_path(name)
     if of_leaf and spec is None:
         raise ValueError(
-            f"model_axes names {of_leaf} for the parameter at {name or 'the root'} and not which "
+            f"model_axes names {of_leaf} for the parameter{at_path(name)} and not which "
             "axis of the array they divide: give zero1_specs a tree of PartitionSpecs, those that "
             "in_specs of shard_map has for the parameters"
         )
     layout = layout_of_spec(spec, of_leaf, len(shape))
     if layout.whole_shape(layout.part_shape(shape, sizes), sizes) != tuple(shape):
         raise ValueError(
-            f"model_axes divides the parameter at {name or 'the root'} as {spec}, and its shape "
+            f"model_axes divides the parameter{at_path(name)} as {spec}, and its shape "
             f"{tuple(shape)} cannot be divided so on a mesh of {dict(sizes)}"
         )
     return layout

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any, ParamSpec, get_args
 
-from ampx.checking import check_callable, check_choice, join_first
+from ampx.checking import check_choice, join_first
 from ampx.diagnostics import (
     device_checks,
     float8_checks,
@@ -41,6 +41,7 @@ from ampx.diagnostics.step_programs import (
     source_of_output,
     trace_step,
 )
+from ampx.function_checks import check_callable
 from ampx.jaxprs import folds, reading, source_info
 from ampx.summaries import show_table
 from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich, spread

@@ -30,7 +30,7 @@ import numpy as np
 from ampx import flax_modules
 from ampx.autocasting.float8 import RecipeName
 from ampx.autocasting.tables import HALF_BY_DEFAULT, MOVING, PICKING
-from ampx.checking import as_bool, as_number, check_callable, shorten
+from ampx.checking import as_bool, as_number, shorten
 from ampx.diagnostics import float8_shares
 from ampx.diagnostics.exponents import (
     FORMATS,
@@ -43,6 +43,7 @@ from ampx.diagnostics.exponents import (
 from ampx.diagnostics.numerics_reports import NumericsReport
 from ampx.diagnostics.overflow_notes import is_inexact
 from ampx.diagnostics.recommendations import BACKWARD, FORWARD, PARAMETER, Key
+from ampx.function_checks import check_callable
 from ampx.jaxprs import reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, is_opaque
 from ampx.jaxprs.pure_calls import split_arrays

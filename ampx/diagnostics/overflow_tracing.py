@@ -29,7 +29,6 @@ from ampx import flax_modules
 from ampx.autocasting.float8 import Dots, Float8
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
-from ampx.checking import check_callable
 from ampx.diagnostics.overflow_blame import (
     COMPILED_ONLY,
     MASKING,
@@ -39,6 +38,7 @@ from ampx.diagnostics.overflow_blame import (
     find_flags,
 )
 from ampx.diagnostics.overflow_reports import OverflowReport
+from ampx.function_checks import check_callable
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.interpreter import Place
 from ampx.jaxprs.pure_calls import PureCall, as_function_of_arrays, is_array

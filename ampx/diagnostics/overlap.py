@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ampx.checking import as_bool, check_callable, join_first
+from ampx.checking import as_bool, join_first
 from ampx.diagnostics.dataflow import Culprit, Flow, ReductionRecord
 from ampx.diagnostics.hlo import CompiledReduction, find_waits_of_outputs
+from ampx.function_checks import check_callable
 from ampx.jaxprs import pure_calls
 from ampx.summaries import show_fields, show_table
 from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich, spread

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.checking import as_int, as_positive_int, check_callable
+from ampx.checking import as_int, as_positive_int
+from ampx.function_checks import check_callable
 from ampx.summaries import show_fields, show_table
 from ampx.text_tables import Block, Table, show_blocks, show_rich
 from ampx.tree_checks import check_arrays, check_memory, describe_tree

@@ -19,10 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ampx.checking import as_positive_int, check_callable
+from ampx.checking import as_positive_int
 from ampx.flat_buffers.buckets import bucket_layout
 from ampx.flat_buffers.flat_params import FlatLayout, FlatParams, has_flat, is_flat
 from ampx.flat_buffers.whole_arrays import check_whole
+from ampx.function_checks import check_callable
 from ampx.mesh_axes import varying_axes
 from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import broadcast_choice, check_arrays, is_masked

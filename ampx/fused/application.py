@@ -41,7 +41,7 @@ from ampx.loss_scaling.new_values import hide
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.loss_scaling.state import current_loss_scale, find_outermost_loss_scale, has_skipped
 from ampx.model_axes import as_model_axes
-from ampx.overwritten import join_new_values
+from ampx.overwritten import join_new_values, leave_overwritten_out
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_gradients, check_memory
 from ampx.trees import cast_castable
@@ -175,15 +175,15 @@ def apply(
         raise TypeError("params must be a tree of arrays, got None")
     check_memory("opt_state", opt_state)
     scaled = find_outermost_loss_scale(opt_state)
-    # A loss scale reads of whole results which scale their gradients carry.
+    # A loss scale reads of whole results which scale their gradients carry. It hides overwritten
+    # leaves by itself, since it knows the `model_axes` that it was built with.
     given, grads = grads, take_grads(grads)
-    num_losses = 1 if scaled is None else scaled.loss_scale.size
-    hidden = hide(grads, opt_state, params, extra_args, divided, num_losses)
+    hidden = hide(grads, opt_state, params, extra_args, divided) if scaled is None else None
     if hidden is not None:
         grads, params, extra_args = hidden.grads, hidden.params, hidden.extra_args
         divided = as_model_axes(extra_args.get("model_axes"))
-    if num_losses == 1:  # else one tree for each of several losses
-        check_gradients("grads", grads, params)
+    if scaled is None or scaled.loss_scale.size == 1:  # else a tree for each of several losses
+        check_gradients("grads", leave_overwritten_out(grads), leave_overwritten_out(params))
     if not can_apply(opt_state):
         found = opt_state.inner_state if opt_state is scaled else opt_state
         raise TypeError(

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ampx.checking import check_callable, check_hyperparameter
+from ampx.checking import check_hyperparameter
+from ampx.function_checks import check_callable
 from ampx.fused.coefficients import SHARED, check_rate, numbers_class
 from ampx.fused.transformation import FusedRuleState, fused_transformation
 from ampx.fused.update_rules import Operations, Slots, UpdateRule

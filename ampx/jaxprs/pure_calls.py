@@ -11,6 +11,7 @@ import numpy as np
 from jax.tree_util import register_pytree_node
 
 from ampx.flax_modules import find_imported, is_nnx_object
+from ampx.function_checks import refuse_lazy_result
 
 
 class PureCall(NamedTuple):
@@ -110,6 +111,7 @@ def as_pure_call(
     objects share, such as a tied embedding, stays shared: all are split together.
 
     Raises:
+      TypeError: when the function is called, if it has run nothing and gives a generator.
       ValueError: when the function runs, if it changed the structure of an object.
     """
     nnx = find_imported("flax.nnx")
@@ -122,7 +124,7 @@ def as_pure_call(
     places = [i for i, leaf in enumerate(leaves) if is_nnx_object(leaf)]
     if not places:
         return PureCall(
-            lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda state: None
+            lambda args, kwargs: (_run(fun, args, kwargs), ()), (args, kwargs), lambda state: None
         )
     objects = tuple(leaves[place] for place in places)
     graphdef, before = nnx.split(objects)
@@ -132,7 +134,7 @@ def as_pure_call(
         for place, copy in zip(places, copies, strict=True):
             filled[place] = copy
         args, kwargs = jax.tree.unflatten(structure, filled)
-        result = fun(*args, **kwargs)
+        result = _run(fun, args, kwargs)
         after, state = nnx.split(copies)
         if after != graphdef:
             raise ValueError(
@@ -145,6 +147,12 @@ def as_pure_call(
 
     others = [None if i in places else leaf for i, leaf in enumerate(leaves)]
     return PureCall(pure, (before, *others), lambda after: _write_changes(objects, before, after))
+
+
+def _run(fun: Any, args: Any, kwargs: Any) -> Any:
+    result = fun(*args, **kwargs)
+    refuse_lazy_result(fun, result)
+    return result
 
 
 def _write_changes(objects: tuple[Any, ...], before: Any, after: Any) -> None:

@@ -28,6 +28,7 @@ from ampx.model_axes import NOT_DIVIDED, ModelAxes, as_model_axes
 from ampx.overwritten import (
     add_replacements,
     axes_of_optimized,
+    join_new_values,
     leave_overwritten_out,
     split_overwritten,
     take_largest,
@@ -35,6 +36,7 @@ from ampx.overwritten import (
 )
 from ampx.tree_checks import check_like
 from ampx.trees import convert_numbers, has_mark, hold, keep_finite, map_by_path, path_name
+from ampx.updates.tails import Applied
 
 
 class Hidden(NamedTuple):
@@ -84,7 +86,10 @@ def hide_new_values(
         if hidden is None:
             return tx.update(updates, state, params, **extra_args)
         results, new_state = tx.update(hidden.grads, state, hidden.params, **hidden.extra_args)
-        return add_replacements(results, hidden.held(state, new_state)), new_state
+        held = hidden.held(state, new_state)
+        if isinstance(results, Applied):  # `ampx.fused.apply` asks for new parameters
+            return results._replace(params=join_new_values(results.params, held)), new_state
+        return add_replacements(results, held), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -252,7 +252,7 @@ def count_layers(name: str, stages: Any, advice: str = "") -> int:
     if len(counts) != 1 or () in counts:
         raise ValueError(
             f"all leaves of {name} need the same leading axis of layers, got "
-            + (", ".join(f"{at or 'the root'} {shape}" for at, shape in shapes.items()) or "none")
+            + (", ".join(f"{at} {shape}".strip() for at, shape in shapes.items()) or "none")
             + advice
         )
     ((count,),) = counts

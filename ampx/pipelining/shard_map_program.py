@@ -35,7 +35,6 @@ from jax.typing import ArrayLike
 from ampx.accumulation.microbatches import batch_size, reshape_into_microbatches
 from ampx.accumulation.normalization import as_scale, choose_aux_reductions, normalize_sums
 from ampx.accumulation.results import GradResult
-from ampx.checking import as_int
 from ampx.data_parallel.reduction import Reduction
 from ampx.loss_scaling.nonfinite import count_nonfinite
 from ampx.mesh_axes import (
@@ -67,7 +66,7 @@ from ampx.pipelining.runtime.models import Model
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.shard_map_errors import explain_refused_functions
 from ampx.precision.opt_levels import Recipe
-from ampx.precision.phase_switch import switch_by_phase
+from ampx.precision.phase_switch import as_number_of_phase, switch_by_phase
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.trees import merge_trainable
 
@@ -225,11 +224,8 @@ class PipelineGradients:
         Raises:
           IndexError: if there is no such phase.
         """
-        number = as_int("number", number)
         recipes = () if self.precision_schedule is None else self.precision_schedule.recipes
-        if not 0 <= number < len(recipes):
-            raise IndexError(f"number must be that of one of {len(recipes)} phases, got {number}")
-        recipe = recipes[number]
+        recipe = recipes[as_number_of_phase(number, len(recipes))]
         model = dataclasses.replace(self.model, recipe=recipe)
         return dataclasses.replace(self, recipe=recipe, model=model, precision_schedule=None)
 

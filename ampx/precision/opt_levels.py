@@ -29,8 +29,9 @@ from ampx import flax_modules
 from ampx.autocasting.float8 import Dots, Float8
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.transform import autocast, make_settings
-from ampx.checking import as_bool, as_dtype, as_number, check_callable
+from ampx.checking import as_bool, as_dtype, as_number
 from ampx.flat_buffers.flattening import on_tree
+from ampx.function_checks import check_callable, refuse_lazy
 from ampx.loss_scaling.dynamics import parse_choice
 from ampx.precision.policies import PathRule, Policy, cast_by_path, is_norm_path
 from ampx.summaries import show_fields
@@ -275,7 +276,9 @@ def opt_level(
     half = as_dtype("half_dtype", half_dtype, "castable")
     if half == jnp.float32:
         raise ValueError("half_dtype must be float16 or bfloat16, got float32: use level 'O0'")
-    if keep_norm_float32 is not _LEVEL_DEFAULT and not callable(keep_norm_float32):
+    if callable(keep_norm_float32):
+        refuse_lazy("keep_norm_float32", keep_norm_float32)
+    elif keep_norm_float32 is not _LEVEL_DEFAULT:
         keep_norm_float32 = as_bool("keep_norm_float32", keep_norm_float32)
     if master_weights is not _LEVEL_DEFAULT:
         master_weights = as_bool("master_weights", master_weights)

@@ -72,6 +72,19 @@ def switch_by_phase(each: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     return at_phase
 
 
+def as_number_of_phase(number: Any, count: int) -> int:
+    """The number of one of `count` phases, of a schedule or of none, as Python's int.
+
+    Raises:
+      TypeError: for what is no int.
+      IndexError: if there is no such phase.
+    """
+    number = as_int("number", number)
+    if not 0 <= number < count:
+        raise IndexError(f"number must be that of one of {count} phases, got {number}")
+    return number
+
+
 def _as_phase(phase: Any) -> Any:
     """A phase as Python's int, if it is known, or as an integer scalar.
 

@@ -175,10 +175,17 @@ def _merge_flat(old: Any, fresh: Any, path: Path) -> Any:
     """The same where parameters lie in other places of flat buffers now, or did not lie in any."""
     flat = [tree for tree in (old, fresh) if is_flat(tree)]
     if not all(_is_array(buffer) for tree in flat for buffer in tree.buffers):
+        kinds = ["flat" if is_flat(tree) else "a tree" for tree in (old, fresh)]
+        changed = f"is {kinds[0]}, and that of tx {kinds[1]}: give params that are {kinds[0]}, too"
+        if kinds[0] == kinds[1]:
+            changed = (
+                "is flat in another layout than that of tx: keep opt_state for the parameters that "
+                "it has, and train added ones by an optimizer of their own"
+            )
         raise ValueError(
-            f"opt_state{_name(path)} has flat buffers that do not hold plain arrays, such as "
-            "moments of 8 bits or the buffers of a masked group: their layout cannot change. Train "
-            "added parameters in a group of their own, or as a tree"
+            f"opt_state{_name(path)} {changed}. Numbers are moved into flat buffers, out of them "
+            "and between them where these are plain arrays; moments of 8 bits are not, nor are the "
+            "buffers of a masked group"
         )
     old, new = (tree.tree() if is_flat(tree) else tree for tree in (old, fresh))
     tree = _merge(old, new, path)

@@ -42,7 +42,6 @@ import optax
 from ampx import flax_modules
 from ampx.accumulation.results import GradResult
 from ampx.accumulation.sparse_rows import densify
-from ampx.checking import as_int
 from ampx.data_parallel.reduction import Reduction
 from ampx.data_parallel.reduction_states import ReductionState
 from ampx.data_parallel.zero1 import Zero1State
@@ -60,6 +59,7 @@ from ampx.overwritten import (
 )
 from ampx.precision.follow_schedule import precision_phase
 from ampx.precision.opt_levels import Recipe
+from ampx.precision.phase_switch import as_number_of_phase
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.summaries import show_fields
 from ampx.training import step_arguments, train_states
@@ -278,10 +278,8 @@ class TrainStep:
           1
           1
         """
-        number = as_int("number", number)
         phases = () if self.schedule is None else self.schedule.phases
-        if not 0 <= number < len(phases):
-            raise IndexError(f"number must be that of one of {len(phases)} phases, got {number}")
+        number = as_number_of_phase(number, len(phases))
 
         # A Python int in the place of the traced phase chooses the function while tracing.
         def grads_of(*args: Any, phase: jax.Array, **kwargs: Any) -> GradResult:

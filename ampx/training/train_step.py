@@ -19,12 +19,12 @@ from ampx.checking import (
     as_bool,
     as_number,
     as_positive_int,
-    check_callable,
     check_hyperparameter,
     check_transformation,
 )
 from ampx.data_parallel.reduction import Reduction, make_reduction
 from ampx.data_parallel.zero1 import Zero1State
+from ampx.function_checks import check_callable, refuse_lazy
 from ampx.loss_scaling.state import LossScaleState
 from ampx.loss_scaling.wrappers import loss_scale as wrap_loss_scale
 from ampx.mesh_axes import as_axes
@@ -335,6 +335,7 @@ def _as_rate(name: str, rate: Any) -> Any:
 def _as_grouping(local_norm: Any) -> Callable[[str], str] | None:
     """A function from a parameter's path to its group, or None for no groups."""
     if callable(local_norm):
+        refuse_lazy("local_norm", local_norm)
         return local_norm
     names = jax.tree.leaves(local_norm)
     # A word alone would be one group for all, or more likely a slip.

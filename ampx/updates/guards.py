@@ -9,6 +9,7 @@ attribute, or would broadcast one array to another and go on.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,13 @@ import optax
 from ampx.checking import check_state
 from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import check_arrays, check_gradients, check_memory
-from ampx.trees import has_mark, path_name
+from ampx.trees import find_nodes, has_mark, path_name
+
+_OF_MONITOR = (
+    "optax.monitor has no measurements before its first update, and what it will have could not be "
+    "told from init: take optax.snapshot, or put monitor around this, as in optax.chain(tx, "
+    "optax.monitor(...))"
+)
 
 
 def check_update(
@@ -87,6 +94,13 @@ def guard(
         structure.
     """
 
+    def init(params: Any) -> Any:
+        check_arrays("params", params, may_be_shapes=True)
+        refuse_overwritten("params", params)
+        with explain_choices_of_flat():
+            state = inner.init(params)
+        return _with_measurements(inner, state, params) if holds_state else state
+
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         try:
             # It may write into dicts and lists, which under jit are its own. So they must be here:
@@ -95,22 +109,16 @@ def guard(
             results, new_state = inner.update(*own, **extra_args)
         except Exception as error:
             _check_gradients(updates, state, params)
-            _blame(owner, inner, updates, params, state, error)
+            _blame(owner, init, updates, params, state, error)
             raise
         if params is not None and _same_but_for_shapes(results, params):
             _check_gradients(updates, state, params)
         is_wrong = _same_but_for_shapes(new_state, state)
         if is_wrong or _same_but_for_shapes(results, updates, may_be_summed=True):
-            _blame(owner, inner, updates, params, state, None)
+            _blame(owner, init, updates, params, state, None)
         if holds_state:
             _check_structure_is_kept(owner, state, new_state)
         return results, new_state
-
-    def init(params: Any) -> Any:
-        check_arrays("params", params, may_be_shapes=True)
-        refuse_overwritten("params", params)
-        with explain_choices_of_flat():
-            return inner.init(params)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -145,7 +153,7 @@ def _copy_containers(tree: Any) -> Any:
 def _check_structure_is_kept(owner: str, state: Any, new_state: Any) -> None:
     if jax.tree.structure(state) == jax.tree.structure(new_state):
         return
-    old, new = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (state, new_state))
+    old, new = (dict(_leaves_by_path(tree)) for tree in (state, new_state))
     only_old, only_new = (
         [path for path in a if path not in b] for a, b in ((old, new), (new, old))
     )
@@ -158,7 +166,29 @@ def _check_structure_is_kept(owner: str, state: Any, new_state: Any) -> None:
         f"structure: {differing}. A skipped step keeps the old state, and a compiled program can "
         "choose between states of one structure alone: let init and update return all that the "
         "state ever holds, such as zeros in the place of None"
+        + ("; " + _OF_MONITOR if find_nodes(state, optax.MonitorState) else "")
     )
+
+
+def _leaves_by_path(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _with_measurements(inner: Any, state: Any, params: Any) -> Any:
+    """The first state, with zeros for what `optax.monitor` keeps from its first update on only."""
+    if not find_nodes(state, optax.MonitorState):
+        return state
+    # Gradients have the shapes of parameters, which are at hand.
+    for extra_args in ({}, {"value": jnp.zeros(()), "grad": params}):
+        with contextlib.suppress(Exception):  # of what asks for more, such as a mapped axis
+            run = functools.partial(inner.update, params, state, params, **extra_args)
+            _, following = jax.eval_shape(run)
+            break
+    else:
+        return state
+    old, new = dict(_leaves_by_path(state)), _leaves_by_path(following)
+    leaves = [old[path] if path in old else jnp.zeros(x.shape, x.dtype) for path, x in new]
+    return jax.tree.unflatten(jax.tree.structure(following), leaves)
 
 
 def _same_but_for_shapes(new: Any, old: Any, *, may_be_summed: bool = False) -> bool:
@@ -178,13 +208,13 @@ def _shapes(tree: Any, otherwise: Any = ()) -> list[Any]:
 
 
 def _blame(
-    owner: str, inner: Any, updates: Any, params: Any, state: Any, error: Exception | None
+    owner: str, init: Any, updates: Any, params: Any, state: Any, error: Exception | None
 ) -> None:
-    """Raises if a state is not the one that `inner` makes for these parameters."""
+    """Raises if a state is not the one that `init` makes for these parameters."""
     # Without parameters, gradients have their structure and shapes.
     name, like = ("updates", updates) if params is None else ("params", params)
     try:
-        due = jax.eval_shape(inner.init, like)
+        due = jax.eval_shape(init, like)
     except Exception:  # of a user's transformation, and of any kind
         return
     maker = "init(params) of the same transformation"

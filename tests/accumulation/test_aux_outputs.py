@@ -84,7 +84,7 @@ def test_rules_are_a_tree_prefix():
         (
             "mean",
             lambda b: b["x"].size,
-            "needs floating leaves, got int32 at the root: give 'sum' or 'stack'",
+            "needs floating leaves, got int32: give 'sum' or 'stack'",
         ),
         ("concat", lambda b: jnp.sum(b["x"]), "needs leaves with a leading batch axis"),
     ],

@@ -478,17 +478,19 @@ def test_a_whole_result_is_summed_or_averaged_as_its_loss_was(reducer):
 # What is refused.
 
 
-def test_gradients_that_jax_has_summed_already_are_refused():
+@pytest.mark.parametrize(("params", "at"), [({"a": 1.0}, " at 'a'"), (1.0, "")])
+def test_gradients_that_jax_has_summed_already_are_refused(params, at):
     mesh = make_mesh((4,), ("data",))
     tx = ampx.all_reduce("data")
+    params = jax.tree.map(jnp.asarray, params)
 
     def step(w, x):
-        grads = jax.grad(lambda w: jnp.mean(w["a"] * x))(w)
+        grads = jax.grad(lambda w: jnp.mean(sum(jax.tree.leaves(w)) * x))(w)
         return tx.update(grads, tx.init(w))[0]
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    with pytest.raises(ValueError, match="at a is the same on all devices along 'data'.*n times"):
-        jax.jit(mapped)({"a": jnp.ones(())}, jnp.ones(8))
+    with pytest.raises(ValueError, match=f"gradient{at} is the same on all devices .*n times"):
+        jax.jit(mapped)(params, jnp.ones(8))
 
 
 def test_a_window_that_asks_nobody_is_refused():

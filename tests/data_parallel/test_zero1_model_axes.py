@@ -398,7 +398,7 @@ def test_a_parameter_that_differs_along_data_must_be_named():
         )
         return str(jaxpr(params))
 
-    with pytest.raises(ValueError, match=r"at w may differ along \['data'\].*name them for it in"):
+    with pytest.raises(ValueError, match=r"at 'w' may differ along \['data'\].*name them for it"):
         update(None)
     assert "psum_scatter" not in update(P("data")) and "all_gather" not in update(P("data"))
 
@@ -416,13 +416,13 @@ def test_explicit_axes_that_are_not_mapped_are_refused(check_vma):
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=check_vma
     )
-    message = r"at w is divided over \['model'\], which are not mapped here"
+    message = r"at 'w' is divided over \['model'\], which are not mapped here"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(mapped, params, params)
 
 
 def test_a_scalar_that_differs_along_model_is_refused():
-    with pytest.raises(ValueError, match="parameter at w is a scalar that is divided over"):
+    with pytest.raises(ValueError, match="parameter at 'w' is a scalar that is divided over"):
         trace(optax.sgd(0.1), "model", {"w": jnp.ones(())}, {"w": P()})
 
 

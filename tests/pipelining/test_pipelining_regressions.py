@@ -300,7 +300,7 @@ def test_auxiliary_bools_are_refused():
         return last(*args), {"is_large": jnp.bool_(True)}
 
     grads_of = pipeline(one_f_one_b(2, 4), last=last_with_flag, has_aux=True)
-    with pytest.raises(TypeError, match=r"is_large is bool and has no mean"):
+    with pytest.raises(TypeError, match=r"'is_large' is bool and has no mean"):
         run(grads_of, make_params(4), make_batch(8))
 
 

@@ -453,7 +453,7 @@ def test_arguments_that_do_not_fit_are_refused():
         refused(TypeError, "first of them by a skip", stage=[stage, stage], skips={"a": edge})
     refused(ValueError, "2 stages, and stage is a sequence of 3", stage=[stage] * 3)
     refused(TypeError, "must be a list.*2 (trees|stages)", stage=[stage] * 2)
-    refused(TypeError, "must be functions", first=None)
+    refused(TypeError, "first must be a function", first=None)
     refused(TypeError, "a dict with 'stages'", params={"layers": 1})
     refused(TypeError, "stage must return what it takes", stage=lambda p, x, key: x[..., :4])
 

@@ -450,7 +450,7 @@ REFUSED = {
         ValueError,
         "'forward-only' has no backward",
     ),
-    "no function": (lambda: simple(stage=None), TypeError, "must be functions.*got NoneType"),
+    "no function": (lambda: simple(stage=None), TypeError, "stage must be a function.*got None"),
 }  # fmt: skip
 
 

@@ -280,8 +280,19 @@ def test_flat_moments_of_8_bits_stay_as_they_are():
     body = {"w": np.ones((64, 1024), np.float32)}  # large enough to be kept in blocks
     state = tx.init(fused.flatten(body))
     assert_bit_equal(ampx.extend_state(tx, state, fused.flatten(body)), state)
-    with pytest.raises(ValueError, match="do not hold plain arrays"):
-        ampx.extend_state(tx, state, fused.flatten({"adapter": ADAPTER, **body}))
+    grown = fused.flatten({"adapter": ADAPTER, **body})
+    of_tree = tx.init(body)
+    for given, params, message in (
+        (
+            state,
+            grown,
+            "is flat in another layout.*added ones by an optimizer.*8 bits",
+        ),
+        (state, body, "is flat, and that of tx a tree: give params that are flat, too.*8 bits"),
+        (of_tree, grown, "is a tree, and that of tx flat: give params that are a tree.*8 bits"),
+    ):
+        with pytest.raises(ValueError, match=rf"opt_state\[0\].mu {message}"):
+            ampx.extend_state(tx, given, params)
 
 
 def test_no_transformation_is_refused():

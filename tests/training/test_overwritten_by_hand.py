@@ -247,6 +247,48 @@ def test_every_public_function_of_optimizers_and_gradients_is_in_a_list():
                 assert name in listed, f"say what {name} does with leaves that are replaced"
 
 
+@pytest.mark.parametrize("told", ["the loss scale", "the call", "both"])
+@pytest.mark.parametrize("way", ["update", "fused.apply", "fused.apply of a result"])
+def test_the_axes_that_a_loss_scale_was_built_with_are_those_of_new_values(way, told):
+    """Unchecked: no type says that the devices along "model" measured different parts."""
+    specs = {"params": {"layer": {"w": P("model")}}, OVERWRITE: P()}
+    built = specs if told != "the call" else None
+    called = {"model_axes": specs} if told != "the loss scale" else {}
+    tx = ampx.dynamic_loss_scale(ampx.fused.sgd(0.1), model_axes=built)
+    opt_state = tx.init(make_variables())
+
+    def step(params, opt_state, x):
+        scale = ampx.current_loss_scale(opt_state)
+        if way == "fused.apply of a result":
+            grads = ampx.value_and_grad(record_loss)(params, x, loss_scale=scale)
+        else:
+            grads = jax.grad(lambda p: scale * record_loss(p, x))(params)
+        if way == "update":
+            updates, _ = tx.update(grads, opt_state, params, **called)
+            new = ampx.apply_updates(params, updates)
+        else:
+            new, _, _ = ampx.fused.apply(tx, grads, opt_state, params, **called)
+        return new[OVERWRITE]["layer"]["largest"], new["params"]["layer"]["w"]
+
+    mapped = jax.shard_map(
+        step,
+        mesh=make_mesh((2,), ("model",)),
+        in_specs=(specs, P(), P(None, "model")),
+        out_specs=(P("model"), P("model")),
+        check_vma=False,
+    )
+    largest, w = jax.jit(mapped)(make_variables(), opt_state, X)
+    np.testing.assert_array_equal(largest, [LARGEST] * 2)
+    parts = [jax.grad(record_loss)(part(make_variables(), i), X[:, i : i + 2]) for i in (0, 2)]
+    grads = np.concatenate([part["params"]["layer"]["w"] for part in parts])
+    np.testing.assert_allclose(w, make_variables()["params"]["layer"]["w"] - 0.1 * grads, 1e-6)
+
+
+def part(variables, start):
+    w = variables["params"]["layer"]["w"]
+    return variables | {"params": {"layer": {"w": w[start : start + 2]}}}
+
+
 def test_a_skip_holds_them_and_an_infinity_is_not_taken():
     tx = ampx.dynamic_loss_scale(SGD)
     params, state = make_variables(), tx.init(make_variables())

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_bit_equal
+from jax.sharding import PartitionSpec as P
 
 import ampx
 from ampx import fused
@@ -100,6 +101,54 @@ def test_a_state_that_changes_its_structure_is_refused_where_it_may_be_held(hold
             ValueError, match=r"only the old one holds 'noise/layers/0'.*in init|zer"
         ):
             update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+def monitored(*others):
+    """Measures the norm of its gradients, and an average of it."""
+    average = optax.measure_with_ema(optax.tree.norm, 0.5, debias=False)
+    measures = {"norm": optax.tree.norm, "average": average}
+    return optax.chain(optax.monitor(measures), *others)
+
+
+def measurements(state):
+    return {name: float(optax.tree.get(state, name)) for name in ("norm", "average")}
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("holder", ["a static scale", "elements held", "several calls", "fuse"])
+def test_a_monitor_of_optax_measures_where_its_state_may_be_held(holder):
+    """optax begins without measurements; a skipped step must have some to keep."""
+    tx = WRAPPERS[holder](monitored(optax.sgd(0.1)))
+    state = tx.init(PARAMS)
+    assert measurements(state) == {"norm": 0.0, "average": 0.0}
+    update = jax.jit(tx.update)
+    for size in (8.0, jnp.inf, 8.0):
+        _, state = update(jax.tree.map(lambda g, size=size: g * size, GRADS), state, PARAMS)
+    assert update._cache_size() == 1
+    norm = float(optax.tree.norm(GRADS))
+    assert measurements(state) == pytest.approx({"norm": norm, "average": 0.75 * norm}, rel=1e-6)
+
+
+def test_a_monitor_beside_what_asks_for_the_loss_measures_or_says_what_is_missing():
+    tx = ampx.dynamic_loss_scale(monitored(optax.polyak_sgd(0.1)), init_scale=1.0)
+    state = tx.init(PARAMS)
+    _, new_state = tx.update(GRADS, state, PARAMS, value=jnp.ones(()))
+    assert measurements(new_state)["norm"] == pytest.approx(float(optax.tree.norm(GRADS)))
+    with pytest.raises(TypeError, match="value"):
+        tx.update(GRADS, state, PARAMS)
+    mapped = ampx.dynamic_loss_scale(monitored(ampx.all_reduce("data")), axis_names="data")
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(grads, state):
+        state = mapped.init(PARAMS) if state is None else state
+        grads = jax.tree.map(lambda g: g * ampx.current_loss_scale(state), grads)
+        return optax.tree.get(mapped.update(grads, state, PARAMS)[1], "norm")
+
+    run = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    assert float(run(GRADS, None)) == pytest.approx(float(optax.tree.norm(GRADS)))
+    outside = mapped.init(PARAMS)  # where the axis is not mapped
+    with pytest.raises(ValueError, match=r"optax.monitor has no measurements.*optax.snapshot"):
+        run(GRADS, outside)
 
 
 def test_a_state_that_changes_its_structure_is_taken_where_it_is_not_held():

@@ -29,6 +29,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ampx.checking import as_number, as_number_array, as_positive_int, check_choice
+from ampx.function_checks import check_callable
 from ampx.pipelining.layer_stacks import count_layers, take_layer
 from ampx.tree_checks import check_arrays, check_key
 from ampx.trees import merge_trainable, split_trainable
@@ -202,6 +203,8 @@ def layer_costs(
     functions = [layer] if callable(layer) else layer
     if not isinstance(functions, Sequence) or not all(map(callable, functions)):
         raise TypeError(f"layer must be a function, or a list of functions, got {layer!r}")
+    for own in functions:
+        check_callable("layer", own, "layer(params, x, key)")
     check_arrays("params", params, may_be_shapes=True)
     check_arrays("x", x, may_be_shapes=True)
     check_key("key", key)

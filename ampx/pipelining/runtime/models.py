@@ -28,6 +28,7 @@ from jax import lax
 
 from ampx.accumulation.normalization import Normalize, as_loss_and_weight, unpack_output
 from ampx.checking import check_choice
+from ampx.function_checks import check_callable, refuse_lazy
 from ampx.jaxprs import folds, reading
 from ampx.mesh_axes import mark_varying, varying_axes
 from ampx.pipelining.runtime.assembly import StageKind
@@ -38,7 +39,7 @@ from ampx.pipelining.schedules.intervals import Edge
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.pipelining.schedules.ticks import Stash
 from ampx.precision.opt_levels import Recipe
-from ampx.trees import path_name
+from ampx.trees import at_path
 
 # Forward and backward are in different branches, often in different ticks. XLA cannot merge what is
 # recomputed with the first computation, so the barriers against that would only cost.
@@ -74,15 +75,15 @@ class Model:
     skips: Mapping[str, Edge]
 
     def __post_init__(self) -> None:
-        own = self.stage if isinstance(self.stage, Sequence) else [self.stage]
-        for function in (self.first, self.last, *own):
-            if not callable(function):
-                raise TypeError(
-                    f"first, stage and last must be functions, got {type(function).__name__}"
-                )
-        for name in _ARGUMENTS:
-            _check_signature(name, getattr(self, name))
-        if not callable(self.stash):
+        for name, arguments in _ARGUMENTS.items():
+            given = getattr(self, name)
+            is_separate = name == "stage" and isinstance(given, Sequence)
+            for function in given if is_separate else [given]:
+                check_callable(name, function, f"{name}({', '.join(arguments)})")
+            _check_signature(name, given)
+        if callable(self.stash):
+            refuse_lazy("stash", self.stash)
+        else:
             check_choice("stash", self.stash, get_args(Stash))
         count = self.schedule.num_stages
         if not callable(self.stage) and len(self.stage) != count:
@@ -361,7 +362,7 @@ def _check_aux(aux: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         if jnp.issubdtype(jnp.result_type(leaf), jnp.bool_):
             raise TypeError(
-                f"the auxiliary output {path_name(path) or 'of last'} is bool and has no mean or "
+                f"the auxiliary output{at_path(path)} is bool and has no mean or "
                 "sum: convert it with .astype(jnp.float32)"
             )
 
