@@ -35,7 +35,9 @@ def check_callable(name: str, value: Any, call: str) -> None:
     if not callable(value):
         raise TypeError(f"{name} must be a function, called as {call}, {describe(value)}")
     # jnp.bfloat16 can be called, but is meant as a dtype, as in `@ampx.autocast(jnp.bfloat16)`.
-    if isinstance(value, type) and (hasattr(value, "dtype") or issubclass(value, np.generic)):
+    # A class of flax's layers has a field of that name.
+    has_dtype = isinstance(getattr(value, "dtype", None), np.dtype)
+    if isinstance(value, type) and (has_dtype or issubclass(value, np.generic)):
         raise TypeError(
             f"{name} must be a function, called as {call}, got the dtype {value.__name__}: give a "
             "dtype by the name of its argument, such as half_dtype="

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -48,6 +49,10 @@ class Called:
     @classmethod
     def of_class(cls, *args):
         return jnp.sum(args[0])
+
+
+class MadeLayer:
+    dtype = None  # as of flax's layers: this makes it no dtype
 
 
 class CalledLater:
@@ -132,6 +137,14 @@ def test_a_function_that_runs_nothing_is_refused(taker, kind):
 def test_a_class_is_refused_where_a_function_is_called(taker, kind):
     with pytest.raises(TypeError, match="must be a function.* got the class Made, whose call"):
         TAKERS[taker](CLASSES[kind])
+
+
+def test_a_dtype_and_a_layer_with_one_are_told_apart():
+    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, np.float16):
+        with pytest.raises(TypeError, match="got the dtype .*half_dtype="):
+            ampx.autocast(dtype)
+    with pytest.raises(TypeError, match="got the class MadeLayer, whose call makes an object"):
+        ampx.autocast(MadeLayer)
 
 
 HIDDEN = {
