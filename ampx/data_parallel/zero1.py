@@ -328,8 +328,9 @@ def _refuse_blocks(state: Any, layout_of: Callable[[Any, Sequence[int]], Layout]
         if is_blocks(node) and layout_of(path, node.codes.shape) != WHOLE:
             raise NotImplementedError(
                 f"the moment{at_path(path)} is stored in 8 bits, in blocks that zero1 would "
-                "cut: give the optimizer inside it moments of 16 bits, mu_dtype=jnp.bfloat16 and "
-                "nu_dtype=jnp.bfloat16. Under plain jit shardings divide moments of 8 bits, too"
+                "cut: give the optimizer inside it mu_dtype=jnp.bfloat16, and second moments in "
+                "float32, since those in bfloat16 stand still with b2=0.999. Under plain jit "
+                "shardings divide moments of 8 bits, too"
             )
 
 

@@ -38,7 +38,8 @@ _ADDED = (
 )
 _AVERAGED = (
     "averages in {} decay by less than it resolves, and stand still: {}",
-    "keep them in float32, or use moments of ampx.fused, which are rounded at random",
+    'keep them in float32; or second moments of ampx.fused by nu_dtype="int8", which are rounded '
+    "at random",
 )
 
 

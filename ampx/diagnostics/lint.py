@@ -145,7 +145,8 @@ def lint_step(
       divides them twice, or divides what another scale has multiplied. Scales of ampx, flax's
       `DynamicScale` and jmp's are known by their fields;
     - `"unscale_order"`: scaled gradients meet numbers that are not scaled: a clip, a decay or a
-      noise outside of the loss scale; or a term of the loss is not multiplied by it;
+      noise outside of the loss scale, or in a backward rule of the function's own; or a term of
+      the loss is not multiplied by it;
     - `"reduction"`: gradients of `ampx.value_and_grad(axis_name=...)`, which are divided by the
       weight of all devices, are averaged over devices, and so divided twice; or gradients that
       JAX or the step has summed over devices are summed or averaged again;

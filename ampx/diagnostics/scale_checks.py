@@ -75,6 +75,14 @@ _DIAGNOSES = {
         "gradients that are still multiplied by the loss scale meet numbers that are not",
         "put it inside of the loss scale, as in ampx.dynamic_loss_scale(optax.chain(...))",
     ),
+    "early in a rule": (
+        "unscale_order",
+        "a backward rule of the function's own gets gradients that are multiplied by the loss "
+        "scale, and they meet numbers that are not",
+        "give the custom_vjp function ampx.current_loss_scale(opt_state) as an argument, keep it "
+        "for the backward rule, and multiply the bound, or what is added, by it there; or do it to "
+        "the gradients of parameters, by the optimizer inside of the loss scale",
+    ),
     "other scale": (
         "loss_scale",
         "gradients are divided by one loss scale, and were multiplied by another",
@@ -87,7 +95,8 @@ _DIAGNOSES = {
         "multiply every term of the loss by the loss scale: the loss as a whole, once",
     ),
 }
-
+# Of these it matters where they are.
+_PLACED = ("early", "early in a rule", "part")
 
 # The number of an input that holds loss scales, and which of them; None for all, or the only one.
 Scale = tuple[int, int | None]
@@ -173,8 +182,10 @@ def find_scale_faults(program: StepProgram, flow: ScaleFlow) -> list[LintFinding
         sums = [c for c in (conflict, *flow.beside) if _is_in_loss(c, program.jaxpr)]
         if sums and (kind == "forgotten" or _is_sum_of_gradients(conflict) or sums[0] is conflict):
             kind, conflict = "part", sums[0]
+        elif kind == "early" and place_of(conflict.eqns, program.jaxpr).is_backward:
+            kind = "early in a rule"
         # A place tells nothing of a missing factor: each parameter has its own.
-        name = name_culprit(conflict.eqns).name if kind in ("early", "part") else ""
+        name = name_culprit(conflict.eqns).name if kind in _PLACED else ""
         found.setdefault((kind, name), []).append(conflict)
     if _is_written_as_number(program, flow):
         found = {key: own for key, own in found.items() if key[0] != "forgotten"}

@@ -357,8 +357,13 @@ def test_moments_in_blocks_are_refused_where_they_would_be_cut():
             tx.init(params), params
         )
 
-    with pytest.raises(NotImplementedError, match=r"mu/large is stored in 8 bits.*jnp\.bfloat16"):
+    with pytest.raises(NotImplementedError, match=r"mu/large' is stored in 8 bits.*jnp\.bfloat16"):
         map_over(params)
+    # What the error says is right, and what it warns of is wrong.
+    for nu_dtype, found in ((None, []), (jnp.bfloat16, ["half_state"])):
+        optimizer = fused.adamw(1e-2, mu_dtype=jnp.bfloat16, nu_dtype=nu_dtype)
+        report = ampx.lint_step(optimizer.update)(params, optimizer.init(params), params)
+        assert [each.check for each in report.findings] == found
     # A parameter that no device divides keeps whole blocks.
     map_over({"odd": np.ones((67, 67), np.float32)})
 

@@ -815,6 +815,55 @@ def test_a_term_of_the_loss_without_the_scale_is_named(term, grad, jit):
     assert "return main + term" in lines[int(found.source.split(":")[1].split()[0]) - 1]
 
 
+def bound_of_each(g, scale):
+    return jnp.clip(g, -0.1 * scale, 0.1 * scale)
+
+
+def bound_of_norm(g, scale):
+    return g * jnp.minimum(1.0, 0.1 * scale / jnp.linalg.norm(g))
+
+
+def noise_on(g, scale):
+    return g + 0.1 * scale * jnp.ones_like(g)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("of_parameter", [True, False])
+@pytest.mark.parametrize("rule", [bound_of_each, bound_of_norm, noise_on])
+def test_a_backward_rule_is_told_how_to_get_the_scale(rule, of_parameter, jit):
+    """It stands in the model, where no optimizer could take it in."""
+    tx = dynamic(optax.sgd(0.1))
+
+    @jax.custom_vjp
+    def changed(x, scale):
+        return x
+
+    changed.defvjp(lambda x, scale: (x, scale), lambda scale, g: (rule(g, scale), 0.0 * scale))
+
+    def make(knows_scale):
+        def step(params, opt_state, batch):
+            scale = ampx.current_loss_scale(opt_state)
+            given = scale if knows_scale else jnp.ones(())
+
+            @jit
+            def loss(params):
+                w = changed(params["w"], given) if of_parameter else params["w"]
+                hidden = jnp.tanh(batch["x"] @ w + params["b"])
+                hidden = hidden if of_parameter else changed(hidden, given)
+                return jnp.mean((hidden - batch["y"]) ** 2) * scale
+
+            updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+            return ampx.apply_updates(params, updates), opt_state
+
+        return step
+
+    args = (PARAMS, tx.init(PARAMS), BATCH)
+    (found,) = lint_step(make(knows_scale=False))(*args).findings
+    assert found.check == "unscale_order" and "give the custom_vjp function" in found.fix
+    assert "test_lint.py" in found.source
+    assert lint_step(make(knows_scale=True))(*args).ok, "what the advice says is right"
+
+
 def accumulated_over_calls():
     """A total of gradients, in bfloat16, that several calls add to."""
 

@@ -236,6 +236,33 @@ def test_parameters_that_are_elsewhere_or_copies_are_not():
     assert not told(of_a_head, {**state, "body": {"w": jnp.ones((9, 4))}}, BATCH)
 
 
+@pytest.mark.parametrize("is_teacher", [False, True])
+@pytest.mark.parametrize("every", [None, 1, 10])
+def test_an_average_that_stays_is_found_if_parameters_are_updated_with_it(every, is_teacher):
+    """One that only passes through may be moved by another function, between steps."""
+    tx, average = optax.adam(0.1), optax.ema(0.9)
+
+    def step(state, batch):
+        def loss(params):
+            towards = state["average"].ema if is_teacher else jax.tree.map(jnp.zeros_like, params)
+            gaps = jax.tree.map(lambda p, a: jnp.mean((p - a) ** 2), params, towards)
+            return loss_of(params, batch) + sum(jax.tree.leaves(gaps))
+
+        updates, opt = tx.update(jax.grad(loss)(state["params"]), state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        _, moved = average.update(params, state["average"])  # dropped where `every` is None
+        if every is None:
+            moved = state["average"]
+        elif every > 1:
+            is_due = opt[0].count % every == 0
+            moved = jax.lax.cond(is_due, lambda: moved, lambda: state["average"])
+        return {"params": params, "opt": opt, "average": moved}
+
+    state = {"params": PARAMS, "opt": tx.init(PARAMS), "average": average.init(PARAMS)}
+    found = [check for check, _ in told(step, state, BATCH)]
+    assert found == (["lost_state"] if is_teacher and every is None else [])
+
+
 def test_a_train_state_that_keeps_its_old_optimizer_state_is_found():
     tx = optax.adam(0.1)
     state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)

@@ -178,10 +178,35 @@ def test_norm_paths_are_found_by_name(path):
         "ln_embed/embedding",
         "normalization_dense/bias",
         "normalizations/w",
+        "norm/weight/array",
     ],
 )
 def test_other_paths_are_not(path):
     assert not ampx.is_norm_path(path)
+
+
+@pytest.mark.parametrize("casts_back", [False, True])
+def test_norms_of_named_arrays_stay_float32_where_a_model_casts_back(casts_back):
+    """haliax's norms end in a product with the weight: a float32 one widens what follows."""
+    names = {"norm/weight/array": (3,), "proj/weight/array": (3, 3)}
+    params = {name: jnp.ones(shape) for name, shape in names.items()}
+
+    def model(params, x):
+        hidden = params["norm/weight/array"] * (x - jnp.mean(x)).astype(x.dtype)
+        hidden = hidden.astype(x.dtype) if casts_back else hidden
+        return hidden @ params["proj/weight/array"]
+
+    found = {}
+    for name, rule in {
+        "default": True,
+        "the guide's": lambda path: ampx.is_norm_path(path.removesuffix("/array")),
+    }.items():
+        half = ampx.opt_level("O2", keep_norm_float32=rule).half_params(params)
+        with jax.numpy_dtype_promotion("standard"):  # as such libraries need it
+            result = model(half, jnp.ones((2, 3), jnp.bfloat16))
+        found[name] = (half["norm/weight/array"].dtype.name, result.dtype.name)
+    assert found["default"] == ("bfloat16", "bfloat16")
+    assert found["the guide's"] == ("float32", "bfloat16" if casts_back else "float32")
 
 
 class OddlyNamed(nn.Module):

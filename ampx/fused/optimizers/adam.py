@@ -146,7 +146,8 @@ def adam(
         `ampx.fused.Int8Blocks`). Parameters of fewer than 4096 numbers, or in rows of fewer than
         64, keep float32.
       nesterov: Nesterov's momentum.
-      nu_dtype: the same for the mean of squares; `"int8"` rounds it stochastically. Beyond optax.
+      nu_dtype: the same for the mean of squares; `"int8"` rounds it stochastically. In bfloat16 it
+        stands still with `b2` of 0.999, which that does not resolve. Beyond optax.
 
     Returns:
       An optax transformation; see `ampx.fused.apply` for the whole tail in one pass.
