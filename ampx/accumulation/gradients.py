@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,9 @@ from ampx.accumulation.normalization import (
     normalize_sums,
     unpack_output,
 )
+from ampx.accumulation.pure_losses import PureLoss, make_pure
 from ampx.accumulation.results import GradResult
-from ampx.accumulation.scattering import GradientScatter, make_scattering
+from ampx.accumulation.scattering import GradientScatter, Scattering, make_scattering
 from ampx.accumulation.sparse_rows import (
     as_tables,
     densify,
@@ -61,14 +62,13 @@ from ampx.accumulation.sparse_rows import (
     split_sparse,
 )
 from ampx.checking import as_bool, as_dtype, as_positive_int, check_choice
-from ampx.flat_buffers.flat_params import as_tree, has_flat
+from ampx.flat_buffers.flat_params import has_flat
 from ampx.function_checks import check_callable
 from ampx.mesh_axes import as_axes, fold_in_device, mark_varying, reduced_axes, unreduced_zeros
 from ampx.overwritten import (
     add_gradients,
     keep_finite_overwritten,
     lowest_overwritten,
-    refuse_overwritten,
     split_overwritten,
     take_largest,
 )
@@ -77,14 +77,8 @@ from ampx.precision.phase_switch import switch_by_phase
 from ampx.precision.policies import Policy
 from ampx.precision.precision_schedules import PrecisionSchedule
 from ampx.precision.recipe_names import as_recipe
-from ampx.tree_checks import check_arrays, check_key, check_trainable
-from ampx.trees import (
-    cast_like,
-    map_by_path,
-    merge_trainable,
-    split_trainable,
-    wider_dtype,
-)
+from ampx.tree_checks import check_arrays, check_key
+from ampx.trees import cast_like, map_by_path, merge_trainable, wider_dtype
 
 Remainder = Literal["error", "mask"]
 
@@ -182,141 +176,173 @@ def value_and_grad(
     tables = as_tables(sparse_rows)
     scattering = make_scattering(scatter_gradients, axes, bucket_bytes, model_axes, tables)
 
-    def grads_at(
-        recipe: Recipe | None,
-        params: Any,
-        batch: Any,
-        *others: Any,
-        loss_scale: ArrayLike = 1.0,
-        key: jax.Array | None = None,
-        model_state: Any = None,
-        wrt: Any = None,
-        differentiate: bool = True,
-    ) -> GradResult:
-        if others:
-            raise TypeError(
-                f"the loss takes parameters and one batch, got {2 + len(others)} arguments without "
-                "a name: give what belongs to the batch as one tree, such as (x, y)"
-            )
-        # `params` become the arrays to differentiate by, and `fun` a function of them. From the
-        # outside in it makes an nnx module, or the tree of a flat buffer, of these arrays, casts
-        # it to the computing dtype, and calls `loss_fn`.
-        fun = functools.partial(recipe.call, loss_fn) if recipe else loss_fn
-        check_key("key", key)
-        measured = None  # variables of an nnx model whose gradients are their new values
-        differentiate = as_bool("differentiate", differentiate)
-        is_nnx = flax_modules.is_nnx_module(params)
-        if is_nnx:
-            if model_state is not None:
-                raise ValueError("an nnx module brings its own state: leave model_state out")
-            if tables or scattering:
-                name = "sparse_rows" if tables else "scatter_gradients"
-                raise ValueError(f"{name} needs a tree of parameters, not an nnx module")
-            fun, params, measured, model_state = _as_function(fun, params, has_aux, wrt)
-        if has_flat(params):
-            if tables:
-                raise ValueError("sparse_rows needs a tree of parameters, not flat ones")
-            fun = functools.partial(_call_with_tree, fun)
-        check_trainable("params", params)
-        check_arrays("model_state", model_state)
-        refuse_overwritten("model_state", model_state, "Give it as a part of the parameters")
-        params, rest = split_trainable(params)  # nnx has its own filters: all it gives is trained
-        if rest is not None:
-            fun = functools.partial(_call_merged, fun, rest)
-        scale = as_scale(loss_scale)
-        key = fold_in_device(key, axes)
-        scatter = scattering.begin(params) if scattering and differentiate else None
-        # Under check_vma=True JAX sums the gradient of a replicated parameter over the devices by
-        # itself, once a micro-batch; a sum by the caller would count every device n times.
-        params = mark_varying(params, axes)
-        has_state = model_state is not None
-
-        def scaled_loss(params: Any, microbatch: Any, mask: Any, index: Any, state: Any) -> Any:
-            args = () if key is None else (jax.random.fold_in(key, index),)
-            kwargs = {} if mask is None else {"mask": mask}
-            if has_state:
-                kwargs["model_state"] = state
-            # The state of an nnx module is inside of it.
-            named = [name for name in kwargs if not (is_nnx and name == "model_state")]
-            with explain_failed_call(loss_fn, microbatch, named, has_key=key is not None):
-                output = fun(params, microbatch, *args, **kwargs)
-            value, aux, state = unpack_output(output, has_aux, has_state)
-            loss, weight = as_loss_and_weight(value, normalize)
-            check_arrays("the auxiliary output of loss_fn", aux)
-            # In float32, where 65536 times a loss fits. (A loss that was computed in float16
-            # still gets the scale as its first cotangent, and 65536 is infinite there.) The loss
-            # before scaling goes out beside it, for the report.
-            with jax.named_scope("ampx.scale"):
-                return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
-
-        batch, whole = separate_whole(batch, batch_axes)
-
-        @jax.named_scope("ampx.micro_batch")
-        def one(microbatch: Any, mask: Any, index: Any, state: Any) -> tuple[Any, ...]:
-            microbatch = join_whole(microbatch, whole)
-            read, collect = read_tables(params, microbatch, tables)
-            if differentiate:
-                (_, (loss, weight, aux, new_state)), grads = jax.value_and_grad(
-                    scaled_loss, has_aux=True
-                )(read, microbatch, mask, index, state)
-                grads = keep_finite_overwritten(grads, read)
-                grads = collect(jax.tree.map(lambda g: _widen(g, accumulator_dtype), grads))
-            else:
-                _, (loss, weight, aux, new_state) = scaled_loss(
-                    read, microbatch, mask, index, state
-                )
-                grads = None
-            _check_same_structure(new_state, state)
-            return grads, cast_like(new_state, state), (loss, weight, aux)
-
-        # bool[k * n] of the rows, then bool[k, n] like all leaves of the batch.
-        mask = num_rows = None
-        if remainder == "mask":
-            num_rows = batch_size(batch)
-            batch, mask = pad_and_mask(batch, num_microbatches)
-        rows = find_rows(batch)
-        rows_each = None if rows is None else rows // num_microbatches
-        if num_microbatches == 1:
-            # No scan and no accumulator of zeros: bit for bit what jax.value_and_grad gives.
-            grads, model_state, (loss, weight, aux) = one(batch, mask, 0, model_state)
-            grads = grads if scatter is None else scatter.scatter(grads)
-            per_microbatch = jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, weight, aux))
-        else:
-            split = split_microbatches((batch, mask), num_microbatches)
-            zeros = None
-            if differentiate:
-                zeros = map_by_path(
-                    params,
-                    lambda name, leaf: None if name in tables else _zeros(leaf, accumulator_dtype),
-                )
-                zeros = lowest_overwritten(zeros if scatter is None else scatter.cut_zeros(zeros))
-            grads, model_state, per_microbatch = _scan(
-                one, zeros, split, num_microbatches, model_state, scatter
-            )
-        if axes:
-            # A sum over devices adds arrays element by element. Rows of different indices must not
-            # be added, so from here on the table's gradient is dense.
-            grads = densify(grads)
-        losses, weights, auxes = per_microbatch
-        grads, overwritten = split_overwritten(grads)
-        loss, grads, weight, aux = normalize_sums(
-            grads, losses, weights, auxes, normalize, aux_reduction, axes, num_rows, rows_each
-        )
-        sent = None
-        if scatter is not None:
-            grads, sent = scatter.finish(grads, num_microbatches)
-        grads = merge_trainable(grads, take_largest(overwritten, axes))
-        if measured is not None:
-            # To whoever trains an nnx model these are a part of its state, which a step changes.
-            if differentiate:
-                grads, measured = grads["params"], grads[flax_modules.OVERWRITE]
-            model_state = flax_modules.merge_states(model_state, measured)
-        result = GradResult(loss, grads, weight, aux, model_state, reduction=sent)
-        return result.with_scale(loss_scale)
-
+    options = _Options(
+        loss_fn,
+        num_microbatches,
+        batch_axes,
+        normalize,
+        has_aux,
+        aux_reduction,
+        accumulator_dtype,
+        axes,
+        remainder,
+        tables,
+        scattering,
+    )
     if isinstance(policy, PrecisionSchedule):
-        return switch_by_phase([functools.partial(grads_at, recipe) for recipe in policy.recipes])
-    return functools.partial(grads_at, as_recipe(policy))
+        return switch_by_phase(
+            [functools.partial(_grads_at, options, recipe) for recipe in policy.recipes]
+        )
+    return functools.partial(_grads_at, options, as_recipe(policy))
+
+
+class _Options(NamedTuple):
+    """The arguments of `value_and_grad`, checked."""
+
+    loss_fn: Callable[..., Any]
+    num_microbatches: int
+    batch_axes: Any
+    normalize: Normalize
+    has_aux: bool
+    aux_reduction: Any
+    accumulator_dtype: DTypeLike
+    axes: tuple[str, ...]
+    remainder: Remainder
+    tables: Mapping[str, Callable[[Any], jax.Array]]
+    scattering: Scattering | None
+
+
+def _grads_at(
+    options: _Options,
+    recipe: Recipe | None,
+    params: Any,
+    batch: Any,
+    *others: Any,
+    loss_scale: ArrayLike = 1.0,
+    key: jax.Array | None = None,
+    model_state: Any = None,
+    wrt: Any = None,
+    differentiate: bool = True,
+) -> GradResult:
+    """What `value_and_grad` returns, at the precision of `recipe`."""
+    if others:
+        raise TypeError(
+            f"the loss takes parameters and one batch, got {2 + len(others)} arguments without "
+            "a name: give what belongs to the batch as one tree, such as (x, y)"
+        )
+    check_key("key", key)
+    differentiate = as_bool("differentiate", differentiate)
+    _check_is_tree(options, params)
+    k, axes = options.num_microbatches, options.axes
+    pure = make_pure(options.loss_fn, recipe, params, model_state, options.has_aux, wrt)
+    key = fold_in_device(key, axes)
+    scatter = None
+    if options.scattering and differentiate:
+        scatter = options.scattering.begin(pure.params)
+    # Under check_vma=True JAX sums the gradient of a replicated parameter over the devices by
+    # itself, once a micro-batch; a sum by the caller would count every device n times.
+    pure = pure._replace(params=mark_varying(pure.params, axes))
+    batch, whole = separate_whole(batch, options.batch_axes)
+    scaled_loss = _make_scaled_loss(options, pure, as_scale(loss_scale), key)
+    one = _make_one(options, pure, scaled_loss, whole, differentiate)
+
+    # bool[k * n] of the rows, then bool[k, n] like all leaves of the batch.
+    mask = num_rows = None
+    if options.remainder == "mask":
+        num_rows = batch_size(batch)
+        batch, mask = pad_and_mask(batch, k)
+    rows = find_rows(batch)
+    rows_each = None if rows is None else rows // k
+    if k == 1:
+        # No scan and no accumulator of zeros: bit for bit what jax.value_and_grad gives.
+        grads, model_state, outputs = one(batch, mask, 0, pure.model_state)
+        grads = grads if scatter is None else scatter.scatter(grads)
+        outputs = jax.tree.map(lambda x: jnp.asarray(x)[None], outputs)
+    else:
+        split = split_microbatches((batch, mask), k)
+        zeros = _make_zeros(options, pure.params, scatter) if differentiate else None
+        grads, model_state, outputs = _scan(one, zeros, split, k, pure.model_state, scatter)
+    if axes:
+        # A sum over devices adds arrays element by element. Rows of different indices must not
+        # be added, so from here on the table's gradient is dense.
+        grads = densify(grads)
+    grads, overwritten = split_overwritten(grads)
+    losses, weights, auxes = outputs
+    loss, grads, weight, aux = normalize_sums(
+        grads,
+        losses,
+        weights,
+        auxes,
+        options.normalize,
+        options.aux_reduction,
+        axes,
+        num_rows,
+        rows_each,
+    )
+    sent = None
+    if scatter is not None:
+        grads, sent = scatter.finish(grads, k)
+    grads = merge_trainable(grads, take_largest(overwritten, axes))
+    grads, model_state = pure.take_measured(grads, model_state)
+    result = GradResult(loss, grads, weight, aux, model_state, reduction=sent)
+    return result.with_scale(loss_scale)
+
+
+def _make_scaled_loss(
+    options: _Options, pure: PureLoss, scale: jax.Array, key: jax.Array | None
+) -> Callable[..., Any]:
+    """The function to differentiate: loss times scale, and (loss, weight, aux, state) beside it."""
+    has_state = pure.model_state is not None
+
+    def scaled_loss(params: Any, microbatch: Any, mask: Any, index: Any, state: Any) -> Any:
+        args = () if key is None else (jax.random.fold_in(key, index),)
+        kwargs = {} if mask is None else {"mask": mask}
+        if has_state:
+            kwargs["model_state"] = state
+        # The state of an nnx module is inside of it.
+        named = [name for name in kwargs if not (pure.is_nnx and name == "model_state")]
+        has_key = key is not None
+        with explain_failed_call(options.loss_fn, microbatch, named, has_key=has_key):
+            output = pure.fun(params, microbatch, *args, **kwargs)
+        value, aux, state = unpack_output(output, options.has_aux, has_state)
+        loss, weight = as_loss_and_weight(value, options.normalize)
+        check_arrays("the auxiliary output of loss_fn", aux)
+        # In float32, where 65536 times a loss fits. (A loss that was computed in float16
+        # still gets the scale as its first cotangent, and 65536 is infinite there.) The loss
+        # before scaling goes out beside it, for the report.
+        with jax.named_scope("ampx.scale"):
+            return loss * scale.astype(loss.dtype), (loss, weight, aux, state)
+
+    return scaled_loss
+
+
+def _make_one(
+    options: _Options,
+    pure: PureLoss,
+    scaled_loss: Callable[..., Any],
+    whole: Any,
+    differentiate: bool,
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """The function of one micro-batch: (gradients, new state, (loss, weight, aux))."""
+
+    @jax.named_scope("ampx.micro_batch")
+    def one(microbatch: Any, mask: Any, index: Any, state: Any) -> tuple[Any, Any, Any]:
+        microbatch = join_whole(microbatch, whole)
+        read, collect = read_tables(pure.params, microbatch, options.tables)
+        args = (read, microbatch, mask, index, state)
+        grads = None
+        if differentiate:
+            (_, outputs), grads = jax.value_and_grad(scaled_loss, has_aux=True)(*args)
+            grads = keep_finite_overwritten(grads, read)
+            grads = jax.tree.map(lambda g: _widen(g, options.accumulator_dtype), grads)
+            grads = collect(grads)
+        else:
+            _, outputs = scaled_loss(*args)
+        loss, weight, aux, new_state = outputs
+        _check_same_structure(new_state, state)
+        return grads, cast_like(new_state, state), (loss, weight, aux)
+
+    return one
 
 
 def _scan(
@@ -359,6 +385,17 @@ def _widen(grad: jax.Array, accumulator_dtype: DTypeLike) -> jax.Array:
     return grad.astype(wider_dtype(grad.dtype, accumulator_dtype))
 
 
+def _make_zeros(options: _Options, params: Any, scatter: GradientScatter | None) -> Any:
+    """What the sums of dense gradients begin with; rows of tables are not summed."""
+    zeros = map_by_path(
+        params,
+        lambda name, leaf: (
+            None if name in options.tables else _zeros(leaf, options.accumulator_dtype)
+        ),
+    )
+    return lowest_overwritten(zeros if scatter is None else scatter.cut_zeros(zeros))
+
+
 def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
     """Zeros of the type that the gradient of a parameter has."""
     # The type of a scan's carry must not change from one iteration to the next. In JAX it includes
@@ -372,42 +409,13 @@ def _zeros(param: Any, accumulator_dtype: DTypeLike) -> jax.Array:
     return jnp.zeros_like(param, dtype=dtype)
 
 
-def _as_function(
-    fun: Callable[..., Any], model: Any, has_aux: bool, wrt: Any
-) -> tuple[Callable[..., Any], Any, Any, Any]:
-    """Turns an nnx loss into a pure function of (parameters, ..., model_state).
-
-    Returns:
-      The function, the parameters, variables that are to be replaced by their gradients (None
-      without any; they are then among the parameters, marked as linen marks them), and the state.
-    """
-    graphdef, params, rest = flax_modules.split_nnx(model, wrt)
-    measured, rest = flax_modules.split_overwritten_nnx(params, rest)
-    if measured is not None:
-        params = {"params": params, flax_modules.OVERWRITE: measured}
-
-    def pure(params: Any, *args: Any, model_state: Any, **kwargs: Any) -> Any:
-        # A fresh copy for each call. What `fun` changes in it (batch statistics, random counters)
-        # comes out as a value, and no tracer leaks into the caller's module.
-        if measured is not None:
-            params, own = params["params"], params[flax_modules.OVERWRITE]
-            model_state = flax_modules.merge_states(model_state, own)
-        copy = flax_modules.merge_nnx(graphdef, params, model_state)
-        value, aux, _ = unpack_output(fun(copy, *args, **kwargs), has_aux, has_state=False)
-        rest = flax_modules.select_nnx_rest(copy, wrt)
-        if measured is not None:
-            _, rest = flax_modules.split_overwritten_nnx(params, rest)
-        return (value, aux, rest) if has_aux else (value, rest)
-
-    return pure, params, measured, rest
-
-
-def _call_with_tree(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-    return fun(as_tree(params), *args, **kwargs)
-
-
-def _call_merged(fun: Callable[..., Any], rest: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-    return fun(merge_trainable(params, rest), *args, **kwargs)
+def _check_is_tree(options: _Options, params: Any) -> None:
+    """Refuses settings that go by the paths of parameters, where these have none."""
+    if flax_modules.is_nnx_module(params) and (options.tables or options.scattering):
+        name = "sparse_rows" if options.tables else "scatter_gradients"
+        raise ValueError(f"{name} needs a tree of parameters, not an nnx module")
+    if options.tables and has_flat(params):
+        raise ValueError("sparse_rows needs a tree of parameters, not flat ones")
 
 
 def _check_same_structure(new_state: Any, state: Any) -> None:

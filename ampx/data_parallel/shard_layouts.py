@@ -1,12 +1,12 @@
 """How arrays lie on devices: which mesh axes divide which axis of an array.
 
 A parameter may be divided before `zero1` sees it, over "model" for example, and `zero1` divides
-what is left over "data" in addition. A `Layout` names both, axis by axis of the array, as a
+what is left over "data" in addition. A `ShardLayout` names both, axis by axis of the array, as a
 `PartitionSpec` does:
 
     whole array      f32[8, 32]
     this device's    f32[4, 8]      mesh: model=2, data=4
-    Layout           (("model",), ("data",))
+    ShardLayout      (("model",), ("data",))
 
 Where several mesh axes divide one axis of the array, the first of them divides it first: with
 (("model", "data"), ()) each device along "model" has a half of the rows, and each along "data" a
@@ -37,7 +37,7 @@ Entries = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How the devices divide an array; without arguments: all of them hold the whole.
 
     Attributes:
@@ -53,7 +53,7 @@ class Layout:
 
     entries: Entries = ()
     is_known: bool = True
-    flat_of: tuple[tuple[int, ...], tuple[int, ...], Layout] | None = None
+    flat_of: tuple[tuple[int, ...], tuple[int, ...], ShardLayout] | None = None
 
     def __post_init__(self) -> None:
         entries = self.entries
@@ -75,7 +75,7 @@ class Layout:
         """One entry for each axis of an array."""
         return (*self.entries, *[()] * (rank - len(self.entries)))
 
-    def divided_by(self, axes: tuple[str, ...], dim: int | None) -> Layout:
+    def divided_by(self, axes: tuple[str, ...], dim: int | None) -> ShardLayout:
         """The layout of the parts into which `axes` divide each part; None divides nothing."""
         if dim is None or not axes:
             return self
@@ -83,13 +83,13 @@ class Layout:
         entries[dim] = (*entries[dim], *axes)
         return dataclasses.replace(self, entries=tuple(entries))
 
-    def flattened(self, whole: tuple[int, ...], part: tuple[int, ...]) -> Layout:
+    def flattened(self, whole: tuple[int, ...], part: tuple[int, ...]) -> ShardLayout:
         """The layout when every device flattens its part, from the shapes before."""
-        return Layout((self.axes,), is_known=False, flat_of=(whole, part, self))
+        return ShardLayout((self.axes,), is_known=False, flat_of=(whole, part, self))
 
     def divided_further(
         self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]
-    ) -> Layout:
+    ) -> ShardLayout:
         """The layout of a whole array of this shape, after `zero1` over `axes` has divided it.
 
         Devices along those of `axes` that divide it already hold different parts: these are divided
@@ -116,10 +116,10 @@ class Layout:
         )
 
 
-WHOLE = Layout()
+WHOLE = ShardLayout()
 
 
-def layout_of_spec(spec: PartitionSpec | None, axes: Sequence[str], rank: int) -> Layout:
+def layout_of_spec(spec: PartitionSpec | None, axes: Sequence[str], rank: int) -> ShardLayout:
     """The layout of an array that is divided over `axes`, as far as a spec tells along which axis.
 
     Args:
@@ -129,14 +129,14 @@ def layout_of_spec(spec: PartitionSpec | None, axes: Sequence[str], rank: int) -
     """
     entries = [tuple(axis for axis in axes_of_entry(entry) if axis in axes) for entry in spec or ()]
     unplaced = tuple(axis for axis in axes if axis not in itertools.chain(*entries))
-    known = Layout(tuple(entries))
+    known = ShardLayout(tuple(entries))
     if not unplaced:
         return known
     guess = known.divided_by(unplaced, 0)
     return guess if rank == 1 else dataclasses.replace(guess, is_known=False)
 
 
-def merge(layouts: Sequence[Layout]) -> Layout | None:
+def merge(layouts: Sequence[ShardLayout]) -> ShardLayout | None:
     """The coarsest layout that values of all these layouts can be cut to; None if there is none."""
     entries = []
     for parts in itertools.zip_longest(*(each.entries for each in layouts), fillvalue=()):
@@ -147,7 +147,7 @@ def merge(layouts: Sequence[Layout]) -> Layout | None:
     flat_of = {each.flat_of for each in layouts if each != WHOLE}
     if len(flat_of) > 1:
         return None
-    merged = Layout(tuple(entries), all(each.is_known for each in layouts), *flat_of)
+    merged = ShardLayout(tuple(entries), all(each.is_known for each in layouts), *flat_of)
     return None if len(set(merged.axes)) < len(merged.axes) else merged
 
 
@@ -171,7 +171,7 @@ def take_own_shard(value: Any, dim: int | None, axes: tuple[str, ...]) -> Any:
     )
 
 
-def cut(value: Any, held: Layout, wanted: Layout) -> Any:
+def cut(value: Any, held: ShardLayout, wanted: ShardLayout) -> Any:
     """Cuts a part in one layout to a part in a finer one."""
     rank = jnp.ndim(value)
     pairs = zip(held.of_rank(rank), wanted.of_rank(rank), strict=True)
@@ -181,7 +181,7 @@ def cut(value: Any, held: Layout, wanted: Layout) -> Any:
     return value
 
 
-def convert(value: Any, held: Layout, wanted: Layout) -> Any:
+def convert(value: Any, held: ShardLayout, wanted: ShardLayout) -> Any:
     """Converts a part in one layout to a part in any other: gathers what it must, and cuts."""
     rank, left = jnp.ndim(value), []
     pairs = zip(held.of_rank(rank), wanted.of_rank(rank), strict=True)
@@ -190,24 +190,24 @@ def convert(value: Any, held: Layout, wanted: Layout) -> Any:
             value = lax.all_gather(value, had, axis=dim, tiled=True, to="invarying")
             had = ()
         left.append(had)
-    return cut(value, Layout(tuple(left)), wanted)
+    return cut(value, ShardLayout(tuple(left)), wanted)
 
 
 def match_parameters(
-    params: Any, layouts: Sequence[Layout]
-) -> Callable[[Any, Sequence[int]], Layout]:
+    params: Any, layouts: Sequence[ShardLayout]
+) -> Callable[[Any, Sequence[int]], ShardLayout]:
     """Makes a function from the path and the shape of a leaf of an optimizer state to its layout.
 
     It is that of the parameter which the leaf belongs to. A leaf at `0/mu/dense/kernel` belongs to
     the parameter `dense/kernel`, whose path ends its own, if it has the same shape. Others, such as
     counts or factored moments of another shape, are whole on every device.
     """
-    known: dict[tuple[str, tuple[int, ...]], Layout] = {}
+    known: dict[tuple[str, tuple[int, ...]], ShardLayout] = {}
     with_paths = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), layout in zip(with_paths, layouts, strict=True):
         known.setdefault((path_name(path), tuple(jnp.shape(leaf))), layout)
 
-    def layout_of(path: Any, shape: Sequence[int]) -> Layout:
+    def layout_of(path: Any, shape: Sequence[int]) -> ShardLayout:
         # The longest path first: "a/w" is more of a name than "w".
         names = (path_name(path[i:]) for i in range(len(path) + 1))
         found = (known.get((name, tuple(shape))) for name in names)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.data_parallel.shard_layouts import WHOLE, Layout, convert, cut, merge
+from ampx.data_parallel.shard_layouts import WHOLE, ShardLayout, convert, cut, merge
 from ampx.jaxprs import folds, primitives, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.mesh_axes import mark_varying, varying_axes
@@ -56,7 +56,7 @@ class Part(NamedTuple):
     """
 
     value: Any
-    layout: Layout = WHOLE
+    layout: ShardLayout = WHOLE
     is_uniform: bool = False
 
 
@@ -82,7 +82,7 @@ def run_on_shards(
     return _Partition(axes).run(jaxpr, parts), jax.tree.structure(out_shapes)
 
 
-def convert_part(part: Part, wanted: Layout, name: str) -> Any:
+def convert_part(part: Part, wanted: ShardLayout, name: str) -> Any:
     """Converts a value to another layout; `name` says for an error which value it is."""
     if part.layout == wanted:
         return part.value
@@ -91,7 +91,7 @@ def convert_part(part: Part, wanted: Layout, name: str) -> Any:
     return convert(part.value, part.layout, wanted)
 
 
-def _check_is_known(name: str, *layouts: Layout) -> None:
+def _check_is_known(name: str, *layouts: ShardLayout) -> None:
     for layout in layouts:
         if layout.flat_of is not None:
             raise NotImplementedError(
@@ -195,7 +195,7 @@ class _Partition:
         values, layout = self._align(eqn, operands)
         return [Part(value, layout) for value in reading.bind(eqn, values)]
 
-    def _align(self, eqn: Equation, operands: Sequence[Part]) -> tuple[list[Any], Layout]:
+    def _align(self, eqn: Equation, operands: Sequence[Part]) -> tuple[list[Any], ShardLayout]:
         """The operands as shards that lie alike, and how."""
         layout = merge([part.layout for part in operands])
         if layout is None:
@@ -236,7 +236,7 @@ class _Partition:
         (value,) = reading.bind(eqn, [part.value])
         entries = part.layout.of_rank(part.value.ndim)
         gone = eqn.params["axes"]
-        left = Layout(tuple(entry for dim, entry in enumerate(entries) if dim not in gone))
+        left = ShardLayout(tuple(entry for dim, entry in enumerate(entries) if dim not in gone))
         if len(gone) < len(entries):
             _check_is_known(self._describe(eqn), part.layout)
         if axes := tuple(axis for dim in gone for axis in entries[dim]):
@@ -249,7 +249,7 @@ class _Partition:
         dimensions = eqn.params["broadcast_dimensions"]
         if part.layout.flat_of is not None:
             _check_is_known(self._describe(eqn), part.layout)
-        shape, layout = list(eqn.params["shape"]), Layout(is_known=part.layout.is_known)
+        shape, layout = list(eqn.params["shape"]), ShardLayout(is_known=part.layout.is_known)
         for dim, entry in enumerate(part.layout.entries):
             if entry:
                 shape[dimensions[dim]] = part.value.shape[dim]
@@ -259,7 +259,7 @@ class _Partition:
     def _transpose(self, eqn: Equation, part: Part) -> Part:
         permutation = eqn.params["permutation"]
         entries = part.layout.of_rank(part.value.ndim)
-        layout = Layout(tuple(entries[dim] for dim in permutation), part.layout.is_known)
+        layout = ShardLayout(tuple(entries[dim] for dim in permutation), part.layout.is_known)
         return Part(lax.transpose(part.value, permutation), layout)
 
     def _reshape(self, eqn: Equation, part: Part) -> Part | None:
@@ -289,7 +289,7 @@ class _Partition:
         """
         (index, *others), found = operands, []
 
-        def branch(body: Jaxpr, agreed: list[Layout] | None) -> Callable[..., Any]:
+        def branch(body: Jaxpr, agreed: list[ShardLayout] | None) -> Callable[..., Any]:
             """The function of a body; without `agreed` it appends its results to `found`."""
 
             def run(*values: Any) -> list[Any]:

@@ -45,7 +45,7 @@ from ampx.checking import check_transformation
 from ampx.data_parallel.reduction import Op, make_reduction
 from ampx.data_parallel.reduction_states import ReductionState
 from ampx.data_parallel.shard_exchange import ShardExchange
-from ampx.data_parallel.shard_layouts import WHOLE, Layout, layout_of_spec, match_parameters
+from ampx.data_parallel.shard_layouts import WHOLE, ShardLayout, layout_of_spec, match_parameters
 from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
 from ampx.mesh_axes import count_devices, varying_axes
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
@@ -273,7 +273,7 @@ def zero1(
 
 
 def _whole_shapes(
-    tree: Any, layouts: Sequence[Layout], sizes: Mapping[str, int], like: Any = None
+    tree: Any, layouts: Sequence[ShardLayout], sizes: Mapping[str, int], like: Any = None
 ) -> Any:
     """The whole shapes of a tree of parts, with structure and dtypes of another if one is given."""
     kinds, structure = jax.tree.flatten(tree if like is None else like)
@@ -284,7 +284,7 @@ def _whole_shapes(
     return jax.tree.unflatten(structure, shapes)
 
 
-def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list[Layout]:
+def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list[ShardLayout]:
     """How each parameter is divided before `zero1` divides it over the rest of `axes`.
 
     Raises:
@@ -314,7 +314,7 @@ def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list
     return layouts
 
 
-def _refuse_blocks(state: Any, layout_of: Callable[[Any, Sequence[int]], Layout]) -> None:
+def _refuse_blocks(state: Any, layout_of: Callable[[Any, Sequence[int]], ShardLayout]) -> None:
     """Refuses moments of 8 bits of a parameter that is divided: a shard would cut their blocks.
 
     Raises:
@@ -335,7 +335,7 @@ def _refuse_blocks(state: Any, layout_of: Callable[[Any, Sequence[int]], Layout]
 
 
 def _check_state(
-    state: Any, whole: Any, layouts: Sequence[Layout], sizes: Mapping[str, int]
+    state: Any, whole: Any, layouts: Sequence[ShardLayout], sizes: Mapping[str, int]
 ) -> None:
     """Refuses a state that is not divided: it was given to `shard_map` without its specs."""
     paths = jax.tree_util.tree_leaves_with_path(state)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ampx.checking import check_transformation
-from ampx.data_parallel.shard_layouts import WHOLE, Layout, layout_of_spec, match_parameters
+from ampx.data_parallel.shard_layouts import WHOLE, ShardLayout, layout_of_spec, match_parameters
 from ampx.data_parallel.zero1 import Zero1State, record_axes
 from ampx.mesh_axes import as_axes, check_axes_of_mesh
 from ampx.model_axes import ModelAxes, as_model_axes
@@ -121,7 +121,7 @@ def _layout_on_mesh(
     shape: Sequence[int],
     setting: ModelAxes,
     sizes: Mapping[str, int],
-) -> Layout:
+) -> ShardLayout:
     """How a whole parameter is divided over the axes of the setting.
 
     Raises:

@@ -166,7 +166,7 @@ class Flow:
         Over axes of one device there is nothing to send, and nothing is recorded.
         """
         # An axis that no mesh around names has an unknown size, and counts as one of many devices.
-        axes = reading.reduced_axes(eqn)
+        axes = reading.axes_of_reduction(eqn)
         if axes is None or all(sizes.get(axis) == 1 for axis in axes):
             return []
         first, name = len(self.reductions), eqn.primitive.name

@@ -75,4 +75,4 @@ def _count_devices(psum: Equation, around: Sequence[Equation]) -> int:
     sizes: dict[Any, int] = {}
     for outer in around:
         sizes = reading.mesh_sizes(outer) | sizes
-    return math.prod(sizes.get(axis, 1) for axis in reading.reduced_axes(psum) or ())
+    return math.prod(sizes.get(axis, 1) for axis in reading.axes_of_reduction(psum) or ())

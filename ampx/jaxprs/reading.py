@@ -200,7 +200,7 @@ def specs_of(eqn: Equation) -> tuple[list[frozenset[Any]], list[frozenset[Any]],
     return ins, outs, params["check_vma"]
 
 
-def reduced_axes(eqn: Equation) -> tuple[Any, ...] | None:
+def axes_of_reduction(eqn: Equation) -> tuple[Any, ...] | None:
     """The mapped axes that a sum, a maximum or an exchange of parts runs over; or None."""
     name = _AXES_OF_REDUCTIONS.get(eqn.primitive.name)
     if name is None:

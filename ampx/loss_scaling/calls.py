@@ -1,6 +1,6 @@
 """What the parts of a loss-scaled update hand to each other: see `loss_scaling.scaled_update`.
 
-Settings, Call ---> judging ---> Judgement ---> transitions ---> Transition
+ScaleSettings, Call ---> judging ---> Judgement ---> transitions ---> Transition
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Advance = Callable[[LossScaleState, jax.Array], LossScaleState]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ScaleSettings:
     """What stays the same in all updates of one loss scale; see `ampx.dynamic_loss_scale`."""
 
     num_losses: int

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.loss_scaling import nonfinite
-from ampx.loss_scaling.calls import Call, Judgement, Settings, split_by_loss
+from ampx.loss_scaling.calls import Call, Judgement, ScaleSettings, split_by_loss
 from ampx.loss_scaling.nonfinite import Verdict
 from ampx.mesh_axes import varying_axes
 from ampx.trees import has_mark
@@ -23,7 +23,7 @@ from ampx.updates.gradient_norms import measure_and_judge
 from ampx.updates.tails import Tail
 
 
-def judge_plain(settings: Settings, call: Call) -> Judgement:
+def judge_plain(settings: ScaleSettings, call: Call) -> Judgement:
     """The plain judgement: for any optax transformation inside.
 
     A verdict from outside is one pair of counts. It cannot tell losses apart, and knows nothing of
@@ -47,7 +47,7 @@ def judge_plain(settings: Settings, call: Call) -> Judgement:
     return Judgement(given.counts, given.is_too_large, seen, axes)
 
 
-def judge_fused(settings: Settings, call: Call) -> Judgement:
+def judge_fused(settings: ScaleSettings, call: Call) -> Judgement:
     """The judgement together with the norm, which a clip and a report need anyway, in one pass.
 
     With a whole verdict from outside and no clip, the gradients are not read at all. Where
@@ -69,7 +69,7 @@ def judge_fused(settings: Settings, call: Call) -> Judgement:
     return Judgement(counts, found[2] > 0, np.array(True), axes, norm)
 
 
-def judge_loss(settings: Settings, call: Call, judgement: Judgement) -> Judgement:
+def judge_loss(settings: ScaleSettings, call: Call, judgement: Judgement) -> Judgement:
     """Adds what there is to say of the loss, which may be infinite while gradients are finite."""
     skips = settings.nonfinite_loss == "skip"
     value = call.extra_args.get("value")
@@ -77,7 +77,7 @@ def judge_loss(settings: Settings, call: Call, judgement: Judgement) -> Judgemen
     return judgement._replace(is_bad_loss=is_bad, skips_loss=skips)
 
 
-def _find_axes(settings: Settings, call: Call) -> tuple[str, ...]:
+def _find_axes(settings: ScaleSettings, call: Call) -> tuple[str, ...]:
     """The mapped axes whose devices must come to one verdict.
 
     A reduction inside means that this device's gradients are only its share. A verdict on a share

@@ -35,7 +35,7 @@ from ampx.loss_scaling.calls import (
     Advance,
     Call,
     Judgement,
-    Settings,
+    ScaleSettings,
     Transition,
     split_by_loss,
 )
@@ -56,7 +56,7 @@ def wrap_with_scale(
     init_scale: float,
     hysteresis: int,
     advance: Advance,
-    settings: Settings,
+    settings: ScaleSettings,
 ) -> optax.GradientTransformationExtraArgs:
     """A loss scale around `inner` that moves by `advance`."""
     check_transformation("inner", inner)

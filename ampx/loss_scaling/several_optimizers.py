@@ -36,7 +36,7 @@ from ampx.checking import as_bool, check_state, check_transformation, suggest
 from ampx.loss_scaling.calls import (
     Advance,
     Judgement,
-    Settings,
+    ScaleSettings,
     Transition,
     split_by_loss,
 )
@@ -56,7 +56,7 @@ def wrap_each_with_scale(
     init_scale: float,
     hysteresis: int,
     advance: Advance,
-    settings: Settings,
+    settings: ScaleSettings,
 ) -> optax.GradientTransformationExtraArgs:
     """One loss scale around several optimizers; arguments as of `wrap_with_scale`."""
     _check_optimizers(optimizers)

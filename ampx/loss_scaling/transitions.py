@@ -30,7 +30,7 @@ import optax
 
 from ampx import trees
 from ampx.loss_scaling import nonfinite
-from ampx.loss_scaling.calls import Call, Judgement, Settings, Transition, split_by_loss
+from ampx.loss_scaling.calls import Call, Judgement, ScaleSettings, Transition, split_by_loss
 from ampx.trees import has_mark
 from ampx.updates.applying import apply_updates
 from ampx.updates.branching import run_unless, update_unless
@@ -42,7 +42,10 @@ from ampx.updates.tails import Applied, Tail, hold_wrappers, unwrap_results
 
 
 def run_plain(
-    tx: optax.GradientTransformationExtraArgs, settings: Settings, call: Call, judgement: Judgement
+    tx: optax.GradientTransformationExtraArgs,
+    settings: ScaleSettings,
+    call: Call,
+    judgement: Judgement,
 ) -> Transition:
     """The plain transition, behind one branch or leaf by leaf."""
     wants_params = call.tail is not None and call.tail.new_params
@@ -93,7 +96,10 @@ def _overlaps(call: Call) -> bool:
 
 
 def _update(
-    tx: optax.GradientTransformationExtraArgs, settings: Settings, call: Call, judgement: Judgement
+    tx: optax.GradientTransformationExtraArgs,
+    settings: ScaleSettings,
+    call: Call,
+    judgement: Judgement,
 ) -> tuple[Any, Any, jax.Array]:
     """Updates, or new parameters; the new inner state; and whether they are not finite.
 
@@ -121,7 +127,7 @@ def _update(
 
 
 def _mend_halves(
-    settings: Settings, call: Call, axes: tuple[str, ...], updates: Any, inner_state: Any
+    settings: ScaleSettings, call: Call, axes: tuple[str, ...], updates: Any, inner_state: Any
 ) -> tuple[Any, Any, jax.Array]:
     """Holds elements of float16 parameters that would become infinite; accepts all the rest.
 
@@ -148,7 +154,7 @@ def _is_float16(param: Any) -> bool:
 
 
 def _mend(
-    settings: Settings, call: Call, axes: tuple[str, ...], updates: Any, inner_state: Any
+    settings: ScaleSettings, call: Call, axes: tuple[str, ...], updates: Any, inner_state: Any
 ) -> tuple[Any, Any, jax.Array]:
     """Holds elements that are not finite, or undoes the step because of them; and reports them.
 
@@ -168,7 +174,10 @@ def _mend(
 
 
 def run_fused(
-    tx: optax.GradientTransformationExtraArgs, settings: Settings, call: Call, judgement: Judgement
+    tx: optax.GradientTransformationExtraArgs,
+    settings: ScaleSettings,
+    call: Call,
+    judgement: Judgement,
 ) -> Transition:
     """The fused transition: the optimizer below multiplies, clips, and holds its own state."""
     skip = judgement.undoes

@@ -24,7 +24,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ampx.checking import as_bool, as_positive_int, check_transformation, suggest
-from ampx.loss_scaling.calls import NonfiniteLoss, NonfiniteUpdates, Settings
+from ampx.loss_scaling.calls import NonfiniteLoss, NonfiniteUpdates, ScaleSettings
 from ampx.loss_scaling.dynamics import OnFloor, Refill, ScaleDynamics, as_scale_number, parse_choice
 from ampx.loss_scaling.gradient_results import accept_results
 from ampx.loss_scaling.new_values import hide_new_values
@@ -156,7 +156,7 @@ def dynamic_loss_scale(
         on_floor=on_floor,
         powers_of_two=powers_of_two,
     )
-    settings = Settings(
+    settings = ScaleSettings(
         num_losses, axis_names, model_axes, saturation_dtype, nonfinite_updates, nonfinite_loss
     )
     scaled = _wrap(inner)(
@@ -215,7 +215,7 @@ def static_loss_scale(
     """
     scale = as_scale_number("scale", scale, powers_of_two=False)
     check = as_bool("check", check)
-    settings = Settings(
+    settings = ScaleSettings(
         num_losses, axis_names, model_axes, saturation_dtype, nonfinite_updates, nonfinite_loss
     )
     scaled = _wrap(inner)(inner, scale, 1, lambda state, bad: state, settings)

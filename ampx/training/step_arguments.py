@@ -26,6 +26,7 @@ import jax
 import optax
 
 from ampx import flax_modules
+from ampx.accumulation.gradients import value_and_grad
 from ampx.accumulation.multi_steps import MultiStepsState
 from ampx.accumulation.results import GradResult
 from ampx.accumulation.sparse_rows import densify
@@ -45,29 +46,11 @@ _OWN = (
 )
 
 
-# The arguments of `ampx.train_step`. `learning_rate` is not among them: an optimizer of the user's
-# own may be given its rate with each step.
-_SETTINGS = (
-    "loss_fn",
-    "tx",
-    "policy",
-    "loss_scale",
-    "max_grad_norm",
-    "num_microbatches",
-    "batch_axes",
-    "normalize",
-    "has_aux",
-    "aux_reduction",
-    "accumulator_dtype",
-    "remainder",
-    "sparse_rows",
-    "local_norm",
-    "axis_name",
-    "bucket_bytes",
-    "tail_overlap",
-    "scatter_gradients",
-)
-
+# The arguments of `ampx.train_step`: those of `value_and_grad`, and what is added to them.
+# `learning_rate` is not among them: an optimizer of the user's own may be given its rate with each
+# step.
+_ADDED = ("tx", "loss_scale", "max_grad_norm", "local_norm", "tail_overlap")
+_SETTINGS = {*inspect.signature(value_and_grad).parameters, *_ADDED}.difference(_OWN)
 
 # What losses are often given by name, and no optimizer takes. An optimizer may have a use for a
 # random key by any name; so these are refused only where the state has the key of the loss.

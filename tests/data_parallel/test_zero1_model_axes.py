@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ampx
-from ampx.data_parallel.shard_layouts import Layout, merge
+from ampx.data_parallel.shard_layouts import ShardLayout, merge
 from ampx.mesh_axes import axes_of_spec
 
 SPECS = {
@@ -442,8 +442,8 @@ def test_specs_of_the_state_need_specs_of_the_parameters(axes, message):
 
 
 def test_layouts_are_cut_to_their_common_refinement():
-    model, both = Layout((("model",),)), Layout((("model", "data"),))
-    assert merge([model, both, Layout()]) == both
-    assert merge([model, Layout(((), ("data",)))]) == Layout((("model",), ("data",)))
-    assert merge([model, Layout((("data",),))]) is None, "neither divides the other's parts"
-    assert merge([model, Layout(((), ("model",)))]) is None, "one axis cannot divide two"
+    model, both = ShardLayout((("model",),)), ShardLayout((("model", "data"),))
+    assert merge([model, both, ShardLayout()]) == both
+    assert merge([model, ShardLayout(((), ("data",)))]) == ShardLayout((("model",), ("data",)))
+    assert merge([model, ShardLayout((("data",),))]) is None, "neither divides the other's parts"
+    assert merge([model, ShardLayout(((), ("model",)))]) is None, "one axis cannot divide two"
