@@ -72,7 +72,8 @@ def _follow(
 
 
 def _read_number(literal: Any) -> Fact:
-    return float(literal) if jnp.ndim(literal) == 0 and jnp.isrealobj(literal) else None
+    # A literal may also be a float0, the tangent of an integer: it is no number.
+    return float(literal) if jnp.ndim(literal) == 0 and reading.is_numeric(literal) else None
 
 
 def _count_devices(psum: Equation, around: Sequence[Equation]) -> int:
