@@ -200,7 +200,8 @@ def _name_rule(primitive: str, decision: Decision) -> str:
 
 
 def _pair_dtypes(atom: Any, in_half: bool, half: Any) -> tuple[str, str]:
-    before = str(getattr(atom.aval, "dtype", type(atom.aval).__name__))
+    dtype = getattr(atom.aval, "dtype", type(atom.aval).__name__)
+    before = "float0" if dtype == jax.dtypes.float0 else str(dtype)  # it is a record to numpy
     return before, half.name if in_half and is_float32(atom) else before
 
 

@@ -6,6 +6,7 @@ nothing to do with S the power 0. Powers follow through a program as units do th
     operation                 power of its result
     a * b, dot(a, b)          power(a) + power(b)
     a / b                     power(a) - power(b)
+    x of a @ x = b            power(b) - power(a)
     a + b, max, select        that of both; a conflict, where they differ
     sqrt(a), a ** k           power(a) / 2, k power(a)
     sums, casts, transposes   power(a)
@@ -61,6 +62,17 @@ _SUMS = primitives.ADDING | primitives.CHOOSING | _names("nextafter rem complex"
 # They put values side by side, which need not have one power.
 _GATHERING = _names("concatenate stack pad")
 _PRODUCTS = _names("mul ragged_dot") | primitives.CONTRACTIONS
+# Among indices, which are integers, sparse arrays have one operand of numbers, products have two.
+_SPARSE = _names(
+    """bcoo_extract bcoo_fromdense bcoo_todense bcoo_transpose bcsr_extract bcsr_fromdense
+    bcsr_todense coo_fromdense coo_todense csr_fromdense csr_todense"""
+)
+_SPARSE_PRODUCTS = _names(
+    """bcoo_dot_general bcoo_dot_general_sampled bcsr_dot_general coo_matmat coo_matvec
+    csr_matmat csr_matvec"""
+)
+# The last operand of numbers is the right-hand side, those before it make the matrix.
+_SOLVES = _names("triangular_solve tridiagonal_solve spsolve")
 # The result has the power of the first operand, or operand i that of result i.
 _KEEPING = (
     primitives.IDENTITIES
@@ -80,7 +92,9 @@ _KEEPING = (
 _GUARDS = primitives.ADDING | {"max", "select_n"}  # what puts a tiny number into a denominator
 _BOUNDS = primitives.CHOOSING | {"cond"}
 # Operand 0 and the last are joined; what lies between them are indices.
-_WRITES = _names("scatter-add scatter_add scatter_min scatter_max scatter-min scatter-max")
+_WRITES = _names(
+    "scatter-add scatter_add scatter-sub scatter_min scatter_max scatter-min scatter-max"
+)
 _EXPONENTS = {
     "sqrt": Fraction(1, 2),
     "rsqrt": Fraction(-1, 2),
@@ -190,6 +204,10 @@ class Powers:
             return [_multiply(inputs[0], inputs[1], 1)]
         if name == "div":
             return [_multiply(inputs[0], inputs[1], -1)]
+        if name in _SPARSE or name in _SPARSE_PRODUCTS or name in _SOLVES:
+            return [self._combine(eqns, inputs)] * count
+        if name in ("custom_linear_solve", "linear_solve"):
+            return _solve(eqn, inputs)
         if name == "select_n":
             return [_reading(self._join(inputs[1:], eqns), inputs[:1])]
         if name in _SUMS:
@@ -210,6 +228,17 @@ class Powers:
         if exponent is not None:
             return [_raise_to(inputs[0], exponent)]
         return [_generic(inputs)] * count
+
+    def _combine(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Power:
+        """The power of a sparse array, of a product with one, or of what solves a system."""
+        pairs = zip(inputs, eqns[0].invars, strict=True)
+        numbers = [value for value, atom in pairs if is_floating(atom.aval)]
+        name = eqns[0].primitive.name
+        if name in _SPARSE:
+            return numbers[0]._replace(parts=())
+        if name in _SPARSE_PRODUCTS:
+            return _multiply(numbers[0], numbers[1], 1)
+        return _multiply(numbers[-1], self._join(numbers[:-1], eqns), -1)
 
     def _join(self, values: list[Power], eqns: tuple[Equation, ...]) -> Power:
         """The power of what is made of values that should have one power; or a conflict."""
@@ -321,6 +350,28 @@ def _raise_to(value: Power, exponent: Fraction) -> Power:
     power = None if value.power is None else value.power * exponent
     marks = value.marks & ~TINY if exponent > 0 else value.marks & ~(FREE | TINY)
     return Power(power, marks, value.conflicts)
+
+
+def _solve(eqn: Equation, inputs: list[Power]) -> list[Power]:
+    """The powers of what a solver of linear systems returns: those of the right-hand sides.
+
+    The solver may do anything with the matrix and what else it is given, so no scale may be in
+    that. It comes first. In the `linear_solve` of lineax nothing tells how much of it there is.
+    """
+    scaled = [i for i, value in enumerate(inputs) if value.power != 0]
+    if eqn.primitive.name == "custom_linear_solve":
+        first = sum(eqn.params["const_lengths"])
+        is_known = min(scaled, default=first) >= first
+    else:
+        first = min(scaled, default=0)
+        is_known = first > 0
+    if not is_known:
+        return [_generic(inputs)] * len(eqn.outvars)
+    solution = _gather(eqn, inputs[first:])
+    marks = _marks(inputs) | solution.marks & FREE
+    solution = solution._replace(marks=marks, parts=())
+    others = max(0, len(eqn.outvars) - len(inputs[first:]))
+    return [solution] * (len(eqn.outvars) - others) + [_generic(inputs)] * others
 
 
 def _generic(inputs: Sequence[Power]) -> Power:

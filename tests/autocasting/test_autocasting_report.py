@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.custom_batching import custom_vmap
 from jax.extend import core
@@ -78,6 +79,14 @@ def test_a_rule_of_the_users_is_named():
     rules = ampx.DEFAULT_RULES.half("exp")
     rows = ampx.explain(lambda x: jnp.exp(x @ W), rules=rules)(X).equations
     assert [row.rule for row in rows] == ["half", "half('exp')"]
+
+
+def test_the_tangent_of_an_integer_is_named():
+    def fun(x):
+        return jax.jit(lambda x, tangent: x)(x, np.zeros((), jax.dtypes.float0))
+
+    (row,) = (row for row in ampx.explain(fun)(jnp.ones(2)).equations if row.primitive == "jit")
+    assert row.operands == (("float32", "float32"), ("float0", "float0"))
 
 
 def test_the_table_is_printed_whole():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import flax
 import flax.linen as nn
 import jax
+import jax.experimental.sparse
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
@@ -901,6 +902,71 @@ def delayed(grads, count):
 
     zeros = jax.tree.map(jnp.zeros_like, grads)
     return jax.lax.scan(body, (zeros, (zeros,) * count), None, length=count + 1)[0][0]
+
+
+SYSTEM = np.eye(4, dtype=np.float32) * 3 + 0.1
+PATTERN = jax.experimental.sparse.BCOO.fromdense(SYSTEM)
+
+
+def sparse_of(params):
+    return jax.experimental.sparse.BCOO((params["sparse"], PATTERN.indices), shape=(4, 4))
+
+
+def by_factor(params, x):
+    matrix = params["m"] @ params["m"].T + jnp.eye(4)
+    return jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(matrix), x, lower=True)
+
+
+def by_diagonals(params, x):
+    return jax.lax.linalg.tridiagonal_solve(*params["diagonals"], x)
+
+
+THROUGH = {
+    "triangular": by_factor,
+    "tridiagonal": by_diagonals,
+    "solve": lambda params, x: jnp.linalg.solve(params["m"], x),
+    "inverse": lambda params, x: jnp.linalg.inv(params["m"]) @ x,
+    "determinant": lambda params, x: x * jnp.linalg.slogdet(params["m"])[1],
+    "conjugate gradients": lambda params, x: jax.scipy.sparse.linalg.cg(
+        lambda v: params["m"].T @ (params["m"] @ v), x
+    )[0],
+    "sparse": lambda params, x: sparse_of(params) @ x,
+    "dense": lambda params, x: sparse_of(params).todense() @ x,
+    "taken away": lambda params, x: params["m"].at[jnp.arange(3)].subtract(x.T) @ x,
+}
+
+
+@pytest.mark.parametrize("powers", [0, 1, 2])
+@pytest.mark.parametrize("name", THROUGH)
+def test_the_scale_is_followed_through_solvers_and_sparse_arrays(name, powers):
+    diagonals = np.array([[0, 1, 1, 1], [3, 3, 3, 3], [1, 1, 1, 0]], np.float32)
+    params = {"m": SYSTEM, "diagonals": diagonals, "sparse": PATTERN.data}
+
+    def loss(params):
+        return jnp.mean(THROUGH[name](params, PARAMS["w"]) ** 2)
+
+    tx = dynamic(optax.sgd(0.1))
+
+    def step(params, opt_state):
+        scale = ampx.current_loss_scale(opt_state) ** powers
+        grads = jax.grad(lambda p: loss(p) * scale)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    # The gradient of what the function does not read is zero, which has every power.
+    report = lint_step(step)(params, tx.init(params))
+    assert [found.check for found in report.findings] == ["loss_scale"] * (powers != 1), report
+
+
+def test_a_tangent_of_an_integer_in_the_program_is_no_number():
+    tangent = np.zeros((), jax.dtypes.float0)
+
+    def loss(params, batch):
+        inner = jax.jit(lambda x, tangent: jnp.sin(x))
+        return jnp.mean(inner(batch["x"] @ params["w"], tangent) ** 2)
+
+    step, args = step_of(dynamic(optax.sgd(0.1)), loss=loss)
+    assert lint_step(step)(*args).ok
 
 
 @pytest.mark.parametrize("count", [1, 20])

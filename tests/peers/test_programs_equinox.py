@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import lineax
 import numpy as np
+import optax
 import optimistix
 import pytest
 from equinox.internal import while_loop
@@ -262,3 +263,24 @@ def test_solvers_of_linear_systems_stay_float32():
     assert rule_of_solve() == "float32"
     rules = ampx.DEFAULT_RULES.half("linear_solve")
     assert rule_of_solve(rules=rules) == "has no half form"
+
+
+@pytest.mark.parametrize("powers", [0, 1, 2])
+@pytest.mark.parametrize("solver", [lineax.CG(1e-5, 1e-5), lineax.Cholesky()])
+def test_a_loss_scale_is_followed_through_solvers(solver, powers):
+    """Not under `vmap`: there Equinox hides which primitive it is."""
+    tx = ampx.dynamic_loss_scale(optax.sgd(0.1))
+
+    def loss(weight, x):
+        matrix = weight.T @ weight + jnp.eye(8)
+        operator = lineax.MatrixLinearOperator(matrix, lineax.positive_semidefinite_tag)
+        return jnp.mean(lineax.linear_solve(operator, x, solver, throw=False).value ** 2)
+
+    def step(weight, opt_state, x):
+        scale = ampx.current_loss_scale(opt_state) ** powers
+        grad = jax.grad(lambda w: loss(w, x) * scale)(weight)
+        update, opt_state = tx.update(grad, opt_state, weight)
+        return ampx.apply_updates(weight, update), opt_state
+
+    report = ampx.lint_step(step)(draw(8, 8) / 3, tx.init(draw(8, 8)), draw(8))
+    assert [found.check for found in report.findings] == ["loss_scale"] * (powers != 1), report
