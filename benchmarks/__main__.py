@@ -20,8 +20,8 @@ import numpy as np
 import optax
 
 import ampx
-from ampx.updates.tails import Tail
 from benchmarks import autocast, distributed, fused, model, optax_updates, pipeline, schedule
+from benchmarks.fused_traffic import by_params, by_update
 from benchmarks.measuring import (
     Candidate,
     measure_compilation,
@@ -54,6 +54,30 @@ def _ampx_step(tx, num_microbatches=1):
         grads = grads_of(params, batch, loss_scale=scale).grads
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def _microbatch_step(tx, rows):
+    """A step by `optax.microbatch`, which asks for the rows of a micro-batch."""
+    mean = optax.microbatching.AccumulationType.MEAN
+    grads_of = optax.microbatch(jax.grad(model.loss_fn), 1, rows, mean)
+
+    def step(state, batch):
+        params, opt_state = state
+        updates, opt_state = tx.update(grads_of(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def _over_calls(tx, k):
+    """k calls of an optimizer that accumulates over calls, in a scan: one compiled step."""
+    one = _plain_step(tx)
+
+    def step(state, batch):
+        micro_batches = ampx.split_microbatches(batch, k)
+        return jax.lax.scan(lambda carry, mb: (one(carry, mb), None), state, micro_batches)[0]
 
     return step
 
@@ -100,41 +124,23 @@ def _tail(title: str, leaves: int, size: int, rounds: int) -> None:
     grads = jax.tree.map(lambda p: 1e-3 * p, params)
     infinite = jax.tree.map(lambda p: p * jnp.inf, params)
 
-    def with_updates(tx):
-        def step(state, grads):
-            params, opt_state = state
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        return step
-
-    # As `train_step` asks: the new parameters are made inside the branch of the loss scale.
-    def with_params(tx):
-        def step(state, grads):
-            params, opt_state = state
-            applied, opt_state = tx.update(grads, opt_state, params, tail=Tail(new_params=True))
-            return applied.params, opt_state
-
-        return step
-
+    # `train_step` does as `by_params`: the branch of the loss scale makes the new parameters.
     scaled = ampx.dynamic_loss_scale(OPTIMIZER)
     variants = {
-        "optax": (OPTIMIZER, with_updates, grads),
-        "scale, in train_step": (scaled, with_params, grads),
-        "the same, step skipped": (scaled, with_params, infinite),
-        "scale, tx.update": (scaled, with_updates, grads),
-        "tx.update, step skipped": (scaled, with_updates, infinite),
-        "hold": (ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="hold"), with_params, grads),
-        "skip": (ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="skip"), with_params, grads),
-        "apply_if_finite": (optax.apply_if_finite(OPTIMIZER, 5), with_updates, grads),
+        "optax": (OPTIMIZER, by_update, grads),
+        "scale, in train_step": (scaled, by_params, grads),
+        "the same, step skipped": (scaled, by_params, infinite),
+        "scale, tx.update": (scaled, by_update, grads),
+        "tx.update, step skipped": (scaled, by_update, infinite),
+        "hold": (ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="hold"), by_params, grads),
+        "skip": (ampx.dynamic_loss_scale(OPTIMIZER, nonfinite_updates="skip"), by_params, grads),
+        "apply_if_finite": (optax.apply_if_finite(OPTIMIZER, 5), by_update, grads),
     }
     # One after the other beside optax: all at once would not fit into the memory of small machines.
     rows = []
     for name, (tx, make, data) in variants.items():
         pair = [
-            Candidate.compiled(
-                "optax", with_updates(OPTIMIZER), _start_of(OPTIMIZER, params), grads
-            ),
+            Candidate.compiled("optax", by_update(OPTIMIZER), _start_of(OPTIMIZER, params), grads),
             Candidate.compiled(name, make(tx), _start_of(tx, params), data),
         ]
         take_turns(pair, rounds)
@@ -153,38 +159,20 @@ def accumulation(rounds: int) -> None:
     rows = []
     batch = model.tokens(16)
     for k in (1, 4, 16):
-        size = batch.shape[0] // k  # rows of a micro-batch, which optax.microbatch asks for
-
-        def with_microbatch(state, batch, size=size, k=k):
-            params, opt_state = state
-            mean = optax.microbatching.AccumulationType.MEAN
-            grads_of = optax.microbatch(jax.grad(model.loss_fn), 1, size, mean)
-            updates, opt_state = OPTIMIZER.update(grads_of(params, batch), opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        # Both kinds of multi-step optimizer accumulate over calls. A scan makes k calls of them one
-        # program, so that all candidates are one call of a compiled step.
         multi = optax.MultiSteps(OPTIMIZER, k).gradient_transformation()
-
-        def with_multi_steps(state, batch, multi=multi, k=k):
-            one = _plain_step(multi)
-            return jax.lax.scan(
-                lambda carry, mb: (one(carry, mb), None), state, ampx.split_microbatches(batch, k)
-            )[0]
-
         windowed = ampx.multi_steps(OPTIMIZER, k)
-
-        def with_ampx_multi_steps(state, batch, windowed=windowed, k=k):
-            one = _plain_step(windowed)
-            return jax.lax.scan(
-                lambda carry, mb: (one(carry, mb), None), state, ampx.split_microbatches(batch, k)
-            )[0]
-
         candidates = [
             Candidate.compiled("ampx", _ampx_step(OPTIMIZER, k), _start(OPTIMIZER), batch),
-            Candidate.compiled("optax.microbatch", with_microbatch, _start(OPTIMIZER), batch),
-            Candidate.compiled("optax.MultiSteps", with_multi_steps, _start(multi), batch),
-            Candidate.compiled("ampx.multi_steps", with_ampx_multi_steps, _start(windowed), batch),
+            Candidate.compiled(
+                "optax.microbatch",
+                _microbatch_step(OPTIMIZER, batch.shape[0] // k),
+                _start(OPTIMIZER),
+                batch,
+            ),
+            Candidate.compiled("optax.MultiSteps", _over_calls(multi, k), _start(multi), batch),
+            Candidate.compiled(
+                "ampx.multi_steps", _over_calls(windowed, k), _start(windowed), batch
+            ),
         ]
         take_turns(candidates, rounds)
         ours, microbatch, multi_steps, our_multi_steps = candidates
@@ -216,23 +204,7 @@ def compiling(rounds: int) -> None:
     train = ampx.train_step(model.loss_fn, OPTIMIZER, loss_scale="dynamic", num_microbatches=4)
     state = train.init(model.init_params(jax.random.key(0)))
 
-    def with_microbatch(tx):
-        def step(state, batch):
-            params, opt_state = state
-            mean = optax.microbatching.AccumulationType.MEAN
-            grads = optax.microbatch(jax.grad(model.loss_fn), 1, 2, mean)(params, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        return step
-
     multi = optax.MultiSteps(OPTIMIZER, 4).gradient_transformation()
-
-    def with_multi_steps(state, batch):
-        one = _plain_step(multi)
-        parts = ampx.split_microbatches(batch, 4)
-        return jax.lax.scan(lambda carry, part: (one(carry, part), None), state, parts)[0]
-
     guarded = optax.apply_if_finite(OPTIMIZER, 5)
     # Without a clip there is less that a loss scale is measured beside.
     alone = optax.adamw(1e-3)
@@ -240,10 +212,10 @@ def compiling(rounds: int) -> None:
     variants = {
         "optax": (_plain_step(OPTIMIZER), _start(OPTIMIZER)),
         "ampx, dynamic": (_ampx_step(scaled), _start(scaled)),
-        "optax.microbatch, k = 4": (with_microbatch(OPTIMIZER), _start(OPTIMIZER)),
+        "optax.microbatch, k = 4": (_microbatch_step(OPTIMIZER, 2), _start(OPTIMIZER)),
         "ampx, k = 4": (_ampx_step(OPTIMIZER, 4), _start(OPTIMIZER)),
-        "optax.MultiSteps, k = 4": (with_multi_steps, _start(multi)),
-        "optax.microbatch, apply_if_finite, k = 4": (with_microbatch(guarded), _start(guarded)),
+        "optax.MultiSteps, k = 4": (_over_calls(multi, 4), _start(multi)),
+        "optax.microbatch, apply_if_finite, k = 4": (_microbatch_step(guarded, 2), _start(guarded)),
         "train_step, dynamic, k = 4": (_train_step(train), state),
         "optax, no clip": (_plain_step(alone), _start(alone)),
         "optax.apply_if_finite, no clip": (_plain_step(guarded_alone), _start(guarded_alone)),

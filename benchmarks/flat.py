@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 import ampx
+from benchmarks.fused_traffic import by_apply, by_update
 from benchmarks.measuring import Candidate, print_table, ratio, take_turns
 
 
@@ -32,21 +33,13 @@ def flat_tail(leaves: int = 2000, size: int = 5000, rounds: int = 15) -> None:
     flat_params = ampx.fused.flatten(params)
     flat_grads = flat_params.like(grads)  # the same leaves at the same places of the buffer
     optaxs, ours = optax.adamw(1e-3), ampx.fused.adamw(1e-3)
-
-    def by_optax(state, grads):
-        params, opt_state = state
-        updates, opt_state = optaxs.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    def by_apply(state, grads):
-        params, opt_state = state
-        return ampx.fused.apply(ours, grads, opt_state, params)[:2]
+    by_optax, by_ours = by_update(optaxs), by_apply(ours)
 
     candidates = [
         Candidate.compiled("optax, tree", by_optax, (params, optaxs.init(params)), grads),
-        Candidate.compiled("fused.apply, tree", by_apply, (params, ours.init(params)), grads),
+        Candidate.compiled("fused.apply, tree", by_ours, (params, ours.init(params)), grads),
         Candidate.compiled(
-            "fused.apply, flat", by_apply, (flat_params, ours.init(flat_params)), flat_grads
+            "fused.apply, flat", by_ours, (flat_params, ours.init(flat_params)), flat_grads
         ),
         Candidate.compiled(
             "optax, flat", by_optax, (flat_params, optaxs.init(flat_params)), flat_grads
