@@ -151,6 +151,7 @@ def test_a_saved_scale_goes_on_as_it_would_have_there(library, seed):
         assert len(set(expected)) > 3
 
 
+@pytest.mark.slow
 def test_the_recipe_sets_what_was_saved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_page("docs/recipes.md")

@@ -16,7 +16,7 @@ TESTS = pathlib.Path(__file__).parent.parent
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is for x86")
-@pytest.mark.slow_but("some")
+@pytest.mark.whole("all")
 @pytest.mark.parametrize("names", [["adam", "rmsprop", "adabelief"], ["*"]], ids=["some", "all"])
 def test_without_fma_compiled_steps_are_bit_equal_to_optax(names):
     run = subprocess.run(

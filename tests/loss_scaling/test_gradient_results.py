@@ -127,7 +127,7 @@ def test_gradients_of_losses_that_are_one_number_are_added_over_devices():
         )
 
     settings = dict(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
-    one, two = jax.shard_map(body, **settings)(x)
+    one, two = jax.jit(jax.shard_map(body, **settings))(x)
     right = jax.grad(lambda p: (loss_fn(p, x[0]) + loss_fn(p, x[1])) / 2)(PARAMS)
     jax.tree.map(np.testing.assert_allclose, one, right)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 2 * b), two, right)

@@ -162,7 +162,8 @@ def make_pipeline(case):
     return grads_of, where
 
 
-@pytest.mark.slow_but("ring", "open_end", "in_a_loop, unchecked")
+@pytest.mark.sampled(3, "open_end, of two axes", "in_remat")
+@pytest.mark.slow_but("ring", "in_a_loop, unchecked")
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_device(case):
     grads_of, where = make_pipeline(case)

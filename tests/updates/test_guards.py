@@ -132,7 +132,7 @@ def test_a_monitor_of_optax_measures_where_its_state_may_be_held(holder):
 def test_a_monitor_beside_what_asks_for_the_loss_measures_or_says_what_is_missing():
     tx = ampx.dynamic_loss_scale(monitored(optax.polyak_sgd(0.1)), init_scale=1.0)
     state = tx.init(PARAMS)
-    _, new_state = tx.update(GRADS, state, PARAMS, value=jnp.ones(()))
+    _, new_state = jax.jit(tx.update)(GRADS, state, PARAMS, value=jnp.ones(()))
     assert measurements(new_state)["norm"] == pytest.approx(float(optax.tree.norm(GRADS)))
     with pytest.raises(TypeError, match="value"):
         tx.update(GRADS, state, PARAMS)
@@ -144,7 +144,7 @@ def test_a_monitor_beside_what_asks_for_the_loss_measures_or_says_what_is_missin
         grads = jax.tree.map(lambda g: g * ampx.current_loss_scale(state), grads)
         return optax.tree.get(mapped.update(grads, state, PARAMS)[1], "norm")
 
-    run = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
     assert float(run(GRADS, None)) == pytest.approx(float(optax.tree.norm(GRADS)))
     outside = mapped.init(PARAMS)  # where the axis is not mapped
     with pytest.raises(ValueError, match=r"optax.monitor has no measurements.*optax.snapshot"):
