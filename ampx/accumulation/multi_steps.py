@@ -348,8 +348,8 @@ def _update_when_due(
     """Runs `inner` if the window is due and not dropped.
 
     Returns:
-      Its update, or none; its state; and whether a window that goes on is bad. This is chosen in
-      the branch, which waits for the call's verdict so.
+      Its update, or none; its state; and whether a window that goes on is bad. That is chosen in
+      the branch, so that the branch waits for the call's verdict.
     """
     # A branch and not a select: in k - 1 of k calls no update is due, and a select would still
     # compute one.

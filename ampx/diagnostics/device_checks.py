@@ -346,7 +346,7 @@ def _named_axes(eqn: Equation) -> tuple[Any, ...]:
 
 
 def _of_literal(value: Any) -> Spread:
-    return Spread(is_constant=True, number=reading.as_number(value))
+    return Spread(is_constant=True, number=reading.number_of_constant(value))
 
 
 def _choose(values: Sequence[Spread], read: Sequence[Spread] = ()) -> Spread:

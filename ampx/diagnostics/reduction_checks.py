@@ -66,8 +66,9 @@ def _follow(
             return [next((fact for fact in group if fact is not None), None) for group in groups]
         return [_SHARE if is_share else None] * len(eqn.outvars)
 
-    as_number = reading.as_number
-    return folds.fold_inside(jaxpr, operands, apply, lambda _: None, as_number, around=around)
+    return folds.fold_inside(
+        jaxpr, operands, apply, lambda _: None, reading.number_of_constant, around=around
+    )
 
 
 def _count_devices(psum: Equation, around: Sequence[Equation]) -> int:

@@ -399,9 +399,11 @@ def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
 
 def _of_constant(value: Any) -> Power:
     """The power of a constant: every one for zeros, infinities and the ends of formats."""
+    if getattr(value, "size", 1) > _LARGEST_CONSTANT:
+        return _CONSTANT
     if np.iscomplexobj(value):
         value = np.stack([np.real(value), np.imag(value)])
-    if getattr(value, "size", 1) > _LARGEST_CONSTANT or not reading.is_numeric(value):
+    if not reading.is_numeric(value):
         return _CONSTANT
     numbers = np.unique(np.asarray(value, np.float64))
     is_free = all(number in _EXTREMES or np.isnan(number) for number in numbers.tolist())

@@ -14,7 +14,7 @@ an old one nearby, so that profiles and error messages still point to the user's
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from ampx.jaxprs.reading import (
     is_literal,
     new_variable,
     open_jaxpr,
+    rename,
     trace,
     with_dtype,
 )
@@ -116,15 +117,18 @@ def _broadcast_template(aval: Any, shape: tuple[Any, ...], sharding: Any) -> tup
 
 
 def splice_function(
-    fun: Callable[..., Any], operands: Sequence[Atom], near: Equation
+    fun: Callable[..., Any],
+    operands: Sequence[Atom],
+    near: Equation,
+    mapped: Mapping[str, int] | None = None,
 ) -> tuple[list[Equation], list[Atom]]:
-    """Traces `fun(*operands)` into equations for another jaxpr.
+    """Traces `fun(*operands)` into equations for another jaxpr; `mapped` is for `trace`.
 
     Returns:
       The equations, over variables of their own beside the operands, and the atoms of the outputs.
     """
     with near.ctx.manager:
-        traced, _ = trace(fun, *(atom.aval for atom in operands))
+        traced, _ = trace(fun, *(atom.aval for atom in operands), mapped=mapped)
     return splice_jaxpr(traced, operands, near)
 
 
@@ -191,14 +195,11 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
         for variable, array in zip(opened.constvars, constants_of(jaxpr), strict=True)
     }
 
-    def renamed(atom: Atom) -> Atom:
-        return atom if is_literal(atom) else names.get(atom, atom)
-
     # JAX shares one traced body among all calls of a jitted function.
     inlined = functools.cache(inline_calls)
     eqns: list[Equation] = []
     for eqn in opened.eqns:
-        operands = [renamed(atom) for atom in eqn.invars]
+        operands = [rename(names, atom) for atom in eqn.invars]
         body = called_body(eqn) if eqn.primitive.name in CALLS else None
         if body is None or _has_shardings(eqn):
             eqns.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
@@ -212,7 +213,8 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
         called, outs = splice_jaxpr(arguments, [*read, *operands], eqn, keep_lines=True)
         eqns.extend(called)
         names.update(zip(eqn.outvars, outs, strict=True))
-    inlined_body = rebuild(opened, opened.invars, [renamed(v) for v in opened.outvars], eqns)
+    outvars = [rename(names, atom) for atom in opened.outvars]
+    inlined_body = rebuild(opened, opened.invars, outvars, eqns)
     variables, arrays = zip(*constants.values(), strict=True) if constants else ((), ())
     if not hasattr(jaxpr, "consts") and not constants:
         return inlined_body

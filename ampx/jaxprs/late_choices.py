@@ -91,7 +91,7 @@ class _Mover:
         self.choices: dict[Atom, _Choice] = {}
 
     def rename(self, atom: Atom) -> Atom:
-        return atom if reading.is_literal(atom) else self.names.get(atom, atom)
+        return reading.rename(self.names, atom)
 
     def add(self, eqn: Equation) -> None:
         renamed = list(map(self.rename, eqn.invars))

@@ -18,7 +18,7 @@ what several modules need, is read here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,12 +59,17 @@ def variables_in(atoms: Iterable[Atom]) -> list[Atom]:
     return [atom for atom in atoms if not is_literal(atom)]
 
 
+def rename(names: Mapping[Any, Atom], atom: Atom) -> Atom:
+    """What stands in the place of an operand or a result: itself, where `names` has nothing."""
+    return atom if is_literal(atom) else names.get(atom, atom)
+
+
 def number_of(atom: Atom) -> float | None:
     """The number that an operand is, if it is a scalar constant written into the equation."""
-    return as_number(atom.val) if is_literal(atom) else None
+    return number_of_constant(atom.val) if is_literal(atom) else None
 
 
-def as_number(value: Any) -> float | None:
+def number_of_constant(value: Any) -> float | None:
     """The number that a constant is; None for arrays, and for what has no real number.
 
     Complex numbers, random keys and the empty gradients of integers (float0) can stand in equations
@@ -97,12 +102,16 @@ def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
+def trace(
+    fun: Callable[..., Any], *args: Any, mapped: Mapping[str, int] | None = None
+) -> tuple[Jaxpr, Any]:
     """The jaxpr of `fun(*args)`, with constants attached, and its output as shapes.
 
-    `args` may be arrays, abstract values, or pytrees of them.
+    `args` may be arrays, abstract values, or pytrees of them. `mapped` has the sizes of axes that
+    are mapped where the jaxpr is to stand, and not here.
     """
-    return jax.make_jaxpr(fun, return_shape=True)(*args)
+    axis_env = None if mapped is None else list(mapped.items())
+    return jax.make_jaxpr(fun, axis_env=axis_env, return_shape=True)(*args)
 
 
 def evaluate(jaxpr: Jaxpr, *operands: Any) -> list[Any]:

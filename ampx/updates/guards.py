@@ -153,7 +153,7 @@ def _copy_containers(tree: Any) -> Any:
 def _check_structure_is_kept(owner: str, state: Any, new_state: Any) -> None:
     if jax.tree.structure(state) == jax.tree.structure(new_state):
         return
-    old, new = (dict(_leaves_by_path(tree)) for tree in (state, new_state))
+    old, new = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (state, new_state))
     only_old, only_new = (
         [path for path in a if path not in b] for a, b in ((old, new), (new, old))
     )
@@ -170,10 +170,6 @@ def _check_structure_is_kept(owner: str, state: Any, new_state: Any) -> None:
     )
 
 
-def _leaves_by_path(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
 def _with_measurements(inner: Any, state: Any, params: Any) -> Any:
     """The first state, with zeros for what `optax.monitor` keeps from its first update on only."""
     if not find_nodes(state, optax.MonitorState):
@@ -186,7 +182,10 @@ def _with_measurements(inner: Any, state: Any, params: Any) -> Any:
             break
     else:
         return state
-    old, new = dict(_leaves_by_path(state)), _leaves_by_path(following)
+    old, new = (
+        dict(jax.tree_util.tree_leaves_with_path(state)),
+        jax.tree_util.tree_leaves_with_path(following),
+    )
     leaves = [old[path] if path in old else jnp.zeros(x.shape, x.dtype) for path, x in new]
     return jax.tree.unflatten(jax.tree.structure(following), leaves)
 

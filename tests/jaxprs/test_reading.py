@@ -13,13 +13,13 @@ OTHERS = [2j, np.complex64(2), np.zeros(2), np.zeros((), jax.dtypes.float0), Non
 
 @pytest.mark.parametrize("value", [*NUMBERS, jnp.float16(2)], ids=lambda value: str(type(value)))
 def test_a_scalar_constant_is_a_number(value):
-    number = reading.as_number(value)
+    number = reading.number_of_constant(value)
     assert type(number) is float and number in (1.0, 2.0)
 
 
 @pytest.mark.parametrize("value", OTHERS, ids=repr)
 def test_what_has_no_real_number_is_none(value):
-    assert reading.as_number(value) is None
+    assert reading.number_of_constant(value) is None
 
 
 def test_a_number_beyond_a_dtype_is_infinite_without_a_warning():
@@ -29,4 +29,4 @@ def test_a_number_beyond_a_dtype_is_infinite_without_a_warning():
 
 
 def test_a_random_key_is_no_number():
-    assert reading.as_number(jax.random.key(0)) is None
+    assert reading.number_of_constant(jax.random.key(0)) is None

@@ -51,20 +51,13 @@ def _rewrite(jaxpr: Jaxpr, bound: Mapping[str, int] = MappingProxyType({})) -> J
         return jaxpr
     opened, eqns = reading.open_jaxpr(jaxpr), []
     names: dict[Any, Atom] = {}
-
-    def renamed(atom: Atom) -> Atom:
-        return atom if reading.is_literal(atom) else names.get(atom, atom)
-
     for eqn in opened.eqns:
-        eqn = eqn.replace(invars=[renamed(atom) for atom in eqn.invars])
+        eqn = eqn.replace(invars=[reading.rename(names, atom) for atom in eqn.invars])
         if eqn.primitive.name == "ppermute":
             exchange = functools.partial(
                 _exchange, axes=reading.collective_axes(eqn), perm=eqn.params["perm"]
             )
-            with eqn.ctx.manager:
-                trace = jax.make_jaxpr(exchange, axis_env=list(bound.items()))
-                traced = trace(*(atom.aval for atom in eqn.invars))
-            spliced, outs = building.splice_jaxpr(traced, eqn.invars, eqn)
+            spliced, outs = building.splice_function(exchange, eqn.invars, eqn, bound)
             eqns += spliced
             names.update(zip(eqn.outvars, outs, strict=True))
             continue
@@ -73,7 +66,7 @@ def _rewrite(jaxpr: Jaxpr, bound: Mapping[str, int] = MappingProxyType({})) -> J
             bodies = [_rewrite(body, inside) for body in reading.bodies_of(eqn)]
             eqn = eqn.replace(params=reading.with_bodies(eqn, bodies))
         eqns.append(eqn)
-    outvars = [renamed(atom) for atom in opened.outvars]
+    outvars = [reading.rename(names, atom) for atom in opened.outvars]
     return building.rebuild(jaxpr, opened.invars, outvars, eqns)
 
 
