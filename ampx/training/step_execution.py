@@ -400,10 +400,12 @@ class TrainStep:
         grads = unscale(result.grads, scale)
         if norm is None:
             norm = compute_norm(grads, self._axes_of_optimized(now))
+        skipped, applied = compare_states(now.opt_state, new_opt_state)
         # Under ZeRO-1 `grads` are each device's own: only the sum inside has the norm of the whole.
+        # A skipped step has not made that sum: the state still holds the norm of an earlier one.
         sharded = find_nodes(new_opt_state, Zero1State)
         if sharded:
-            norm = sharded[0].gradient_norm
+            norm = jnp.where(skipped, jnp.nan, sharded[0].gradient_norm)
             if self.group_of is not None:
                 raise ValueError(
                     "local_norm cannot be reported with ampx.zero1: gradients are reduced inside "
@@ -412,7 +414,6 @@ class TrainStep:
         local_norm = size = None
         if self.group_of is not None:
             local_norm, size = measure_groups(grads, self.group_of, self._axes_of_optimized(now))
-        skipped, applied = compare_states(now.opt_state, new_opt_state)
         return StepReport(
             loss=result.loss,
             overflow=skipped,

@@ -46,7 +46,9 @@ class StepReport(NamedTuple):
         if it was skipped or its window of `ampx.multi_steps` goes on, that of an earlier one.
         Before any update it is the rate of the first. Where there are several, a dict from group to
         rate. None where it is not known.
-      global_norm: float32 scalar, norm of the unscaled, reduced gradients before any clipping.
+      global_norm: float32 scalar, norm of the unscaled, reduced gradients before any clipping;
+        inf or NaN after an overflow. With `ampx.zero1`, which reduces inside of the optimizer, that
+        of the last update, and NaN where the step was skipped.
       local_norm: dict from parameter group to its norm, a float32 scalar; None unless asked for.
       size: dict from parameter group to its number of elements, an int32 scalar, or from 2**31 on
         a float32 scalar; None unless asked for.

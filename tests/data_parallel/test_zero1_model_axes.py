@@ -333,6 +333,7 @@ def test_train_step_reports_what_holds_for_the_whole(check_vma):
     spoilt[1, 7] = np.inf  # the gradient of a hidden unit of model 1, from rows of data 0
     held, report = mapped(state, (*BATCH[:2], spoilt))
     assert report.overflow and report.loss_scale == held.opt_state.loss_scale * 2
+    assert np.isnan(report.global_norm), "not the norm of the step before"
     for leaf, old in zip(jax.tree.leaves(held.params), jax.tree.leaves(state.params), strict=True):
         for shard, before in zip(leaf.addressable_shards, old.addressable_shards, strict=True):
             np.testing.assert_array_equal(shard.data, before.data)  # on all devices
