@@ -16,6 +16,7 @@ writes it down.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -138,6 +139,14 @@ def fold_in_device(key: jax.Array | None, axes: Sequence[str]) -> jax.Array | No
     return key
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class AxisNames:
+    """Names of axes as a tree without leaves, for a field of what passes through `jax.jit`."""
+
+    names: tuple[str, ...]
+
+
 def tracks_varying(axis: str) -> bool:
     """Whether the `shard_map` around checks what varies over this axis."""
     # JAX offers no way to ask. But a device's own index varies, if anything does.
@@ -152,6 +161,23 @@ def untracked_axes(axes: Sequence[str]) -> tuple[str, ...]:
     """
     count_devices(axes)  # its error says what to do
     return tuple(axis for axis in axes if not tracks_varying(axis))
+
+
+def add_over_devices(tree: Any, axes: Sequence[str]) -> Any:
+    """Sums arrays over mapped axes, and asks for no sum of one without elements.
+
+    XLA of jaxlib 0.11 ends the process when it merges such a sum with another.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    sums = iter(lax.psum([leaf for leaf in leaves if leaf.size], tuple(axes)))
+
+    def without_elements(leaf: jax.Array) -> jax.Array:
+        empty = jnp.zeros(leaf.shape, leaf.dtype)
+        return mark_varying(empty, sorted(varying_axes(leaf).difference(axes)))
+
+    return structure.unflatten(
+        [next(sums) if leaf.size else without_elements(leaf) for leaf in leaves]
+    )
 
 
 def sum_over_shards(number: jax.Array, untracked: Sequence[str] = ()) -> jax.Array:

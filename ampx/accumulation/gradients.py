@@ -64,7 +64,15 @@ from ampx.accumulation.sparse_rows import (
 from ampx.checking import as_bool, as_dtype, as_positive_int, check_choice
 from ampx.flat_buffers.flat_params import has_flat
 from ampx.function_checks import check_callable
-from ampx.mesh_axes import as_axes, fold_in_device, mark_varying, reduced_axes, unreduced_zeros
+from ampx.mesh_axes import (
+    AxisNames,
+    as_axes,
+    fold_in_device,
+    mark_varying,
+    reduced_axes,
+    unreduced_zeros,
+    untracked_axes,
+)
 from ampx.overwritten import (
     add_gradients,
     keep_finite_overwritten,
@@ -285,6 +293,8 @@ def _grads_at(
     grads = merge_trainable(grads, take_largest(overwritten, axes))
     grads, model_state = pure.take_measured(grads, model_state)
     result = GradResult(loss, grads, weight, aux, model_state, reduction=sent)
+    if differentiate and scatter is None and (untracked := untracked_axes(axes)):
+        result = result._replace(shared_loss_axes=AxisNames(untracked))
     return result.with_scale(loss_scale)
 
 

@@ -28,6 +28,7 @@ from jax.typing import ArrayLike
 
 from ampx.checking import check_hyperparameter
 from ampx.mesh_axes import (
+    add_over_devices,
     count_devices,
     divide_sum,
     mark_varying,
@@ -300,7 +301,7 @@ def reduce_aux(
             least = jnp.float32 if is_floating(stacked) else jnp.int32
             dtype = wider_dtype(stacked.dtype, least)
             total = jnp.sum(stacked, axis=0, dtype=dtype)
-            return jax.lax.psum(mark_varying(total, axes), axes)
+            return add_over_devices(mark_varying(total, axes), axes)
         if not is_floating(stacked):
             raise TypeError(
                 f"aux_reduction='mean', which 'auto' is for all but rows, needs floating leaves, "
@@ -311,7 +312,7 @@ def reduce_aux(
         per_row = weights.astype(wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
         # A micro-batch without weight may well report NaN, a mean over nothing, and 0 * NaN is NaN.
         weighted = jnp.sum(jnp.where(per_row == 0, jnp.zeros_like(wide), wide * per_row), axis=0)
-        total = jax.lax.psum(mark_varying(weighted, axes), axes)
+        total = add_over_devices(mark_varying(weighted, axes), axes)
         return total / divisor.astype(wide.dtype)
 
     def reduce_subtree(path: Any, kind: AuxReduction, subtree: Any) -> Any:

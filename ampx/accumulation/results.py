@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ampx.data_parallel.reduction_states import ReductionState
+from ampx.mesh_axes import AxisNames
 from ampx.summaries import show_fields
 
 
@@ -32,6 +33,11 @@ class GradResult(NamedTuple):
       loss_scale: float32 scalar, the scale that `grads` are still multiplied by; None if no
         `loss_scale` was given. A loss scale that is given the whole result,
         `tx.update(result, opt_state, params)`, reads it.
+      shared_loss_axes: the mapped axes over which `loss` is one number and `grads` are each
+        device's part of a sum, where no type tells it: under `check_vma=False`, in `jax.pmap` and
+        in `vmap`. Else None. It has no leaves. A loss scale that is given the whole result lets
+        `ampx.all_reduce` inside it sum over them, and warns where there is none; after a sum of
+        your own take it away, `result._replace(grads=summed, shared_loss_axes=None)`.
 
     Examples:
       >>> import ampx, jax.numpy as jnp
@@ -48,6 +54,7 @@ class GradResult(NamedTuple):
     verdict: jax.Array | None = None
     reduction: ReductionState | None = None
     loss_scale: jax.Array | None = None
+    shared_loss_axes: AxisNames | None = None
 
     # Read by loss scales, whose package this one imports.
     holds_scaled_gradients = True

@@ -19,9 +19,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from ampx.mesh_axes import as_axes, count_devices, mark_varying, varying_axes
+from ampx.mesh_axes import (
+    add_over_devices,
+    as_axes,
+    count_devices,
+    mark_varying,
+    varying_axes,
+)
 from ampx.overwritten import take_largest
 from ampx.tree_checks import check_arrays, check_like
 from ampx.trees import (
@@ -125,7 +130,7 @@ def _make_identity(axes: tuple[str, ...], takes_largest: bool) -> Any:
         wide = widen(cotangent)  # summed in float32
         if added is not None:
             wide = wide + added.astype(wide.dtype)
-        return lax.psum(mark_varying(wide, axes), axes).astype(cotangent.dtype), none
+        return add_over_devices(mark_varying(wide, axes), axes).astype(cotangent.dtype), none
 
     identity.defvjp(forward, backward)
     return identity

@@ -39,6 +39,7 @@ from ampx.flat_buffers.buckets import as_order, bucket_layout
 from ampx.flat_buffers.flat_params import is_flat
 from ampx.function_checks import check_callable
 from ampx.mesh_axes import (
+    add_over_devices,
     as_axes,
     count_devices,
     has_automatic_axes,
@@ -229,7 +230,7 @@ class Reduction:
             before = total[:1]  # one number is enough: a reduction yields all of its result at once
             reduced.append(total)
             sent.append(buffer.size * (self._wire_dtype(buffer) or buffer.dtype).itemsize)
-        # Leaves without elements are in no bucket; a sum marks them as the same on all devices.
+        # Leaves without elements are in no bucket; this marks them as the same on all devices.
         leaves, structure = jax.tree.flatten(tree)
         pairs = zip(leaves, axes, strict=True)
         empty = structure.unflatten([x if x.size else _sum_leaf(x, own) for x, own in pairs])
@@ -355,7 +356,7 @@ def _check_not_reduced(grads: Any, axes: Sequence[str]) -> None:
 
 
 def _sum_leaf(leaf: Any, axes: tuple[str, ...]) -> Any:
-    return lax.psum(leaf, axes) if axes and not is_float0(leaf) else leaf
+    return add_over_devices(leaf, axes) if axes and not is_float0(leaf) else leaf
 
 
 def _narrow_leaf(leaf: Any, factor: float, like: Any) -> Any:

@@ -15,6 +15,8 @@ carry, whichever the state holds.
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,12 +47,14 @@ def accept_results(
                 "params is an optimizer state: the order is tx.update(grads, opt_state, params)"
             )
         if _is_result(updates):
+            _warn_of_parts([updates], state, stacklevel=2)
             extra_args = _describe(updates, state, extra_args)
             scale = _read_scale(updates, state, init_scale, None)
             updates = updates.grads
         elif isinstance(updates, tuple | list) and any(map(_is_result, updates)):
             found = list(enumerate(updates))
             results = [own for own in updates if _is_result(own)]
+            _warn_of_parts(results, state, stacklevel=2)
             # Their gradients are added, so what is trained is the sum of the losses.
             extra_args = {"value": sum(own.loss for own in results), **extra_args}
             extra_args["shared_loss_axes"] = _find_shared_axes(results, state)
@@ -108,6 +112,7 @@ def unscale_result(
     """
     if not _is_result(given):
         return grads, extra_args
+    _warn_of_parts([given], state, stacklevel=3)
     scale = _read_scale(given, state, 1.0, None)
     unscaled = grads if scale is None else unscale(grads, scale)
     return unscaled, _describe(given, state, extra_args)
@@ -133,13 +138,15 @@ def _find_shared_axes(results: Sequence[Any], state: Any) -> tuple[str, ...]:
     """The mapped axes over which a loss is one number, and each device has its own gradients.
 
     Over these the gradients are parts of one sum: a mean of them would divide them once more. Types
-    tell it, so that nothing is known under `check_vma=False`.
+    tell it, and under `check_vma=False` the result.
 
     Raises:
       ValueError: if a reduction inside would have to add gradients of one loss, and to average
         those of another.
     """
-    shared = [varying_axes(own.grads) - varying_axes(own.loss) for own in results]
+    shared = [
+        (varying_axes(own.grads) - varying_axes(own.loss)).union(_told_axes(own)) for own in results
+    ]
     differ = frozenset.union(*shared) - frozenset.intersection(*shared)
     if differ and has_mark(state, "reduces_gradients"):
         raise ValueError(
@@ -148,6 +155,29 @@ def _find_shared_axes(results: Sequence[Any], state: Any) -> tuple[str, ...]:
             "Give all of them axis_name=, or none"
         )
     return tuple(sorted(frozenset.intersection(*shared)))
+
+
+def _told_axes(result: Any) -> tuple[str, ...]:
+    return result.shared_loss_axes.names if result.shared_loss_axes else ()
+
+
+def _warn_of_parts(results: Sequence[Any], state: Any, stacklevel: int) -> None:
+    """Warns if nobody adds up the parts of gradients that devices hold, and no type tells it.
+
+    Each device would train other parameters. An error would refuse optimizers of others that add
+    up by themselves.
+    """
+    axes = tuple(dict.fromkeys(itertools.chain.from_iterable(map(_told_axes, results))))
+    if not axes or has_mark(state, "reduces_gradients"):
+        return
+    name = repr(axes[0] if len(axes) == 1 else axes)
+    warnings.warn(
+        f"ampx.value_and_grad(axis_name={name}) gives each device its part of the gradients, and "
+        "nothing here sums the parts, so that devices train different parameters: put "
+        f"ampx.all_reduce({name}) first in the chain inside of the loss scale. If you have summed "
+        "them, or an optimizer of yours does, say so: result._replace(shared_loss_axes=None)",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def _read_scale(result: Any, state: Any, init_scale: float, loss_id: int | None) -> Any:

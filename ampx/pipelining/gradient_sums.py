@@ -21,11 +21,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ampx.data_parallel.reduction import Reduction
-from ampx.mesh_axes import axes_of_spec, is_spec
+from ampx.mesh_axes import add_over_devices, axes_of_spec, is_spec
 from ampx.overwritten import split_overwritten, take_largest
 from ampx.pipelining.runtime.layouts import Layout
 from ampx.trees import merge_trainable
@@ -92,7 +91,7 @@ def join_replicas(grads: Any, specs: Any, axes: tuple[str, ...]) -> Any:
     if grads is None or not axes:
         return grads
     others, new = split_overwritten(grads)
-    summed = _join(others, specs, axes, lax.psum)
+    summed = _join(others, specs, axes, add_over_devices)
     return merge_trainable(summed, new and _join(new, specs, axes, take_largest))
 
 

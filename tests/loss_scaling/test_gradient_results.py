@@ -1,5 +1,7 @@
 """A `GradResult` given to an update whole: it knows the scale that it carries."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,9 +108,25 @@ def test_losses_of_several_results_are_judged_and_given_on_as_their_sum(jit):
     assert not np.any(updates["w"])
 
 
-def test_gradients_of_losses_that_are_one_number_are_added_over_devices():
-    """With one result and with several: a mean would divide them by the devices once more."""
+def map_rows(kind, body):
+    """Maps a function of one row over two devices; results get an axis of these."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def of_rows(x):
+        return jax.tree.map(lambda leaf: leaf[None], body(x[0]))
+
+    rows = dict(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    return {
+        "typed": lambda: jax.shard_map(of_rows, **rows),
+        "untyped": lambda: jax.shard_map(of_rows, check_vma=False, **rows),
+        "pmap": lambda: jax.pmap(body, axis_name="data", devices=jax.devices()[:2]),
+        "vmap": lambda: jax.vmap(body, axis_name="data"),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["typed", "untyped", "pmap", "vmap"])
+def test_gradients_of_losses_that_are_one_number_are_added_over_devices(kind):
+    """With one result and with several: a mean would divide them by the devices once more."""
     x = jnp.array([[3.0, 4.0], [5.0, -6.0]])
     of_all = ampx.value_and_grad(loss_fn, axis_name="data")
 
@@ -118,21 +136,43 @@ def test_gradients_of_losses_that_are_one_number_are_added_over_devices():
         return tx.update(results, tx.init(PARAMS), PARAMS)[0]
 
     def body(x):
-        one = of_all(PARAMS, x[0], loss_scale=8.0)
+        one = of_all(PARAMS, x, loss_scale=8.0)
         return run(one, 1), run((one, one), 2)
 
     def mixed(x):
-        return run(
-            (of_all(PARAMS, x[0], loss_scale=8.0), grads_of(PARAMS, x[0], loss_scale=8.0)), 2
-        )
+        return run((of_all(PARAMS, x, loss_scale=8.0), grads_of(PARAMS, x, loss_scale=8.0)), 2)
 
-    settings = dict(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
-    one, two = jax.jit(jax.shard_map(body, **settings))(x)
+    one, two = jax.jit(map_rows(kind, body))(x)
     right = jax.grad(lambda p: (loss_fn(p, x[0]) + loss_fn(p, x[1])) / 2)(PARAMS)
-    jax.tree.map(np.testing.assert_allclose, one, right)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 2 * b), two, right)
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), right)
+    jax.tree.map(np.testing.assert_allclose, one, both)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 2 * b), two, both)
     with pytest.raises(ValueError, match="over .'data'. one of the losses is the same on all"):
-        jax.shard_map(mixed, **settings)(x)
+        jax.eval_shape(map_rows(kind, mixed), x)
+
+
+@pytest.mark.parametrize("kind", ["untyped", "pmap", "vmap"])
+@pytest.mark.parametrize("name", ["dynamic", "unchecked", "none", "fused.apply"])
+def test_parts_of_a_gradient_that_nobody_adds_are_warned_of(kind, name):
+    """Devices would train different parameters. Where types tell, JAX refuses such a step."""
+    of_all = ampx.value_and_grad(loss_fn, axis_name="data")
+    tx = ampx.fused.sgd(0.1) if name == "fused.apply" else WRAPPERS[name](SGD)
+
+    def step(x, summed=False):
+        state = tx.init(PARAMS)
+        result = of_all(PARAMS, x, loss_scale=ampx.current_loss_scale(state))
+        if summed:
+            grads = jax.lax.psum(result.grads, "data")
+            result = result._replace(grads=grads, shared_loss_axes=None)
+        if name == "fused.apply":
+            return ampx.fused.apply(tx, result, state, PARAMS)[0]
+        return tx.update(result, state, PARAMS)[0]
+
+    rows = jnp.array([[3.0, 4.0], [5.0, -6.0]])
+    with pytest.warns(UserWarning, match=r"all_reduce\('data'\) first in the chain") as found:
+        jax.eval_shape(map_rows(kind, step), rows)
+    assert [warning.filename for warning in found] == [__file__]
+    jax.eval_shape(map_rows(kind, functools.partial(step, summed=True)), rows)
 
 
 def test_several_optimizers_take_one():
