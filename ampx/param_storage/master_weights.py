@@ -60,7 +60,9 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     The other way, float32 parameters that are cast in each step, needs no such copy: it is what
     `ampx.value_and_grad(policy=...)` does, and both give the same numbers.
 
-    Put the loss scale outside: `dynamic_loss_scale(master_weights(adamw(3e-4)))`.
+    Put the loss scale outside: `dynamic_loss_scale(master_weights(adamw(3e-4)))`. All that changes
+    updates belongs inside: `master_weights(optax.chain(scale_by_adam(), scale(-3e-4)))`. What comes
+    after it in a chain changes the parameters and not their masters, and no error tells.
 
     Args:
       inner: any optax transformation. It sees float32 gradients and parameters.

@@ -72,7 +72,8 @@ def split_masters(
     Args:
       inner: any optax transformation. It sees float32 parameters, and its moments are float32
         unless it is told otherwise. With a fused one parameters are joined, updated and split in
-        the same pass.
+        the same pass. All that changes updates belongs inside: what comes after this in a chain
+        changes parameters without their error bits, and no error tells.
       error_bits: 16 or 8.
 
     Returns:

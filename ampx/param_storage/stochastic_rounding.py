@@ -70,7 +70,8 @@ def stochastic_rounding(
 
     Args:
       inner: any optax transformation. It sees float32 parameters, and its moments are float32
-        unless it is told otherwise. With a fused one everything is one pass over memory.
+        unless it is told otherwise. With a fused one everything is one pass over memory. All that
+        changes updates belongs inside: what comes after this in a chain is rounded to the nearest.
       seed: of the random bits; runs with different seeds round differently.
 
     Returns:
