@@ -278,19 +278,24 @@ def check_scalar(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a scalar, got an array of shape {jnp.shape(value)}")
 
 
-def broadcast_choice(name: str, choice: Any, tree: Any, is_leaf: Any = None) -> Any:
-    """Gives each leaf of a tree what a tree prefix, such as a mask, chooses for it.
+def broadcast_choice(name: str, choice: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
+    """What a tree prefix, such as a mask, chooses for each leaf of a tree, in their order.
+
+    A list and no tree: a container of others may make an array of a bool that it is given.
 
     Raises:
       ValueError: if it is no prefix of the tree.
     """
     try:
-        return jax.tree.broadcast(choice, tree, is_leaf=is_leaf)
+        choices, structure = jax.tree.flatten(choice, is_leaf=is_leaf)
+        parts = structure.flatten_up_to(tree)
     except ValueError:
         raise ValueError(
             f"{name} must be a tree like the parameters, or like the beginning of their tree, "
             f"which has {_list_paths(tree)}, got {describe_tree(choice)}"
         ) from None
+    pairs = zip(choices, parts, strict=True)
+    return [chosen for chosen, part in pairs for _ in jax.tree.leaves(part)]
 
 
 def check_gradients(

@@ -176,19 +176,20 @@ def separate_whole(batch: Any, batch_axes: Any) -> tuple[Any, Any]:
       ValueError: if `batch_axes` is no tree prefix of the batch.
     """
     try:
-        is_split = jax.tree.map(
-            lambda axis, part: jax.tree.map(lambda _: axis is not None, part),
-            batch_axes,
-            batch,
-            is_leaf=_is_none,
-        )
+        axes, structure_of_axes = jax.tree.flatten(batch_axes, is_leaf=_is_none)
+        parts = structure_of_axes.flatten_up_to(batch)
     except ValueError as error:
         raise ValueError(
             f"batch_axes={batch_axes!r} does not fit the batch ({error}): give 0 for what is split "
             "and None for what is not, in a tree like the batch or the upper part of one"
         ) from None
-    split = jax.tree.map(lambda leaf, splits: leaf if splits else None, batch, is_split)
-    whole = jax.tree.map(lambda leaf, splits: None if splits else leaf, batch, is_split)
+    # A list and no tree: containers of others may make an array of a bool.
+    of_parts = zip(axes, parts, strict=True)
+    splits = [axis is not None for axis, part in of_parts for _ in jax.tree.leaves(part)]
+    leaves, structure = jax.tree.flatten(batch)
+    pairs = list(zip(leaves, splits, strict=True))
+    split = structure.unflatten([leaf if own else None for leaf, own in pairs])
+    whole = structure.unflatten([None if own else leaf for leaf, own in pairs])
     return split, whole
 
 

@@ -111,9 +111,8 @@ def flatten(
     choices: dict[str, Any] = {}
     if mask is not None:
         labels = broadcast_choice("mask", resolve_choice(mask, params), params)
-        choices = {
-            path_name(path): label for path, label in jax.tree_util.tree_leaves_with_path(labels)
-        }
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        choices = dict(zip(paths, labels, strict=True))
 
     def group(path: str, leaf: Any) -> tuple[Hashable, ...]:
         # What the caller says first, then the mask; the group becomes the name of the buffer.
@@ -205,7 +204,8 @@ def per_buffer(choice: Any) -> Any:
             lambda node: node.shapes() if is_flat(node) else node, params, is_leaf=is_flat
         )
         # optax masks out what is not in a group: a `MaskedNode` has no leaves, but is one here.
-        of_tree = broadcast_choice("choice", resolve_choice(choice, view), view, is_masked)
+        chosen = broadcast_choice("choice", resolve_choice(choice, view), view, is_masked)
+        of_tree = jax.tree.unflatten(jax.tree.structure(view), chosen)
         nodes, structure = jax.tree.flatten(params, is_leaf=is_flat)
         parts = structure.flatten_up_to(of_tree)
         pairs = zip(nodes, parts, strict=True)

@@ -41,6 +41,7 @@ from ampx.trees import is_floating
 # A rule leaves them out. What they say of mapped axes, the arrays that it is called with say.
 _SAME = (primitives.IDENTITIES | primitives.AXIS_TYPE_CASTS) - {"stop_gradient"}
 _NARROWING = "convert_element_type"
+_MAY_BE_SLOT, _NO_SLOT = object(), object()
 
 
 class NotDerivable(Exception):
@@ -204,8 +205,9 @@ def find_slots(tx: Any, state: Any, params: Any) -> list[int | None]:
       NotDerivable: where optax cannot tell.
     """
     try:
-        is_slot = optax.tree.map_params(
-            tx, lambda _: True, state, transform_non_params=lambda _: False
+        # Marks and no bools, of which a container of others may make arrays.
+        marks = optax.tree.map_params(
+            tx, lambda _: _MAY_BE_SLOT, state, transform_non_params=lambda _: _NO_SLOT
         )
     except Exception as error:  # of its `init`, to which optax gives marks in the place of arrays
         raise NotDerivable("optax.tree.map_params cannot read its state") from error
@@ -221,8 +223,8 @@ def find_slots(tx: Any, state: Any, params: Any) -> list[int | None]:
         is_like = place is not None and leaf.shape == named[place][1].shape
         return place if is_like and is_floating(leaf) else None
 
-    pairs = zip(jax.tree.leaves(is_slot), jax.tree_util.tree_leaves_with_path(state), strict=True)
-    return [find(*leaf) if may_be else None for may_be, leaf in pairs]
+    pairs = zip(jax.tree.leaves(marks), jax.tree_util.tree_leaves_with_path(state), strict=True)
+    return [find(*leaf) if mark is _MAY_BE_SLOT else None for mark, leaf in pairs]
 
 
 def derive(

@@ -307,7 +307,7 @@ def _find_decays(mask: Any, tree: Any, structure: Any) -> list[bool]:
     if mask is None:
         return [True] * structure.num_leaves
     chosen = broadcast_choice("mask", per_buffer(mask)(as_arrays(tree)), tree)
-    return [as_bool("mask, for a parameter,", leaf) for leaf in jax.tree.leaves(chosen)]
+    return [as_bool("mask, for a parameter,", leaf) for leaf in chosen]
 
 
 def update_leaves(
