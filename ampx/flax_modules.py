@@ -28,7 +28,7 @@ _NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "InstanceNorm")
 # The collection of variables whose gradient is their new value: see `ampx.overwritten`.
 OVERWRITE = "_overwrite_with_gradient"
 _HALF = (jnp.float16, jnp.bfloat16)
-Cast = Callable[[Any], Any]  # from a pytree to the same with other dtypes
+CastTree = Callable[[Any], Any]  # from a pytree to the same with other dtypes
 
 
 def find_imported(module: str) -> Any:
@@ -147,7 +147,9 @@ def _computes_in_float32(module: Any, norms: tuple[type, ...], params: Any) -> b
 
 
 @contextlib.contextmanager
-def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) -> Iterator[None]:
+def linen_casts(
+    *, norms_in_float32: bool, cast_input: CastTree, cast_output: CastTree
+) -> Iterator[None]:
     """While active, linen models cast what they take and give, and their norms compute in float32.
 
     A norm layer hands back the dtype it was given, so one float32 scale does not turn the rest of
@@ -193,7 +195,7 @@ def _make_float32_class(norm: type) -> type:
     return type(norm.__name__, (norm,), {"__call__": __call__, "__module__": norm.__module__})
 
 
-def _make_casting_class(model: type, cast_input: Cast, cast_output: Cast) -> type:
+def _make_casting_class(model: type, cast_input: CastTree, cast_output: CastTree) -> type:
     """A subclass of a model's class that casts what it takes and gives."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,11 +211,11 @@ def _set_class(module: Any, new_class: type) -> None:
 
 def nnx_with_casts(
     model: Any,
-    cast_params: Cast,
+    cast_params: CastTree,
     *,
     norms_in_float32: bool,
-    cast_input: Cast,
-    cast_output: Cast,
+    cast_input: CastTree,
+    cast_output: CastTree,
 ) -> Any:
     """A copy of an nnx model that computes as a linen model does under `linen_casts`.
 

@@ -141,7 +141,7 @@ class CountingWalk(Walk):
         self.recipes[scope] = judged.recipes & self.recipes.get(scope, judged.recipes)
         for role, shares in zip(roles, judged.shares, strict=True):
             key = scope, BACKWARD if role == "cotangent" else FORWARD
-            self.float8[key] = float8_shares.merge(self.float8.get(key, {}), shares)
+            self.float8[key] = float8_shares.merge_shares(self.float8.get(key, {}), shares)
 
     def _find_origin(self, name: str, operands: Sequence[Value]) -> Origin:
         made = self.remark_joined(operands)

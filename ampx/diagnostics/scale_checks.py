@@ -35,7 +35,7 @@ from ampx.diagnostics.scale_powers import (
     Powers,
 )
 from ampx.diagnostics.step_programs import (
-    Leaf,
+    StepArray,
     StepProgram,
     is_chain,
     is_of_library,
@@ -310,7 +310,7 @@ def find_counting_schedules(program: StepProgram, flow: ScaleFlow) -> list[LintF
     ]
 
 
-def _is_count_of_optimizer(leaf: Leaf) -> bool:
+def _is_count_of_optimizer(leaf: StepArray) -> bool:
     """Whether a leaf is the field `count` of an optimizer's state.
 
     A count of samples that someone keeps beside his parameters must not stop at a skipped step.

@@ -34,7 +34,7 @@ from ampx.overwritten import split_optimized
 from ampx.tree_checks import check_arrays, check_memory, check_opt_state, is_masked
 from ampx.trees import open_node, without_marks
 
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 
 
 def extend_state(
@@ -91,7 +91,7 @@ def extend_state(
     return _merge(opt_state, tx.init(trained), ())
 
 
-def _merge(old: Any, fresh: Any, path: Path) -> Any:
+def _merge(old: Any, fresh: Any, path: KeyPath) -> Any:
     """`fresh`, with all that `old` has at the same places."""
     if _is_nothing(old) or _is_nothing(fresh):
         return fresh
@@ -120,7 +120,7 @@ def _merge(old: Any, fresh: Any, path: Path) -> Any:
     )
 
 
-def _merge_wrapped(old: Any, fresh: Any, path: Path) -> Any:
+def _merge_wrapped(old: Any, fresh: Any, path: KeyPath) -> Any:
     """The same for states of different classes: what is around one of them is looked through."""
     inside_old, inside_fresh = _classes_inside(old), _classes_inside(fresh)
     looks_into_fresh = _class_of(old) in inside_fresh or not inside_old
@@ -161,7 +161,7 @@ def _classes_inside(node: Any) -> list[type]:
     return found
 
 
-def _check_window(node: Any, path: Path) -> None:
+def _check_window(node: Any, path: KeyPath) -> None:
     """Refuses to leave the sums of an unfinished window behind, where they are known."""
     steps = getattr(node, "micro_step", getattr(node, "mini_step", 0))
     if not isinstance(steps, jax.core.Tracer | jax.ShapeDtypeStruct) and int(steps) > 0:
@@ -171,7 +171,7 @@ def _check_window(node: Any, path: Path) -> None:
         )
 
 
-def _merge_flat(old: Any, fresh: Any, path: Path) -> Any:
+def _merge_flat(old: Any, fresh: Any, path: KeyPath) -> Any:
     """The same where parameters lie in other places of flat buffers now, or did not lie in any."""
     flat = [tree for tree in (old, fresh) if is_flat(tree)]
     if not all(_is_array(buffer) for tree in flat for buffer in tree.buffers):
@@ -197,7 +197,7 @@ def _merge_flat(old: Any, fresh: Any, path: Path) -> Any:
     )
 
 
-def _keep(old: Any, fresh: Any, path: Path) -> Any:
+def _keep(old: Any, fresh: Any, path: KeyPath) -> Any:
     if jnp.shape(old) != jnp.shape(fresh) or jnp.result_type(old) != jnp.result_type(fresh):
         raise ValueError(
             f"opt_state{_name(path)} is {_describe(old)}, and for the new parameters "
@@ -218,7 +218,7 @@ def _is_array(node: Any) -> bool:
     return jax.tree_util.all_leaves([node])
 
 
-def _name(path: Path) -> str:
+def _name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path)
 
 
