@@ -332,8 +332,7 @@ class Devices:
         return 1 << self._known[key]
 
     def _note_forward(self, axes: Axes, eqns: tuple[Equation, ...]) -> None:
-        is_inside = any("jvp(" in str(eqn.source_info.name_stack) for eqn in eqns)
-        if is_inside and not source_info.is_backward(eqns):
+        if source_info.is_differentiated(eqns) and not source_info.is_backward(eqns):
             self.forward |= axes
 
 

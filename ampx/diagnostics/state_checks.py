@@ -160,8 +160,8 @@ def find_lost_changes(
         return
     bare = trace_step(inner, args, kwargs)
     changed = {i for _, i in Sources(bare).changed}
-    lost = [i for i in sorted(held & Sources(program).fixed & changed)]
-    lost = [i for i in lost if not _is_elsewhere(program, i)]
+    unreturned = sorted(held & Sources(program).fixed & changed)
+    lost = [i for i in unreturned if not _is_elsewhere(program, i)]
     if lost:
         yield LintFinding(
             "lost_state",

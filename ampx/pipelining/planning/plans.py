@@ -109,9 +109,12 @@ class Plan:
                 ",".join(map(str, d.stages)),
                 str(d.layers),
                 _format_size(d.parameters),
+                str(d.microbatches),
+                _format_size(d.stash),
+                f"{d.idle:.1%}",
+                *(_format_size(d.sent[name]) for name in WIRES),
             ]
-            row += [str(d.microbatches), _format_size(d.stash), f"{d.idle:.1%}"]
-            rows.append(row + [_format_size(d.sent[name]) for name in WIRES])
+            rows.append(row)
         # Rows of numbers by device, then totals. What is zero, such as a stash of weight gradients
         # in a schedule with whole backwards, is left out.
         memory = [["memory of every device", ""]]
