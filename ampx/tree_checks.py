@@ -215,20 +215,21 @@ def describe_tree(tree: Any) -> str:
     return f"a {type(tree).__name__} with {_list_paths(tree)}"
 
 
-def check_opt_state(name: str, state: Any) -> None:
+def check_opt_state(opt_state: Any) -> None:
     """Refuses what is no optimizer state: no tree of arrays, or the parameters.
 
     Raises:
       TypeError: if so.
     """
-    check_arrays(name, state, may_be_shapes=True)
-    is_leaf = jax.tree_util.all_leaves([state])
-    if is_leaf or _holds_arrays_alone(state):
-        parameters = "a tree of nothing but arrays, which looks like parameters"
-        found = describe_tree(state) if is_leaf and not hasattr(state, "dtype") else parameters
+    check_arrays("opt_state", opt_state, may_be_shapes=True)
+    is_leaf = jax.tree_util.all_leaves([opt_state])
+    if is_leaf or _holds_arrays_alone(opt_state):
+        found = "a tree of nothing but arrays, which looks like parameters"
+        if is_leaf and not hasattr(opt_state, "dtype"):
+            found = describe_tree(opt_state)
         raise TypeError(
-            f"{name} must be an optimizer state, got {found}: give the state that tx.init(params) "
-            "or tx.update(...) returned"
+            f"opt_state must be an optimizer state, got {found}: give the state that "
+            "tx.init(params) or tx.update(...) returned"
         )
 
 
@@ -259,10 +260,10 @@ def check_key(name: str, key: Any) -> None:
     # A key of the old kind, `jax.random.PRNGKey(0)`, is a vector of two or four uint32.
     is_raw = dtype == np.uint32 and shape in ((2,), (4,))
     if not ((is_typed and shape == ()) or is_raw):
-        kind = f"keys of shape {shape}" if is_typed else f"{shorten(key)} of type "
+        single = f"{shorten(key)} of type {type(key).__name__}"
         raise TypeError(
-            f"{name} must be one random key, such as jax.random.key(0), got {kind}"
-            f"{'' if is_typed else type(key).__name__}"
+            f"{name} must be one random key, such as jax.random.key(0), got "
+            f"{f'keys of shape {shape}' if is_typed else single}"
         )
     check_memory(name, key)
 

@@ -116,7 +116,9 @@ def judge_product(
     if not is_real or find_obstacle(Float8(), eqn):
         return None
     sums, _ = eqn.params["dimension_numbers"]
-    pairs = [(_finite(array), tuple(axes)) for array, axes in zip(operands, sums, strict=True)]
+    pairs = [
+        (_zero_nonfinite(array), tuple(axes)) for array, axes in zip(operands, sums, strict=True)
+    ]
     casts = [_cast_all(*pair) for pair in pairs]
 
     def multiply(arrays: Iterable[np.ndarray]) -> np.ndarray:
@@ -151,7 +153,7 @@ def _find_cast(recipe: RecipeName, role: Role, roles: Sequence[Role]) -> tuple[s
     return None if found is None else (str(found.dtype), found.per)
 
 
-def _finite(array: Any) -> np.ndarray:
+def _zero_nonfinite(array: Any) -> np.ndarray:
     numbers = np.asarray(array, np.float32)
     return np.where(np.isfinite(numbers), numbers, 0)
 

@@ -273,7 +273,7 @@ def precision_phase(opt_state: optax.OptState) -> jax.Array:
       0
       1
     """
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     states = find_nodes(opt_state, PrecisionScheduleState)
     if len(states) > 1:
         raise ValueError(

@@ -84,7 +84,7 @@ def extend_state(
       (Array([1., 2.], dtype=float32), Array([0., 0., 0.], dtype=float32))
     """
     check_transformation("tx", tx)
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     check_memory("opt_state", opt_state)
     trained, _ = split_optimized(params)
     check_arrays("params", trained if jax.tree.leaves(trained) else params, may_be_shapes=True)

@@ -112,7 +112,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> {name: figures[name].item() for name in ("loss_scale", "skipped_total", "learning_rate")}
       {'loss_scale': 65536.0, 'skipped_total': 0, 'learning_rate': 0.5}
     """
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     return find_figures(opt_state)
 
 
