@@ -318,9 +318,7 @@ class _BodyRewriter:
         traced in float32, under autocast, where they become products of the same kind. It narrows
         its operands itself, so that their gradients leave it in float32.
         """
-        half = self.half
-
-        in_custom_jvp = self.plan.around.in_custom_jvp
+        half, in_custom_jvp = self.half, self.plan.around.in_custom_jvp
 
         def product(*operands: Any) -> Any:
             narrowed = [x.astype(half) if x.dtype == np.float32 else x for x in operands]

@@ -169,7 +169,7 @@ class Powers:
         def unite(values: Sequence[Power], decides: Sequence[Power]) -> Power:
             if eqn.primitive.name == "cond":
                 return _reading(self._join(list(values), eqns), decides)
-            return functools.reduce(_widen, values)
+            return functools.reduce(_keep_common, values)
 
         # A carry only becomes known, then unknown, and gains marks, so a loop settles.
         inside = folds.follow_bodies(
@@ -270,7 +270,7 @@ class Powers:
             self.suspected.update((v.origin, Fraction(1)) for v in own)
 
 
-def _widen(old: Power, new: Power) -> Power:
+def _keep_common(old: Power, new: Power) -> Power:
     """What is true of a value before and after an iteration."""
     marks = _marks([old, new])
     conflicts = old.conflicts | new.conflicts

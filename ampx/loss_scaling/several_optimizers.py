@@ -112,7 +112,7 @@ def wrap_each_with_scale(
             inside = _record(inside, name, own)
         seen = _find_seen(per_loss, scaled).reshape(state.loss_scale.shape)
         inside = inside._replace(pending_seen=inside.pending_seen | seen)
-        result = _complete(new_updates, params, updates if settings.num_losses == 1 else None)
+        result = _fill_up(new_updates, params, updates if settings.num_losses == 1 else None)
         if not moves:
             return result, state._replace(overflow=inside.pending_skip, inner_state=inside)
         return result, _move(advance, state, inside)
@@ -150,7 +150,7 @@ def run_each(
                 None if params is None else params[name],
                 **_for_one(name, extra_args, updates[name]),
             )
-        return _complete(new_updates, params, updates), new_states
+        return _fill_up(new_updates, params, updates), new_states
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -241,7 +241,7 @@ def _for_one(name: str, extra_args: dict[str, Any], own_grads: Any) -> dict[str,
     return {**own, "grad": own_grads} if "grad" in own else own
 
 
-def _complete(new_updates: dict[str, Any], params: Any, grads: Any) -> Any:
+def _fill_up(new_updates: dict[str, Any], params: Any, grads: Any) -> Any:
     """Updates for all parameters that were given, in the same kind of mapping.
 
     Without parameters they are like `grads`, or a dict if that is None.

@@ -154,7 +154,7 @@ def _branch(
         arrays = lax.switch((~skip).astype(jnp.int32), [keep, take_rest])
     if parts is not None and moved:
         values = [*operands, *arrays]
-        made = _choose(skip, parts.behind, [values[source] for source in parts.sources])
+        made = _choose_behind(skip, parts.behind, [values[source] for source in parts.sources])
         arrays = _weave(arrays, dict(zip(parts.moved, made, strict=True)), len(_arrays(types)))
     rest = iter(arrays)
     # An empty gradient of an integer is no array, and the same on both ways.
@@ -271,7 +271,7 @@ def _read_from_array(number: jax.Array) -> jax.Array:
     return lax.optimization_barrier(jnp.stack([number, number]))[0]
 
 
-def _choose(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
+def _choose_behind(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
     """The results of a program behind the branch, or null updates on a skip."""
     new = _compute_beside(skip, jaxpr, *operands)
     null = map(match_type, null_updates(new), new)

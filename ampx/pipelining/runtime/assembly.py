@@ -228,13 +228,13 @@ def _join_types(before: Any, sent: Any, source: int, target: int) -> Any:
 
     if signature(before) != signature(sent):
         raise TypeError(
-            f"stage {source} gives {_describe(sent)}, but stages such as stage {target} take "
-            f"{_describe(before)}: layers of one kind must return what they take"
+            f"stage {source} gives {_describe_types(sent)}, but stages such as stage {target} take "
+            f"{_describe_types(before)}: layers of one kind must return what they take"
         )
     return jax.tree.map(lambda a, b: dataclasses.replace(a, axes=a.axes | b.axes), before, sent)
 
 
-def _describe(tree: Any) -> str:
+def _describe_types(tree: Any) -> str:
     return str(jax.tree.map(lambda t: f"{t.dtype}{list(t.shape)}", tree))
 
 
