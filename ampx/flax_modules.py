@@ -28,7 +28,7 @@ _NORM_NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "InstanceNorm")
 # The collection of variables whose gradient is their new value: see `ampx.overwritten`.
 OVERWRITE = "_overwrite_with_gradient"
 _HALF = (jnp.float16, jnp.bfloat16)
-Cast = Callable[[Any], Any]  # from a pytree to the same with other dtypes
+CastTree = Callable[[Any], Any]  # from a pytree to the same with other dtypes
 
 
 def find_imported(module: str) -> Any:
@@ -36,20 +36,9 @@ def find_imported(module: str) -> Any:
     return sys.modules.get(module)
 
 
-def _select_norm_types(package: Any) -> tuple[type, ...]:
+def _norm_types_of(package: Any) -> tuple[type, ...]:
+    """The classes of layers that normalise, of linen or of nnx."""
     return tuple(getattr(package, name) for name in _NORM_NAMES if hasattr(package, name))
-
-
-def find_linen_norm_types() -> tuple[type, ...]:
-    """Finds the classes of linen layers that normalise; none where linen was never imported."""
-    linen = find_imported("flax.linen")
-    return _select_norm_types(linen)
-
-
-def find_nnx_norm_types() -> tuple[type, ...]:
-    """Finds the classes of nnx layers that normalise; none where nnx was never imported."""
-    nnx = find_imported("flax.nnx")
-    return _select_norm_types(nnx)
 
 
 def is_nnx_module(value: Any) -> bool:
@@ -97,7 +86,7 @@ def find_norm_paths(model: Any, /, *args: Any, **kwargs: Any) -> frozenset[str]:
         nnx = find_imported("flax.nnx")
         found = nnx.iter_modules(model)
         return frozenset(
-            "/".join(map(str, path)) for path, m in found if isinstance(m, find_nnx_norm_types())
+            "/".join(map(str, path)) for path, m in found if isinstance(m, _norm_types_of(nnx))
         )
     linen = find_imported("flax.linen")
     if linen is None or not isinstance(model, linen.Module):
@@ -107,7 +96,7 @@ def find_norm_paths(model: Any, /, *args: Any, **kwargs: Any) -> frozenset[str]:
         )
     # Abstractly: shapes are inferred, nothing is computed.
     modules = model.module_paths(jax.random.key(0), *args, **kwargs)
-    return frozenset(path for path, m in modules.items() if isinstance(m, find_linen_norm_types()))
+    return frozenset(path for path, m in modules.items() if isinstance(m, _norm_types_of(linen)))
 
 
 def _is_half(leaf: Any) -> bool:
@@ -147,7 +136,9 @@ def _computes_in_float32(module: Any, norms: tuple[type, ...], params: Any) -> b
 
 
 @contextlib.contextmanager
-def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) -> Iterator[None]:
+def linen_casts(
+    *, norms_in_float32: bool, cast_input: CastTree, cast_output: CastTree
+) -> Iterator[None]:
     """While active, linen models cast what they take and give, and their norms compute in float32.
 
     A norm layer hands back the dtype it was given, so one float32 scale does not turn the rest of
@@ -157,7 +148,7 @@ def linen_casts(*, norms_in_float32: bool, cast_input: Cast, cast_output: Cast) 
     if linen is None:
         yield
         return
-    norms = find_linen_norm_types()
+    norms = _norm_types_of(linen)
     # linen calls this for every method of every module, the outermost first. A flag tells the model
     # from its layers; it is raised while the model runs.
     inside_model = False
@@ -193,7 +184,7 @@ def _make_float32_class(norm: type) -> type:
     return type(norm.__name__, (norm,), {"__call__": __call__, "__module__": norm.__module__})
 
 
-def _make_casting_class(model: type, cast_input: Cast, cast_output: Cast) -> type:
+def _make_casting_class(model: type, cast_input: CastTree, cast_output: CastTree) -> type:
     """A subclass of a model's class that casts what it takes and gives."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,11 +200,11 @@ def _set_class(module: Any, new_class: type) -> None:
 
 def nnx_with_casts(
     model: Any,
-    cast_params: Cast,
+    cast_params: CastTree,
     *,
     norms_in_float32: bool,
-    cast_input: Cast,
-    cast_output: Cast,
+    cast_input: CastTree,
+    cast_output: CastTree,
 ) -> Any:
     """A copy of an nnx model that computes as a linen model does under `linen_casts`.
 
@@ -235,7 +226,7 @@ def nnx_with_casts(
             # A layer with `dtype=None` computes in the dtype of its parameters and inputs. An
             # embedding has no such choice: it got the dtype of its table when it was made.
             module.dtype = module.embedding.dtype
-        elif norms_in_float32 and _computes_in_float32(module, find_nnx_norm_types(), own):
+        elif norms_in_float32 and _computes_in_float32(module, _norm_types_of(nnx), own):
             _set_class(module, _make_float32_class(type(module)))
         if not path and callable(module):
             _set_class(module, _make_casting_class(type(module), cast_input, cast_output))

@@ -81,12 +81,12 @@ def summarize(value: Any) -> str:
     arrays = [leaf for leaf in jax.tree.leaves(value) if _is_array(leaf)]
     if arrays:
         numbers = sum(math.prod(array.shape) for array in arrays)
-        return f"<{_count(arrays, 'array')}, {_count(range(numbers), 'number')}>"
+        return f"<{_count_items(arrays, 'array')}, {_count_items(range(numbers), 'number')}>"
     shown = repr(value)
     if len(shown) <= LONGEST and "\n" not in shown and " at 0x" not in shown:
         return shown
     if isinstance(value, Collection) and not hasattr(value, "_fields"):
-        return f"<{_count(value, 'item')}>"
+        return f"<{_count_items(value, 'item')}>"
     return f"<{type(value).__name__}>"
 
 
@@ -114,5 +114,5 @@ def _summarize_array(array: Any) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-def _count(items: Collection[Any], name: str) -> str:
+def _count_items(items: Collection[Any], name: str) -> str:
     return f"{len(items):,} {name}{'s' if len(items) != 1 else ''}"

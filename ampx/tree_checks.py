@@ -47,7 +47,7 @@ def check_arrays(name: str, tree: Any, *, may_be_shapes: bool = False) -> None:
       ValueError: for an array that was donated or deleted.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not _is_array(leaf):
+        if not _may_be_array(leaf):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shorten(leaf)} of type "
                 f"{type(leaf).__name__}{at_path(path)}: leave it out of the tree, or convert it to "
@@ -57,7 +57,7 @@ def check_arrays(name: str, tree: Any, *, may_be_shapes: bool = False) -> None:
         check_memory(name, tree)
 
 
-def _is_array(leaf: Any) -> bool:
+def _may_be_array(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array | bool | int | float | complex):
         return True
     dtype = getattr(leaf, "dtype", None)
@@ -215,20 +215,17 @@ def describe_tree(tree: Any) -> str:
     return f"a {type(tree).__name__} with {_list_paths(tree)}"
 
 
-def check_opt_state(name: str, state: Any) -> None:
-    """Refuses what is no optimizer state: no tree of arrays, or the parameters.
-
-    Raises:
-      TypeError: if so.
-    """
-    check_arrays(name, state, may_be_shapes=True)
-    is_leaf = jax.tree_util.all_leaves([state])
-    if is_leaf or _holds_arrays_alone(state):
-        parameters = "a tree of nothing but arrays, which looks like parameters"
-        found = describe_tree(state) if is_leaf and not hasattr(state, "dtype") else parameters
+def check_opt_state(opt_state: Any) -> None:
+    """Raises a TypeError for what is no optimizer state: no tree of arrays, or the parameters."""
+    check_arrays("opt_state", opt_state, may_be_shapes=True)
+    is_leaf = jax.tree_util.all_leaves([opt_state])
+    if is_leaf or _holds_arrays_alone(opt_state):
+        found = "a tree of nothing but arrays, which looks like parameters"
+        if is_leaf and not hasattr(opt_state, "dtype"):
+            found = describe_tree(opt_state)
         raise TypeError(
-            f"{name} must be an optimizer state, got {found}: give the state that tx.init(params) "
-            "or tx.update(...) returned"
+            f"opt_state must be an optimizer state, got {found}: give the state that "
+            "tx.init(params) or tx.update(...) returned"
         )
 
 
@@ -259,20 +256,16 @@ def check_key(name: str, key: Any) -> None:
     # A key of the old kind, `jax.random.PRNGKey(0)`, is a vector of two or four uint32.
     is_raw = dtype == np.uint32 and shape in ((2,), (4,))
     if not ((is_typed and shape == ()) or is_raw):
-        kind = f"keys of shape {shape}" if is_typed else f"{shorten(key)} of type "
+        single = f"{shorten(key)} of type {type(key).__name__}"
         raise TypeError(
-            f"{name} must be one random key, such as jax.random.key(0), got {kind}"
-            f"{'' if is_typed else type(key).__name__}"
+            f"{name} must be one random key, such as jax.random.key(0), got "
+            f"{f'keys of shape {shape}' if is_typed else single}"
         )
     check_memory(name, key)
 
 
 def check_scalar(name: str, value: Any) -> None:
-    """Refuses what is no number: words, bools, and arrays with axes. It may be traced.
-
-    Raises:
-      TypeError: if so.
-    """
+    """Raises a TypeError for words, bools and arrays with axes; a number may be traced."""
     check_hyperparameter(name, value, may_be_infinite=True)
     if jnp.shape(value):
         raise TypeError(f"{name} must be a scalar, got an array of shape {jnp.shape(value)}")
@@ -348,11 +341,7 @@ def check_gradients(
 
 
 def refuse_shards(name: str, grads: Any) -> None:
-    """Refuses gradients of which each device holds its shard.
-
-    Raises:
-      ValueError: if they are.
-    """
+    """Raises a ValueError for gradients of which each device holds its shard."""
     if has_mark(grads, "is_gradient_shard"):
         raise ValueError(
             f"{name} are ampx.GradientShards, this device's shards of summed gradients, and only "

@@ -101,8 +101,8 @@ def _check_containers(batch: Any) -> None:
 
     Rows of the arrays in them are no rows of the whole: those of a BCOO are its nonzero numbers.
     """
-    for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_container):
-        if _is_container(node) and _keeps_its_shape(node):
+    for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_wraps_array):
+        if _wraps_array(node) and _keeps_its_shape(node):
             raise ValueError(
                 f"batch leaf {jax.tree_util.keystr(path)} is a {type(node).__name__}, which keeps "
                 f"a shape of its own beside its arrays, {node.shape}, and cannot be split into "
@@ -111,7 +111,7 @@ def _check_containers(batch: Any) -> None:
             )
 
 
-def _is_container(node: Any) -> bool:
+def _wraps_array(node: Any) -> bool:
     """Whether a node is no leaf, and behaves as an array."""
     is_array_like = hasattr(node, "shape") and hasattr(node, "dtype")
     return is_array_like and not jax.tree_util.all_leaves([node])

@@ -2,7 +2,7 @@
 
 The body of such an equation is planned like the jaxpr around it, with one difference: its inputs
 and outputs are borders, and dtypes on both sides of a border must agree. The body's plan is given
-what is known of its inputs outside (`Value`s) and what readers outside ask of its outputs
+what is known of its inputs outside (`KnownValue`s) and what readers outside ask of its outputs
 (`Demand`s). It returns what is known of the outputs and what the body asks of the inputs. Which
 side decides about the dtypes at a border depends on the equation:
 
@@ -28,9 +28,17 @@ from typing import Any, NamedTuple, Protocol
 
 from ampx.autocasting import operations
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK
-from ampx.autocasting.plans import Decision, Plan, Settings
+from ampx.autocasting.plans import Decision, PrecisionPlan, Settings
 from ampx.autocasting.rules import Surroundings
-from ampx.autocasting.values import AS_TRACED, COMPUTED, IN_HALF, Demand, Value, Vote, is_float32
+from ampx.autocasting.values import (
+    AS_TRACED,
+    COMPUTED,
+    IN_HALF,
+    Demand,
+    KnownValue,
+    Vote,
+    is_float32,
+)
 from ampx.jaxprs import reading, source_info
 from ampx.jaxprs.reading import Jaxpr
 
@@ -45,10 +53,10 @@ class PlansJaxprs(Protocol):
     def plan(
         self,
         jaxpr: Jaxpr,
-        inputs: Sequence[Value],
+        inputs: Sequence[KnownValue],
         demands: Sequence[Demand],
         around: Surroundings = ...,
-    ) -> Plan:
+    ) -> PrecisionPlan:
         """Plans a jaxpr."""
 
 
@@ -66,12 +74,14 @@ class Site(NamedTuple):
 
     planner: PlansJaxprs
     eqn: Any
-    values: tuple[Value, ...]
+    values: tuple[KnownValue, ...]
     wanted: tuple[Demand, ...]
     rule: str
     around: Surroundings
 
-    def plan(self, body: Jaxpr, inputs: Sequence[Value], demands: Sequence[Demand]) -> Plan:
+    def plan(
+        self, body: Jaxpr, inputs: Sequence[KnownValue], demands: Sequence[Demand]
+    ) -> PrecisionPlan:
         """Plans one of the bodies."""
         around = self.around
         if self.planner.settings.rules.entries:
@@ -138,7 +148,7 @@ def find_operand_demands(eqn: Any, decision: Decision) -> Sequence[Demand]:
     return body.input_demands
 
 
-def _keep_dtypes(eqn: Any, values: Sequence[Value]) -> tuple[bool | None, ...]:
+def _keep_dtypes(eqn: Any, values: Sequence[KnownValue]) -> tuple[bool | None, ...]:
     """`Decision.operands` that give a body the dtypes it was planned for."""
     return tuple(
         value.half if is_float32(atom) else None
@@ -146,7 +156,7 @@ def _keep_dtypes(eqn: Any, values: Sequence[Value]) -> tuple[bool | None, ...]:
     )
 
 
-def _label_precision(*bodies: Plan) -> str:
+def _label_precision(*bodies: PrecisionPlan) -> str:
     return "recurse" if not all(body.changes_nothing for body in bodies) else "as traced"
 
 
@@ -220,7 +230,7 @@ def _decide_scan(site: Site) -> Decision:
     return Decision(_label_precision(plan), rule, operands, plan.outputs, (plan,))
 
 
-def _describe_widened(value: Value) -> Value:
+def _describe_widened(value: KnownValue) -> KnownValue:
     """What is known of a scan's constant, which enters in float32.
 
     The transpose of a scan adds up a constant's cotangents, one per step, in the dtype in which the
@@ -230,7 +240,7 @@ def _describe_widened(value: Value) -> Value:
     return value._replace(half=False)
 
 
-def _describe_carry(atoms: Sequence[Any]) -> list[Value]:
+def _describe_carry(atoms: Sequence[Any]) -> list[KnownValue]:
     return [COMPUTED if is_float32(atom) else AS_TRACED for atom in atoms]
 
 
@@ -277,7 +287,7 @@ def _decide_cond(site: Site) -> Decision:
     return Decision(_label_precision(*plans), "cond", operands, outputs, tuple(plans))
 
 
-def _agree_on_dtype(outputs: Sequence[Value], demand: Demand) -> Demand:
+def _agree_on_dtype(outputs: Sequence[KnownValue], demand: Demand) -> Demand:
     """What to ask of an output of all branches, so that they give one type: the widest.
 
     A branch that gives a number (`lambda: 0.0`) does not make the others float32.

@@ -37,7 +37,7 @@ Dots = Literal["float8"] | RecipeName
 MULTIPLE = 16
 SCOPE = "ampx.float8"  # the name scope around all that a product in float8 computes
 _FIRST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs with products in float8: Ada, then Hopper
-BLOCK = 32  # numbers that share a scale in the mx formats
+MX_BLOCK = 32  # numbers that share a scale in the mx formats
 
 
 class Cast(NamedTuple):
@@ -166,7 +166,7 @@ def _fits(sizes: list[Any], in_blocks: bool) -> bool:
     # A size that is known only by name, as in `jax.export`, is no int.
     if not all(isinstance(size, int) for size in sizes):
         return False
-    if in_blocks and (not sizes or sizes[-1] % BLOCK):
+    if in_blocks and (not sizes or sizes[-1] % MX_BLOCK):
         return False  # blocks are runs of a last axis
     return math.prod(sizes) > 0 and math.prod(sizes) % MULTIPLE == 0
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ampx.autocasting.float8 import BLOCK, SCOPE, Cast, Casts, Float8, casts_of
+from ampx.autocasting.float8 import MX_BLOCK, SCOPE, Cast, Casts, Float8, casts_of
 from ampx.jaxprs import reading
 from ampx.jaxprs.reverse_only import reverse_only
 from ampx.mesh_axes import mark_varying, varying_axes
@@ -37,7 +37,7 @@ _NO_FORWARD_MODE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Float8Product:
     """One product, all but its operands. Equal ones share a function, which JAX traces once.
 
     Attributes:
@@ -91,7 +91,7 @@ def quantize(x: jax.Array, cast: Cast, sums: Sequence[int]) -> tuple[jax.Array, 
 
 def _in_blocks(x: jax.Array, axis: int) -> jax.Array:
     """Splits an axis of n*32 numbers into two, of n and 32."""
-    return x.reshape((*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :]))
+    return x.reshape((*x.shape[:axis], -1, MX_BLOCK, *x.shape[axis + 1 :]))
 
 
 def _make_scale(largest: jax.Array, dtype: Any) -> jax.Array:
@@ -112,7 +112,7 @@ def _make_scale(largest: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(largest == 0, np.float32(1), scale)
 
 
-def _multiply(how: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _multiply(how: Float8Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Casts two operands and multiplies them."""
     multiply = functools.partial(
         lax.dot_general, dimension_numbers=how.dims, out_sharding=how.out_sharding
@@ -153,7 +153,7 @@ def _lay_beside(
 
 # One function for a product of these types: JAX finds what it has traced by a function's identity.
 @functools.lru_cache(maxsize=1024)
-def _differentiable(how: Product, lhs_type: Any, rhs_type: Any) -> Callable[..., Any]:
+def _differentiable(how: Float8Product, lhs_type: Any, rhs_type: Any) -> Callable[..., Any]:
     """The product as a function of its operands, with a rule for its gradients."""
 
     @jax.custom_vjp
@@ -177,7 +177,7 @@ def _differentiable(how: Product, lhs_type: Any, rhs_type: Any) -> Callable[...,
 
 @functools.lru_cache(maxsize=1024)
 def _make_gradient(
-    how: Product, lhs_type: Any, rhs_type: Any, operand: int
+    how: Float8Product, lhs_type: Any, rhs_type: Any, operand: int
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Makes the gradient of one operand, as a function of the cotangent and the other operand."""
 

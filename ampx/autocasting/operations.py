@@ -36,7 +36,7 @@ from ampx.autocasting.values import (
     AS_TRACED,
     COMPUTED,
     IN_HALF,
-    Value,
+    KnownValue,
     Vote,
     compute_span,
     describe_fill,
@@ -57,7 +57,7 @@ NO_SUM = "a product without a sum"
 
 def decide(
     eqn: Any,
-    values: tuple[Value, ...],
+    values: tuple[KnownValue, ...],
     precision: tables.Precision,
     rule: str,
     half: Any,
@@ -109,7 +109,7 @@ def decide(
 
 
 def decide_float8(
-    eqn: Any, values: tuple[Value, ...], decision: Decision, dots: Float8, wanted: bool
+    eqn: Any, values: tuple[KnownValue, ...], decision: Decision, dots: Float8, wanted: bool
 ) -> Decision:
     """Decides whether a product that is to be half runs in float8 instead.
 
@@ -141,7 +141,7 @@ def decide_opaque(eqn: Any, rule: str) -> Decision:
     return Decision("float32" if involved else "as traced", rule, operands, outputs)
 
 
-def decide_float32(eqn: Any, values: tuple[Value, ...], rule: str) -> Decision:
+def decide_float32(eqn: Any, values: tuple[KnownValue, ...], rule: str) -> Decision:
     """Decides that an equation computes in float32; its half operands are widened."""
     name = eqn.primitive.name
     touched = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float32(atom)]
@@ -158,7 +158,7 @@ def decide_float32(eqn: Any, values: tuple[Value, ...], rule: str) -> Decision:
     return Decision(precision, rule, operands, outputs)
 
 
-def _describe_moved_results(eqn: Any, values: tuple[Value, ...]) -> tuple[Value, ...]:
+def _describe_moved_results(eqn: Any, values: tuple[KnownValue, ...]) -> tuple[KnownValue, ...]:
     """Describes the results of an equation that moves its operands, held in float32.
 
     They are still what they were (parameters, constants), but half values were widened, so they no
@@ -172,7 +172,7 @@ def _describe_moved_results(eqn: Any, values: tuple[Value, ...]) -> tuple[Value,
     return tuple(COMPUTED if v.half or v.vote is Vote.HALF else v for v in moved)
 
 
-def _fold_constants(eqn: Any, operands: Sequence[Value]) -> Value | None:
+def _fold_constants(eqn: Any, operands: Sequence[KnownValue]) -> KnownValue | None:
     """Computes a constant from constants, such as the root of a head's size.
 
     `h / jnp.sqrt(64.0)` must stay half like `h / 8.0`. The number is only used to see whether half
@@ -193,7 +193,9 @@ def _decide_half(eqn: Any, rule: str) -> Decision:
     return Decision("half", rule, operands, outputs)
 
 
-def _decide_requested_half(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -> Decision:
+def _decide_requested_half(
+    eqn: Any, values: tuple[KnownValue, ...], rule: str, half: Any
+) -> Decision:
     """Decides for an equation that a default or a user wants in half."""
     name = eqn.primitive.name
     if _requests_other_precision(eqn, half):
@@ -211,7 +213,7 @@ def _decide_requested_half(eqn: Any, values: tuple[Value, ...], rule: str, half:
 
 
 def _decide_product_without_sum(
-    eqn: Any, values: tuple[Value, ...], half: Any, lift: bool
+    eqn: Any, values: tuple[KnownValue, ...], half: Any, lift: bool
 ) -> Decision:
     """Decides for a `dot_general` that multiplies and adds up nothing, as `mul` does.
 
@@ -244,7 +246,7 @@ def _decide_unknown_in_half(eqn: Any, rule: str, half: Any) -> Decision:
     return _decide_half(eqn, rule)._replace(outputs=tuple(outputs))
 
 
-def _decide_widest(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) -> Decision:
+def _decide_widest(eqn: Any, values: tuple[KnownValue, ...], rule: str, half: Any) -> Decision:
     """Decides for half if some operand votes half and no other objects, otherwise for float32."""
     name = "mul" if reading.multiplies_without_sum(eqn) else eqn.primitive.name
     some_half = False
@@ -274,12 +276,12 @@ def _decide_widest(eqn: Any, values: tuple[Value, ...], rule: str, half: Any) ->
             return decide_float32(eqn, values, OUT_OF_RANGE)
         reason = "float32, for the sum of its transpose"
     if reason:
-        outputs = (Value(False, Vote.HALF),)
+        outputs = (KnownValue(False, Vote.HALF),)
         return decide_float32(eqn, values, reason)._replace(outputs=outputs, follows=True)
     return _decide_half(eqn, rule)._replace(follows=name not in primitives.TRANSFERS)
 
 
-def _find_objection(name: str, atom: Any, constant: Value, half: Any) -> str | None:
+def _find_objection(name: str, atom: Any, constant: KnownValue, half: Any) -> str | None:
     """Finds why a constant operand must not become half.
 
     Returns:
@@ -304,7 +306,7 @@ def _find_objection(name: str, atom: Any, constant: Value, half: Any) -> str | N
     return None if fits_in(constant.span, half, saturates) else OUT_OF_RANGE
 
 
-def _is_bias_or_scale(eqn: Any, atom: Any, value: Value) -> bool:
+def _is_bias_or_scale(eqn: Any, atom: Any, value: KnownValue) -> bool:
     """Whether a float32 operand is a bias or a scale that must not promote an activation.
 
     Torch has biases inside of its linear layers. In a jaxpr there is only `add h b`, and what tells
@@ -338,7 +340,7 @@ def _transpose_sums(eqn: Any) -> bool:
 
 
 def _decide_conversion(
-    eqn: Any, values: tuple[Value, ...], precision: str, rule: str, lift: bool
+    eqn: Any, values: tuple[KnownValue, ...], precision: str, rule: str, lift: bool
 ) -> Decision:
     """Decides for a conversion that is in the program.
 
@@ -363,7 +365,7 @@ def _decide_conversion(
     return Decision("float32", rule, (None,), (COMPUTED,))
 
 
-def _is_reciprocal(eqn: Any, values: Sequence[Value]) -> bool:
+def _is_reciprocal(eqn: Any, values: Sequence[KnownValue]) -> bool:
     """Whether an equation divides a constant: 1 / x leaves float16's range for x below 1.5e-5."""
     name = eqn.primitive.name
     return (name == "div" and values[0].constant is not None) or (

@@ -1,12 +1,12 @@
 """Decides, before anything runs, which precision every equation of a jaxpr computes in.
 
 Two passes alternate until they agree. The forward pass walks from the inputs to the outputs. Each
-equation decides from the rule of its primitive and from what is known of its operands (a `Value`,
-with its `Vote`). The backward pass walks from the outputs to the inputs and collects what the
-readers of each value ask of it (a `Demand`). An equation that would follow its operands into half,
-although every reader computes in float32, is *lifted*: it computes in float32 itself. A lifted
-equation is a float32 reader of its own operands, so whole chains are lifted. Without that, softmax,
-norms and variances would round in half between their input and their sum.
+equation decides from the rule of its primitive and from what is known of its operands (a
+`KnownValue`, with its `Vote`). The backward pass walks from the outputs to the inputs and collects
+what the readers of each value ask of it (a `Demand`). An equation that would follow its operands
+into half, although every reader computes in float32, is *lifted*: it computes in float32 itself. A
+lifted equation is a float32 reader of its own operands, so whole chains are lifted. Without that,
+softmax, norms and variances would round in half between their input and their sum.
 
 An example, for `sum(square(x @ w))`:
 
@@ -36,11 +36,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ampx.autocasting import calls, operations, tables
-from ampx.autocasting.plans import Decision, Plan, Settings
+from ampx.autocasting.plans import Decision, PrecisionPlan, Settings
 from ampx.autocasting.rules import NOWHERE, Surroundings
 from ampx.autocasting.values import (
     Demand,
-    Value,
+    KnownValue,
     apply_demand,
     describe_closed_over,
     describe_literal,
@@ -57,11 +57,11 @@ HIDDEN_FUNCTION = "unknown function inside, left as traced"
 class _KnownValues:
     """What is known of a jaxpr's variables and literals during a forward pass."""
 
-    def __init__(self, jaxpr: Any, inputs: Sequence[Value]) -> None:
+    def __init__(self, jaxpr: Any, inputs: Sequence[KnownValue]) -> None:
         self.of_variable = dict(zip(jaxpr.invars, inputs, strict=True))
         self.of_variable.update((var, describe_closed_over(var.aval)) for var in jaxpr.constvars)
 
-    def __getitem__(self, atom: Any) -> Value:
+    def __getitem__(self, atom: Any) -> KnownValue:
         return describe_literal(atom) if reading.is_literal(atom) else self.of_variable[atom]
 
 
@@ -70,15 +70,17 @@ class Planner:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[Any, dict[Any, PrecisionPlan]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def plan(
         self,
         jaxpr: Jaxpr,
-        inputs: Sequence[Value],
+        inputs: Sequence[KnownValue],
         demands: Sequence[Demand],
         around: Surroundings = NOWHERE,
-    ) -> Plan:
+    ) -> PrecisionPlan:
         """Plans a jaxpr.
 
         Args:
@@ -97,8 +99,8 @@ class Planner:
         return plans[key]
 
     def _compute_plan(
-        self, jaxpr: Any, inputs: tuple[Value, ...], demands: tuple[Demand, ...], around: Any
-    ) -> Plan:
+        self, jaxpr: Any, inputs: tuple[KnownValue, ...], demands: tuple[Demand, ...], around: Any
+    ) -> PrecisionPlan:
         lifted: set[int] = set()  # indices of equations
         asked: dict[int, tuple[Demand, ...]] = {}  # by equation with bodies: per output
         known = _KnownValues(jaxpr, inputs)
@@ -115,7 +117,7 @@ class Planner:
             for atom, demand in zip(jaxpr.outvars, demands, strict=True)
         )
         input_demands = tuple(readers.get(var, Demand.NONE) for var in jaxpr.invars)
-        return Plan(inputs, demands, tuple(decisions), outputs, input_demands, around)
+        return PrecisionPlan(inputs, demands, tuple(decisions), outputs, input_demands, around)
 
     def _decide_forward(
         self,
@@ -150,7 +152,7 @@ class Planner:
     def _decide(
         self,
         eqn: Any,
-        values: tuple[Value, ...],
+        values: tuple[KnownValue, ...],
         wanted: tuple[Demand, ...],
         lift: bool,
         around: Surroundings,
@@ -242,7 +244,7 @@ def _hides_a_function(eqn: Any) -> bool:
     return (unknown or known) and any(map(is_float32, eqn.invars))
 
 
-def warn_of_hidden_functions(jaxpr: Jaxpr, plan: Plan) -> None:
+def warn_of_hidden_functions(jaxpr: Jaxpr, plan: PrecisionPlan) -> None:
     """Warns of functions that autocast cannot rewrite, once for each place that calls one.
 
     It looks at a finished plan: on the way to it, a body may be planned many times.
@@ -257,7 +259,7 @@ def warn_of_hidden_functions(jaxpr: Jaxpr, plan: Plan) -> None:
         )
 
 
-def _find_hidden_functions(jaxpr: Jaxpr, plan: Plan) -> Iterator[tuple[str, str]]:
+def _find_hidden_functions(jaxpr: Jaxpr, plan: PrecisionPlan) -> Iterator[tuple[str, str]]:
     """Finds the primitives that hold one, and the line of each, also inside calls and loops."""
     for eqn, decision in zip(reading.open_jaxpr(jaxpr).eqns, plan.decisions, strict=True):
         if decision.rule == HIDDEN_FUNCTION:

@@ -1,4 +1,4 @@
-"""What planning gives: a `Decision` for each equation of a jaxpr, and the `Plan` that holds them.
+"""What planning gives: a `Decision` for each equation of a jaxpr, and their `PrecisionPlan`.
 
 `planner.py` makes a plan, `operations.py` and `calls.py` decide its equations, and the rewriter and
 the report read it. It says everything about the new program but its equations: `explain` prints a
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ampx.autocasting.float8 import Float8
 from ampx.autocasting.rules import Rules, Surroundings
 from ampx.autocasting.tables import HALF_BY_DEFAULT
-from ampx.autocasting.values import Demand, Value, is_float32
+from ampx.autocasting.values import Demand, KnownValue, is_float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Decision(NamedTuple):
     precision: str
     rule: str
     operands: tuple[bool | None, ...]
-    outputs: tuple[Value, ...]
-    bodies: tuple[Plan, ...] = ()
+    outputs: tuple[KnownValue, ...]
+    bodies: tuple[PrecisionPlan, ...] = ()
     follows: bool = False
     not_float8: str = ""
 
@@ -68,7 +68,7 @@ class Decision(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Plan:
+class PrecisionPlan:
     """Decisions for the equations of one jaxpr, given its inputs and its readers.
 
     Attributes:
@@ -82,10 +82,10 @@ class Plan:
         so that one plan gives one object: jit looks programs up by the identity of their jaxprs.
     """
 
-    inputs: tuple[Value, ...]
+    inputs: tuple[KnownValue, ...]
     demands: tuple[Demand, ...]
     decisions: tuple[Decision, ...]
-    outputs: tuple[Value, ...]
+    outputs: tuple[KnownValue, ...]
     input_demands: tuple[Demand, ...]
     around: Surroundings
     rewritten: Any = None

@@ -38,7 +38,7 @@ from ampx.autocasting.calls import AS_WRITTEN
 from ampx.autocasting.float8 import Dots, Float8, casts_of, find_fallback
 from ampx.autocasting.operations import NO_SUM
 from ampx.autocasting.planner import HIDDEN_FUNCTION
-from ampx.autocasting.plans import Decision, Plan, Settings
+from ampx.autocasting.plans import Decision, PrecisionPlan, Settings
 from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.tables import DEFAULTS, HALF_BY_DEFAULT
 from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
@@ -260,7 +260,7 @@ def explain(
 
 
 def _list_equations(
-    jaxpr: Jaxpr, plan: Plan, settings: Settings, inside: tuple[str, ...]
+    jaxpr: Jaxpr, plan: PrecisionPlan, settings: Settings, inside: tuple[str, ...]
 ) -> Iterator[ExplainedEquation]:
     """Gives a row for each equation of a jaxpr and of the jaxprs that its equations hold."""
     opened = reading.open_jaxpr(jaxpr)

@@ -31,12 +31,12 @@ from ampx.autocasting import custom_rules, float8_products, narrowing, tables
 from ampx.autocasting.float8 import Float8, casts_of
 from ampx.autocasting.marks import NATIVE_MARK, PROMOTE_MARK, RELABEL_MARK, tracing_for
 from ampx.autocasting.planner import Planner, warn_of_hidden_functions
-from ampx.autocasting.plans import Decision, Plan, Settings
+from ampx.autocasting.plans import Decision, PrecisionPlan, Settings
 from ampx.autocasting.rules import NOWHERE, Surroundings
 from ampx.autocasting.values import (
     IN_HALF,
     Demand,
-    Value,
+    KnownValue,
     Vote,
     actual_aval,
     actual_dtype,
@@ -64,7 +64,7 @@ class Rewriter:
         self.settings = settings
         self.planner = Planner(settings)
 
-    def rewrite(self, jaxpr: Jaxpr, plan: Plan) -> Jaxpr:
+    def rewrite(self, jaxpr: Jaxpr, plan: PrecisionPlan) -> Jaxpr:
         """Rewrites a jaxpr as planned."""
         if plan.changes_nothing:
             return jaxpr
@@ -113,7 +113,7 @@ class _BodyRewriter:
       narrowed: the half conversion of each new float32 variable that has one.
     """
 
-    def __init__(self, rewriter: Rewriter, jaxpr: Jaxpr, plan: Plan) -> None:
+    def __init__(self, rewriter: Rewriter, jaxpr: Jaxpr, plan: PrecisionPlan) -> None:
         self.rewriter = rewriter
         self.half = np.dtype(rewriter.settings.half_dtype)
         self.jaxpr = jaxpr
@@ -121,7 +121,7 @@ class _BodyRewriter:
         self.plan = plan
         self.eqns: list[Any] = []
         self.atoms: dict[Any, Any] = {}
-        self.values: dict[Any, Value] = {}
+        self.values: dict[Any, KnownValue] = {}
         self.widened: dict[Any, Any] = {}
         self.narrowed: dict[Any, Any] = {}
 
@@ -149,7 +149,7 @@ class _BodyRewriter:
     def _last_equation(self) -> Any:
         return self.opened.eqns[-1] if self.opened.eqns else None
 
-    def _define(self, var: Any, atom: Any, value: Value) -> None:
+    def _define(self, var: Any, atom: Any, value: KnownValue) -> None:
         self.atoms[var] = atom
         self.values[var] = value
 
@@ -202,7 +202,7 @@ class _BodyRewriter:
         wanted = actual_dtype(out.aval, decision.outputs[0], self.half)
         return wanted == self.half
 
-    def _define_output(self, out: Any, value: Value) -> Any:
+    def _define_output(self, out: Any, value: KnownValue) -> Any:
         """Gives the new variable of an output; one that keeps its type is used again."""
         if not value.half:
             new = out
@@ -213,7 +213,7 @@ class _BodyRewriter:
         self._define(out, new, value)
         return new
 
-    def _known_value(self, atom: Any) -> Value:
+    def _known_value(self, atom: Any) -> KnownValue:
         return describe_literal(atom) if reading.is_literal(atom) else self.values[atom]
 
     def _convert_operand(self, eqn: Any, atom: Any, target: bool | None) -> Any:
@@ -264,7 +264,7 @@ class _BodyRewriter:
         self.eqns.append(building.make_conversion(atom, self.half, eqn))
         return self.eqns[-1].outvars[0]
 
-    def _narrow_constant(self, atom: Any, value: Value, eqn: Any) -> Any:
+    def _narrow_constant(self, atom: Any, value: KnownValue, eqn: Any) -> Any:
         """Narrows a constant array; what is finite stays finite."""
         if fits_in(value.span, self.half):
             return self._narrow(atom, eqn)
@@ -318,9 +318,7 @@ class _BodyRewriter:
         traced in float32, under autocast, where they become products of the same kind. It narrows
         its operands itself, so that their gradients leave it in float32.
         """
-        half = self.half
-
-        in_custom_jvp = self.plan.around.in_custom_jvp
+        half, in_custom_jvp = self.half, self.plan.around.in_custom_jvp
 
         def product(*operands: Any) -> Any:
             narrowed = [x.astype(half) if x.dtype == np.float32 else x for x in operands]
@@ -349,7 +347,7 @@ class _BodyRewriter:
         ]
         first, second = (self._known_value(atom).vote is Vote.PARAMETER for atom in eqn.invars)
         (value,) = decision.outputs
-        product = float8_products.Product(
+        product = float8_products.Float8Product(
             dots,
             casts_of(dots).forward,
             eqn.params["dimension_numbers"],

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from ampx.autocasting.float8 import Dots, Float8, as_float8
 from ampx.autocasting.marks import active_half_dtype, as_written, tracing_for
 from ampx.autocasting.planner import warn_of_hidden_functions
-from ampx.autocasting.plans import Plan, Settings
+from ampx.autocasting.plans import PrecisionPlan, Settings
 from ampx.autocasting.rewriter import Rewriter
 from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
 from ampx.autocasting.values import Demand, describe_input
@@ -62,7 +62,7 @@ class Traced(NamedTuple):
     """
 
     jaxpr: Jaxpr
-    plan: Plan
+    plan: PrecisionPlan
     rewriter: Rewriter
     arrays: list[Any]
     structure: Any

@@ -1,10 +1,10 @@
 """What the planner knows of a value, and what its readers ask of it.
 
-Forward, knowledge of operands becomes knowledge of results: a `Value`. Backward, readers ask things
-of the values that they read: a `Demand`.
+Forward, knowledge of operands becomes knowledge of results: a `KnownValue`. Backward, readers ask
+things of the values that they read: a `Demand`.
 
-A `Value` says two things that are easily taken for one. `half` is the dtype in which the value will
-be held. `vote` is what it stands for when operands must agree on a dtype. They differ where an
+A `KnownValue` says two things that are easily taken for one. `half` is the dtype in which the value
+will be held. `vote` is what it stands for when operands must agree on a dtype. They differ where an
 operation on half values runs in float32 for its accuracy alone: `h / s` with a half activation `h`
 and a scale `s` that is known only when it runs. The quotient is held in float32, since to narrow
 `s` = 1e-8 first would make it 0 in float16. But it votes half: it is an activation like `h`, and a
@@ -42,7 +42,7 @@ class Vote(enum.IntEnum):
     HALF = 4  # computed in half, or a result that belongs in half
 
 
-class Value(NamedTuple):
+class KnownValue(NamedTuple):
     """What is known of a value that was traced as float32. Every other type is neutral.
 
     Attributes:
@@ -60,9 +60,9 @@ class Value(NamedTuple):
 
 # Three values that most results have: of a type that autocast does not touch, or a number of which
 # nothing is known; computed in float32; computed in half.
-AS_TRACED = Value(False, Vote.NEUTRAL)
-COMPUTED = Value(False, Vote.FLOAT32)
-IN_HALF = Value(True, Vote.HALF)
+AS_TRACED = KnownValue(False, Vote.NEUTRAL)
+COMPUTED = KnownValue(False, Vote.FLOAT32)
+IN_HALF = KnownValue(True, Vote.HALF)
 
 
 class Demand(enum.IntEnum):
@@ -98,7 +98,7 @@ def join_demands(first: Demand, second: Demand) -> Demand:
     return Demand.KEEP
 
 
-def apply_demand(value: Value, demand: Demand, float32: bool) -> Value:
+def apply_demand(value: KnownValue, demand: Demand, float32: bool) -> KnownValue:
     """Computes what is known of an output of a jaxpr, once it meets what was asked of it.
 
     Args:
@@ -126,17 +126,17 @@ def is_float32(atom: Any) -> bool:
     return getattr(atom.aval, "dtype", None) == np.float32
 
 
-def describe_input(aval: Any) -> Value:
+def describe_input(aval: Any) -> KnownValue:
     """Describes an input of the whole function."""
     if getattr(aval, "dtype", None) != np.float32:
         return AS_TRACED
     # JAX marks Python numbers as weakly typed, so a weak scalar is a number of the program. A weak
     # array is the result of some operation on numbers, such as `jnp.full`, and is data like others.
     weak_number = aval.weak_type and aval.ndim == 0
-    return Value(False, Vote.NEUTRAL if weak_number else Vote.PARAMETER)
+    return KnownValue(False, Vote.NEUTRAL if weak_number else Vote.PARAMETER)
 
 
-def describe_closed_over(aval: Any) -> Value:
+def describe_closed_over(aval: Any) -> KnownValue:
     """Describes an array that the function closes over.
 
     A scalar is taken for a number of the program (`jnp.sqrt(d)`, computed before), a larger array
@@ -147,7 +147,7 @@ def describe_closed_over(aval: Any) -> Value:
     return describe_input(aval)
 
 
-def describe_literal(atom: Any) -> Value:
+def describe_literal(atom: Any) -> KnownValue:
     """Describes a constant written into an equation."""
     number = np.asarray(atom.val)
     if number.ndim or number.dtype.kind not in "fiub" or number != number:
@@ -155,9 +155,9 @@ def describe_literal(atom: Any) -> Value:
     return describe_fill(float(number))
 
 
-def describe_fill(constant: float) -> Value:
+def describe_fill(constant: float) -> KnownValue:
     """Describes an array filled with a number."""
-    return Value(False, Vote.NEUTRAL, constant, compute_span(constant))
+    return KnownValue(False, Vote.NEUTRAL, constant, compute_span(constant))
 
 
 # No number but zeros and infinities: an empty range, so that the union of spans is (min, max).
@@ -212,14 +212,14 @@ def saturate(constant: float, dtype: Any) -> np.ndarray:
     return np.asarray(constant, dtype)
 
 
-def describe_moved(value: Value, spreads: bool) -> Value:
+def describe_moved(value: KnownValue, spreads: bool) -> KnownValue:
     """Describes a value that was only moved, perhaps repeated for every example."""
     if spreads and value.vote is Vote.PARAMETER:
         return value._replace(vote=Vote.REPEATED)
     return value
 
 
-def describe_result_of(values: Iterable[Value], picks: bool) -> Value:
+def describe_result_of(values: Iterable[KnownValue], picks: bool) -> KnownValue:
     """Describes a float32 result of these operands: constants make a constant.
 
     Args:
@@ -252,7 +252,7 @@ def is_repeated_along_first_axis(first: Any, second: Any) -> bool:
     return small[0] == 1 and large[0] != 1
 
 
-def restrict_to_type(aval: Any, value: Value) -> Value:
+def restrict_to_type(aval: Any, value: KnownValue) -> KnownValue:
     """Restricts what is known of an output to what its type allows.
 
     A scalar that is still weakly typed is a number, whatever computed it, and stays neutral.
@@ -267,11 +267,11 @@ def restrict_to_type(aval: Any, value: Value) -> Value:
     return COMPUTED if aval.ndim and value.span is None else value
 
 
-def actual_dtype(aval: Any, value: Value, half_dtype: Any) -> Any:
+def actual_dtype(aval: Any, value: KnownValue, half_dtype: Any) -> Any:
     """The dtype in which a value is held."""
     return np.dtype(half_dtype) if value.half else aval.dtype
 
 
-def actual_aval(aval: Any, value: Value, half_dtype: Any) -> Any:
+def actual_aval(aval: Any, value: KnownValue, half_dtype: Any) -> Any:
     """The type with which a value is held."""
     return reading.with_dtype(aval, half_dtype) if value.half else aval

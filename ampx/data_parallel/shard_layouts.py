@@ -136,7 +136,7 @@ def layout_of_spec(spec: PartitionSpec | None, axes: Sequence[str], rank: int) -
     return guess if rank == 1 else dataclasses.replace(guess, is_known=False)
 
 
-def merge(layouts: Sequence[ShardLayout]) -> ShardLayout | None:
+def find_common_layout(layouts: Sequence[ShardLayout]) -> ShardLayout | None:
     """The coarsest layout that values of all these layouts can be cut to; None if there is none."""
     entries = []
     for parts in itertools.zip_longest(*(each.entries for each in layouts), fillvalue=()):

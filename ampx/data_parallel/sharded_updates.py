@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ampx.data_parallel.shard_layouts import WHOLE, ShardLayout, convert, cut, merge
+from ampx.data_parallel.shard_layouts import WHOLE, ShardLayout, convert, cut, find_common_layout
 from ampx.jaxprs import folds, primitives, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.mesh_axes import mark_varying, varying_axes
@@ -197,7 +197,7 @@ class _Partition:
 
     def _align(self, eqn: Equation, operands: Sequence[Part]) -> tuple[list[Any], ShardLayout]:
         """The operands as shards that lie alike, and how."""
-        layout = merge([part.layout for part in operands])
+        layout = find_common_layout([part.layout for part in operands])
         if layout is None:
             flat = [part.layout for part in operands if part.layout.flat_of is not None]
             _check_is_known(self._describe(eqn), *flat)
@@ -311,6 +311,6 @@ class _Partition:
         for body in bodies:
             jax.eval_shape(branch(body, None), *values)
         # Layouts that cannot be merged are converted to that of the first branch.
-        agreed = [merge(layouts) or layouts[0] for layouts in zip(*found, strict=True)]
+        agreed = [find_common_layout(layouts) or layouts[0] for layouts in zip(*found, strict=True)]
         results = lax.switch(index.value, [branch(body, agreed) for body in bodies], *values)
         return [Part(value, layout) for value, layout in zip(results, agreed, strict=True)]

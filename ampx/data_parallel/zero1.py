@@ -31,6 +31,7 @@ number of all elements.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -218,70 +219,112 @@ def zero1(
         model_layouts = _model_layouts(params, setting, axes)
         own_axes = [layout.axes for layout in model_layouts]
         exchange = ShardExchange(reduction.with_op(reduce_op, shared_loss_axes), params, own_axes)
-        sizes = {axis: count_devices([axis]) for each in model_layouts for axis in each.axes}
-        sizes |= {axis: count_devices([axis]) for axis in axes}
-        # How each leaf of the parameters is divided in the end, and the shapes with which `inner`
-        # is traced: whole ones, with all that "model" has divided.
-        layouts = [
-            layout.divided_by(left, dim)
-            for layout, left, dim in zip(model_layouts, exchange.axes, exchange.dims, strict=True)
-        ]
-        whole_params = _whole_shapes(params, model_layouts, sizes)
-        # What a checkpoint holds. Shapes alone: nothing is allocated for it.
-        whole_state = jax.eval_shape(inner.init, whole_params)
-        maker = "init(params) of the same transformation"
-        check_made_by("ampx.zero1", maker, whole_state, state.inner_state, shapes=False)
-        layout_of = match_parameters(whole_params, layouts)
-        _refuse_blocks(whole_state, layout_of)
-        with_paths = jax.tree_util.tree_leaves_with_path(whole_state)
-        state_layouts = [layout_of(path, leaf.shape) for path, leaf in with_paths]
-        _check_state(state.inner_state, whole_state, state_layouts, sizes)
+        division = _divide(inner, params, model_layouts, exchange, axes)
+        _check_inner_state(state.inner_state, division)
         grads, sent = exchange.scatter(updates)
         grads, sent_beyond = exchange.sum_beyond(grads, reduce_axes)
-        # What this device holds of the arguments of inner.update, how each leaf is divided, and the
-        # whole shapes with which it is traced.
-        held = (grads, state.inner_state, exchange.take_own_shards(params))
-        whole = (
-            _whole_shapes(params, model_layouts, sizes, like=grads),
-            # An update may have given the state another dtype than `init` did.
-            _whole_shapes(whole_state, [WHOLE] * len(state_layouts), {}, like=state.inner_state),
-            whole_params,
-        )
-
-        # The extra arguments are constants of the trace: values that every device holds whole.
-        def inner_update(grads: Any, inner_state: Any, params: Any) -> Any:
-            about = {**extra_args, "grad": grads} if "grad" in extra_args else extra_args
-            return inner.update(grads, inner_state, params, **about)
-
-        held_layouts = (*layouts, *state_layouts, *layouts)
-        parts, structure = run_on_shards(
-            inner_update, whole, list(map(Part, jax.tree.leaves(held), held_layouts))
-        )
-        # An update that does not depend on the gradient comes out whole, for example zeros.
-        results = [
-            convert_part(part, layout, "the result of the transformation inside zero1")
-            for part, layout in zip(parts, [*layouts, *state_layouts], strict=True)
-        ]
-        count = len(layouts)
-        gathered = exchange.gather(results[:count])
-        result, inner_state = jax.tree.unflatten(structure, [*gathered, *results[count:]])
+        held = grads, state.inner_state, exchange.take_own_shards(params)
+        shards, inner_state = _update_shards(inner, division, held, extra_args)
+        leaves, structure = jax.tree.flatten(shards)
+        result = jax.tree.unflatten(structure, exchange.gather(leaves))
         squares = [optax.tree.norm(leaf, squared=True) for leaf in jax.tree.leaves(grads)]
-        norm = jnp.sqrt(add_over_shards(squares, [layout.axes for layout in layouts]))
+        norm = jnp.sqrt(add_over_shards(squares, [layout.axes for layout in division.layouts]))
         return result, Zero1State(reduction.state([*sent, *sent_beyond]), inner_state, norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _whole_shapes(
-    tree: Any, layouts: Sequence[ShardLayout], sizes: Mapping[str, int], like: Any = None
-) -> Any:
-    """The whole shapes of a tree of parts, with structure and dtypes of another if one is given."""
-    kinds, structure = jax.tree.flatten(tree if like is None else like)
+class _Division(NamedTuple):
+    """How parameters and the state of `inner` are divided.
+
+    Attributes:
+      layouts: of each leaf of the parameters, in the end: over "model" and by `zero1`.
+      state_layouts: of each leaf of the state.
+      sizes: of all mapped axes that are in a layout.
+      whole_params: the shapes with which `inner` is traced: whole ones, with all that "model" has
+        divided.
+      whole_state: what a checkpoint holds, as shapes: nothing is allocated for it.
+    """
+
+    layouts: list[ShardLayout]
+    state_layouts: list[ShardLayout]
+    sizes: dict[str, int]
+    whole_params: Any
+    whole_state: Any
+
+
+def _divide(
+    inner: optax.GradientTransformation,
+    params: Any,
+    model_layouts: Sequence[ShardLayout],
+    exchange: ShardExchange,
+    axes: Sequence[str],
+) -> _Division:
+    """Divides parameters, which `model_layouts` has divided, by the axes of `zero1` as well."""
+    all_axes = itertools.chain(axes, *(layout.axes for layout in model_layouts))
+    sizes = {axis: count_devices([axis]) for axis in all_axes}
+    layouts = [
+        layout.divided_by(left, dim)
+        for layout, left, dim in zip(model_layouts, exchange.axes, exchange.dims, strict=True)
+    ]
+    whole_params = _whole_shapes(params, model_layouts, sizes)
+    whole_state = jax.eval_shape(inner.init, whole_params)
+    layout_of = match_parameters(whole_params, layouts)
+    _refuse_blocks(whole_state, layout_of)
+    with_paths = jax.tree_util.tree_leaves_with_path(whole_state)
+    state_layouts = [layout_of(path, leaf.shape) for path, leaf in with_paths]
+    return _Division(layouts, state_layouts, sizes, whole_params, whole_state)
+
+
+def _update_shards(
+    inner: optax.GradientTransformationExtraArgs,
+    division: _Division,
+    held: tuple[Any, Any, Any],
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    """Runs `inner.update` on what this device holds of gradients, state and parameters."""
+
+    # The extra arguments are constants of the trace: values that every device holds whole.
+    def update(grads: Any, inner_state: Any, params: Any) -> Any:
+        about = {**extra_args, "grad": grads} if "grad" in extra_args else extra_args
+        return inner.update(grads, inner_state, params, **about)
+
+    layouts, state_layouts, _, whole_params, whole_state = division
+    # Gradients and state may have other dtypes than parameters, and than `init` gives the state.
+    whole = (
+        _with_dtypes(whole_params, held[0]),
+        _with_dtypes(whole_state, held[1]),
+        whole_params,
+    )
+    held_layouts = (*layouts, *state_layouts, *layouts)
+    parts, structure = run_on_shards(
+        update, whole, list(map(Part, jax.tree.leaves(held), held_layouts))
+    )
+    # An update that does not depend on the gradient comes out whole, for example zeros.
+    results = [
+        convert_part(part, layout, "the result of the transformation inside zero1")
+        for part, layout in zip(parts, [*layouts, *state_layouts], strict=True)
+    ]
+    return jax.tree.unflatten(structure, results)
+
+
+def _whole_shapes(parts: Any, layouts: Sequence[ShardLayout], sizes: Mapping[str, int]) -> Any:
+    """The whole shapes of a tree of parts."""
+    leaves, structure = jax.tree.flatten(parts)
     shapes = [
-        jax.ShapeDtypeStruct(layout.whole_shape(jnp.shape(leaf), sizes), kind.dtype)
-        for leaf, layout, kind in zip(jax.tree.leaves(tree), layouts, kinds, strict=True)
+        jax.ShapeDtypeStruct(layout.whole_shape(jnp.shape(leaf), sizes), leaf.dtype)
+        for leaf, layout in zip(leaves, layouts, strict=True)
     ]
     return jax.tree.unflatten(structure, shapes)
+
+
+def _with_dtypes(shapes: Any, like: Any) -> Any:
+    """The same shapes with the structure and the dtypes of another tree."""
+    kinds, structure = jax.tree.flatten(like)
+    pairs = zip(jax.tree.leaves(shapes), kinds, strict=True)
+    return jax.tree.unflatten(
+        structure, [jax.ShapeDtypeStruct(leaf.shape, kind.dtype) for leaf, kind in pairs]
+    )
 
 
 def _model_layouts(params: Any, setting: ModelAxes, axes: Sequence[str]) -> list[ShardLayout]:
@@ -334,15 +377,19 @@ def _refuse_blocks(state: Any, layout_of: Callable[[Any, Sequence[int]], ShardLa
             )
 
 
-def _check_state(
-    state: Any, whole: Any, layouts: Sequence[ShardLayout], sizes: Mapping[str, int]
-) -> None:
-    """Refuses a state that is not divided: it was given to `shard_map` without its specs."""
+def _check_inner_state(state: Any, division: _Division) -> None:
+    """Refuses a state of another structure, and one that is not divided.
+
+    The second was given to `shard_map` without its specs.
+    """
+    maker = "init(params) of the same transformation"
+    check_made_by("ampx.zero1", maker, division.whole_state, state, shapes=False)
     paths = jax.tree_util.tree_leaves_with_path(state)
-    for (path, leaf), like, layout in zip(paths, jax.tree.leaves(whole), layouts, strict=True):
-        expected = layout.part_shape(like.shape, sizes)
+    likes = jax.tree.leaves(division.whole_state)
+    for (path, leaf), like, layout in zip(paths, likes, division.state_layouts, strict=True):
+        expected = layout.part_shape(like.shape, division.sizes)
         if jnp.shape(leaf) != expected:
-            count = math.prod(sizes[axis] for axis in layout.axes)
+            count = math.prod(division.sizes[axis] for axis in layout.axes)
             raise ValueError(
                 f"the state{at_path(path)} has shape {jnp.shape(leaf)} on this device, "
                 f"expected {expected}, 1/{count} of {like.shape}: give shard_map the specs of "

@@ -82,7 +82,7 @@ class Culprit(NamedTuple):
         return f"{self.name} ({self.place}, {self.primitive})"
 
 
-class Node(NamedTuple):
+class FlowNode(NamedTuple):
     """An equation, with calls inlined.
 
     Attributes:
@@ -108,7 +108,7 @@ class Flow:
 
     def __init__(self) -> None:
         self.reductions: list[ReductionRecord] = []
-        self.nodes = [Node((), 0, 0, ())]
+        self.nodes = [FlowNode((), 0, 0, ())]
         # The branches that ampx chooses between: the nodes of their operands, and the sizes of
         # mapped axes. What is the user's own may stand in them.
         self._choices: dict[int, tuple[list[int], dict[Any, int]]] = {}
@@ -157,7 +157,7 @@ class Flow:
             waits |= self.nodes[i].waits
         if not waits:
             return 0
-        self.nodes.append(Node(inputs, own, waits, eqns))
+        self.nodes.append(FlowNode(inputs, own, waits, eqns))
         return len(self.nodes) - 1
 
     def _record_reductions(self, eqn: Equation, sizes: dict[Any, int]) -> list[int]:

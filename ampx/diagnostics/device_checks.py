@@ -193,7 +193,7 @@ class Devices:
             return self._enter_shard_map(eqns, inputs, sizes)
         # Axes and marks are only added, and sums of gradients only lost, so a loop settles.
         results = folds.follow_bodies(
-            eqn, inputs, lambda body, operands: self.follow(body, operands, sizes, eqns), _choose
+            eqn, inputs, lambda body, operands: self.follow(body, operands, sizes, eqns), _unite
         )
         if results is not None:
             return results
@@ -279,7 +279,7 @@ class Devices:
     ) -> Spread:
         """What an equation on one device makes of values."""
         eqn = eqns[0]
-        name, made = eqn.primitive.name, _choose(inputs)
+        name, made = eqn.primitive.name, _unite(inputs)
         made = made._replace(is_gradient=made.is_gradient or source_info.is_backward(eqns))
         if name == "sub" and inputs[0].is_total:
             made = made._replace(unknown=made.unknown | inputs[1].varies - inputs[0].varies)
@@ -294,7 +294,7 @@ class Devices:
         if name not in _LINEAR or name == "integer_pow" and eqn.params["y"] != 1:
             return made._replace(by_jax=_NONE, by_hand=_NONE)
         if name == "select_n":
-            chosen = _choose(inputs[1:])
+            chosen = _unite(inputs[1:])
             return made._replace(by_jax=chosen.by_jax, by_hand=chosen.by_hand)
         if name not in ("mul", "div"):
             return made
@@ -332,8 +332,7 @@ class Devices:
         return 1 << self._known[key]
 
     def _note_forward(self, axes: Axes, eqns: tuple[Equation, ...]) -> None:
-        is_inside = any("jvp(" in str(eqn.source_info.name_stack) for eqn in eqns)
-        if is_inside and not source_info.is_backward(eqns):
+        if source_info.is_differentiated(eqns) and not source_info.is_backward(eqns):
             self.forward |= axes
 
 
@@ -349,7 +348,7 @@ def _of_literal(value: Any) -> Spread:
     return Spread(is_constant=True, number=reading.number_of_constant(value))
 
 
-def _choose(values: Sequence[Spread], read: Sequence[Spread] = ()) -> Spread:
+def _unite(values: Sequence[Spread], read: Sequence[Spread] = ()) -> Spread:
     """What is made of values that are added or chosen among, and depends on others."""
     both = (*values, *read)
     # Zeros, say, which an update is replaced by, are no other term.

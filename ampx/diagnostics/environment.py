@@ -41,7 +41,7 @@ _OPTIONAL = (
 )
 
 
-class Product(NamedTuple):
+class MeasuredProduct(NamedTuple):
     """A product of two square matrices as this device computes it, with a float32 result.
 
     Attributes:
@@ -56,7 +56,7 @@ class Product(NamedTuple):
     flops: float
 
 
-def measure_product(dtype: str, size: int) -> Product:
+def measure_product(dtype: str, size: int) -> MeasuredProduct:
     """Compiles and times a product of two `size` x `size` matrices on the default device."""
     matrix = jnp.ones((size, size), dtype)
     product = jax.jit(lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32))
@@ -64,13 +64,15 @@ def measure_product(dtype: str, size: int) -> Product:
         compiled = product.lower(matrix, matrix).compile()
         jax.block_until_ready(compiled(matrix, matrix))
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError):
-        return Product(dtype, "", 0.0)
+        return MeasuredProduct(dtype, "", 0.0)
     seconds = []
     for _ in range(_RUNS):
         started = time.perf_counter()
         jax.block_until_ready(compiled(matrix, matrix))
         seconds.append(time.perf_counter() - started)
-    return Product(dtype, _multiplied_dtype(compiled.as_text() or ""), 2 * size**3 / min(seconds))
+    return MeasuredProduct(
+        dtype, _multiplied_dtype(compiled.as_text() or ""), 2 * size**3 / min(seconds)
+    )
 
 
 def _multiplied_dtype(hlo: str) -> str:

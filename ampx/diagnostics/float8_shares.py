@@ -24,13 +24,13 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.autocasting.float8 import BLOCK, Float8, RecipeName, Sharing, casts_of, find_obstacle
+from ampx.autocasting.float8 import MX_BLOCK, Float8, RecipeName, Sharing, casts_of, find_obstacle
 from ampx.jaxprs.reading import Equation
 from ampx.summaries import show_fields
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 # From the fewest casts to the most room for small numbers.
-LADDER: tuple[RecipeName, ...] = ("tensorwise", "rowwise", "rowwise_half_dw", "mxfp8")
+RECIPE_LADDER: tuple[RecipeName, ...] = ("tensorwise", "rowwise", "rowwise_half_dw", "mxfp8")
 Role = Literal["input", "parameter", "cotangent"]
 # The error of a product of normal numbers is 0.04, and 0.06 with e5m2. Where the best recipe has
 # more than this, the terms of its sums cancel, and what is left are roundings.
@@ -116,7 +116,9 @@ def judge_product(
     if not is_real or find_obstacle(Float8(), eqn):
         return None
     sums, _ = eqn.params["dimension_numbers"]
-    pairs = [(_finite(array), tuple(axes)) for array, axes in zip(operands, sums, strict=True)]
+    pairs = [
+        (_zero_nonfinite(array), tuple(axes)) for array, axes in zip(operands, sums, strict=True)
+    ]
     casts = [_cast_all(*pair) for pair in pairs]
 
     def multiply(arrays: Iterable[np.ndarray]) -> np.ndarray:
@@ -126,7 +128,7 @@ def judge_product(
     exact = multiply(array for array, _ in pairs)
     errors: dict[RecipeName, tuple[float, float]] = {}
     fitting: set[RecipeName] = set()
-    for recipe in LADDER:
+    for recipe in RECIPE_LADDER:
         keys = [_find_cast(recipe, role, roles) for role in roles]
         if None in keys:  # this product is left in half
             fitting.add(recipe)
@@ -151,7 +153,7 @@ def _find_cast(recipe: RecipeName, role: Role, roles: Sequence[Role]) -> tuple[s
     return None if found is None else (str(found.dtype), found.per)
 
 
-def _finite(array: Any) -> np.ndarray:
+def _zero_nonfinite(array: Any) -> np.ndarray:
     numbers = np.asarray(array, np.float32)
     return np.where(np.isfinite(numbers), numbers, 0)
 
@@ -161,7 +163,7 @@ def _cast_all(
 ) -> dict[tuple[str, Sharing], tuple[np.ndarray, Float8Shares]]:
     """What each format and sharing leaves of an operand, and the shares of what it does not."""
     sharings: tuple[Sharing, ...] = ("tensor", "row")
-    if x.shape[sums[-1]] % BLOCK == 0:
+    if x.shape[sums[-1]] % MX_BLOCK == 0:
         sharings = (*sharings, "block")
     return {(name, per): _cast(x, sums, name, per) for per in sharings for name in (E4M3, E5M2)}
 
@@ -172,7 +174,7 @@ def _cast(
     numbers, axes = x, None if per == "tensor" else sums
     if per == "block":
         last = sums[-1]
-        numbers = x.reshape(*x.shape[:last], -1, BLOCK, *x.shape[last + 1 :])
+        numbers = x.reshape(*x.shape[:last], -1, MX_BLOCK, *x.shape[last + 1 :])
         axes = (last + 1,)
     limit = np.float32(jnp.finfo(name).max)
     # The least power of two that brings the largest number into the format.
@@ -195,7 +197,7 @@ def _find_errors(found: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
     return float(ratios[0]), float(max(ratio.max(initial=0) for ratio in ratios[1:]))
 
 
-def merge(first: Shares, second: Shares) -> Shares:
+def merge_shares(first: Shares, second: Shares) -> Shares:
     """The worse of two operands."""
     keys = dict.fromkeys((*first, *second))
     return {key: first.get(key, Float8Shares()) | second.get(key, Float8Shares()) for key in keys}
@@ -213,10 +215,10 @@ def make_rows(found: Mapping[tuple[str, str], Shares], name: str) -> tuple[Float
 
 def choose_recipe(fitting: Container[RecipeName]) -> RecipeName | None:
     """The recipe with the fewest casts among some; None of none."""
-    return next((recipe for recipe in LADDER if recipe in fitting), None)
+    return next((recipe for recipe in RECIPE_LADDER if recipe in fitting), None)
 
 
 def choose_for_all(fitting: Iterable[frozenset[RecipeName]]) -> RecipeName | None:
     """The recipe that serves the most scopes, and of those the one with the fewest casts."""
     counts = collections.Counter(recipe for recipes in fitting for recipe in recipes)
-    return max(LADDER, key=counts.__getitem__) if counts else None
+    return max(RECIPE_LADDER, key=counts.__getitem__) if counts else None

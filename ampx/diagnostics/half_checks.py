@@ -26,7 +26,7 @@ import numpy as np
 
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.step_programs import StepProgram, source_of, source_of_output
-from ampx.jaxprs import folds, primitives, reading
+from ampx.jaxprs import folds, primitives, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 
 _HALF = ("float16", "bfloat16")
@@ -262,8 +262,8 @@ def find_half_sums(program: StepProgram) -> list[LintFinding]:
     findings = []
     for eqn, around in folds.equations_inside(program.jaxpr):
         # Inside of what is differentiated, a model may add up what it likes, as a residual stream.
-        stacks = [str(each.source_info.name_stack) for each in (eqn, *around)]
-        if eqn.primitive.name not in primitives.LOOPS or any("jvp(" in s for s in stacks):
+        is_inside = source_info.is_differentiated((eqn, *around))
+        if eqn.primitive.name not in primitives.LOOPS or is_inside:
             continue
         dtypes = sorted(set(_totals(eqn)))
         if dtypes:

@@ -101,7 +101,7 @@ class CountingWalk(Walk):
         """A large number that is written into the program may be a fill; an array is data."""
         # No equation makes what a function closes over: it is counted here.
         if np.ndim(array):
-            _count(self.histograms, here.scope, Value(array, Origin()))
+            _count_value(self.histograms, here.scope, Value(array, Origin()))
             return Origin()
         is_real = is_inexact(array) and not np.iscomplexobj(array)
         return Origin(is_constant=True, fills=find_fills(array) if is_real else NO_FILLS)
@@ -117,12 +117,12 @@ class CountingWalk(Walk):
         made = self._find_origin(name, operands)
         if name in HALF_BY_DEFAULT and not reading.multiplies_without_sum(eqn):
             for value in (*operands, *(Value(array, made) for array in arrays)):
-                _count(self.products, scope, value)
+                _count_value(self.products, scope, value)
         if name == "dot_general":
             self._judge_float8(eqn, operands, scope)
         results = []
         for array in arrays:
-            found = _count(self.histograms, scope, Value(array, made))
+            found = _count_value(self.histograms, scope, Value(array, made))
             # A part without fills, as a slice of the unmasked places is, passes none on.
             own = made if found.fills else made._replace(fills=NO_FILLS)
             # A sum that float16 could hold needs no indulgence; one of a backward pass gets none.
@@ -141,7 +141,7 @@ class CountingWalk(Walk):
         self.recipes[scope] = judged.recipes & self.recipes.get(scope, judged.recipes)
         for role, shares in zip(roles, judged.shares, strict=True):
             key = scope, BACKWARD if role == "cotangent" else FORWARD
-            self.float8[key] = float8_shares.merge(self.float8.get(key, {}), shares)
+            self.float8[key] = float8_shares.merge_shares(self.float8.get(key, {}), shares)
 
     def _find_origin(self, name: str, operands: Sequence[Value]) -> Origin:
         made = self.remark_joined(operands)
@@ -185,7 +185,7 @@ def _find_role(origin: Origin) -> float8_shares.Role:
     return "parameter" if origin.is_parameter else "input"
 
 
-def _count(histograms: Counts, scope: str, value: Value) -> Histogram:
+def _count_value(histograms: Counts, scope: str, value: Value) -> Histogram:
     """Adds the numbers of a value to the histograms; gives its own."""
     if not is_inexact(value.array):
         return Histogram()

@@ -208,7 +208,7 @@ class BlamingWalk(Walk):
         if flags.nan:
             return self.blame_here(here, [], array, _WRITTEN_NAN)
         # An array with some infinities is a mask already; a single number becomes one.
-        rank = MASKING if any(flags) and _finite(array).any() else WRITTEN
+        rank = MASKING if any(flags) and _where_finite(array).any() else WRITTEN
         return self.blame_here(here, [], array, rank=rank) if any(flags) else None
 
     def remark_joined(self, values: Sequence[Value]) -> Blame | None:
@@ -382,7 +382,7 @@ def _is_too_large(eqn: Equation, explaining: Sequence[Value], flags: Flags) -> b
 
 def _as_mask(blame: Blame, eqn: Equation, array: Any) -> Blame:
     """Passes a blame on: a constant becomes a mask where it is joined with other numbers."""
-    is_mask = eqn.primitive.name in _MASKS or _finite(array).any()
+    is_mask = eqn.primitive.name in _MASKS or _where_finite(array).any()
     return blame._replace(rank=MASKING) if blame.rank == WRITTEN and is_mask else blame
 
 
@@ -398,12 +398,12 @@ def _find_explanations(
     suspects = [value for value in operands if value.remark is not None]
     if not suspects or eqn.primitive.name not in primitives.ELEMENTWISE:
         return suspects, bool(suspects)
-    bad = ~_finite(array)
+    bad = ~_where_finite(array)
     unexplained, explaining = bad.copy(), []
     for number, value in enumerate(operands):
         if value.remark is None:
             continue
-        meets = bad & ~_finite(value.array)
+        meets = bad & ~_where_finite(value.array)
         if eqn.primitive.name == "select_n":
             # select_n(which, case 0, case 1, ...): operand k + 1 is case k.
             meets = meets & (np.asarray(operands[0].array).astype(np.int32) == number - 1)
@@ -413,6 +413,6 @@ def _find_explanations(
     return explaining, not unexplained.any()
 
 
-def _finite(array: Any) -> np.ndarray:
+def _where_finite(array: Any) -> np.ndarray:
     """Which numbers of an array are finite, as bools of its shape."""
     return np.isfinite(np.asarray(array))

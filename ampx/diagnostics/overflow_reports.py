@@ -149,14 +149,14 @@ class OverflowRecord:
             f"  written in  {self.source and PurePath(self.source).name or 'no line of your own'}",
             self.scope and f"  scope       {self.scope}",
             f"  iteration   {', '.join(map(str, self.iterations))}" if self.iterations else "",
-            *(f"  operand     {kind}, {_format_size('', size)}" for kind, size in sizes),
-            f"  result      {self.output_type}, {_format_size('finite ', self.largest_output)}",
+            *(f"  operand     {kind}, {_format_largest('', size)}" for kind, size in sizes),
+            f"  result      {self.output_type}, {_format_largest('finite ', self.largest_output)}",
             self.note and f"  note        {self.note}",
         ]
         return "\n".join(line for line in lines if line)
 
 
-def _format_size(finite: str, size: float | None) -> str:
+def _format_largest(finite: str, size: float | None) -> str:
     return "nothing finite" if size is None else f"{finite}up to {size:.6g}"
 
 

@@ -16,7 +16,6 @@ to those before it are the reason.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -190,18 +189,18 @@ def _object_to_overflow(found: Findings, half_dtype: str) -> str:
     )
 
 
-def _object_to_o2(found: Findings) -> str:
+def _object_to_o2(
+    found: Findings, half_dtype: str, scale_objection: Callable[[Evidence], str]
+) -> str:
     of = found.everything
     return (
-        _object_to_overflow(found, "float16")
-        or _object_to_lost_gradients(of, "float16")
-        or _object_to_128(of)
+        _object_to_overflow(found, half_dtype)
+        or _object_to_lost_gradients(of, half_dtype)
+        or scale_objection(of)
     )
 
 
-def _object_to_o1(
-    found: Findings, scale_objection: Callable[[Evidence], str] = _object_to_128
-) -> str:
+def _object_to_o1(found: Findings, scale_objection: Callable[[Evidence], str]) -> str:
     of = found.products
     return (
         _object_to_forward_overflow(of, "float16")
@@ -210,26 +209,12 @@ def _object_to_o1(
     )
 
 
-def _object_to_bfloat16(found: Findings) -> str:
-    of = found.everything
-    return (
-        _object_to_overflow(found, "bfloat16")
-        or _object_to_lost_gradients(of, "bfloat16")
-        or _object_to_no_scale(of)
-    )
-
-
 LADDER = (
-    Rung("O2", "float16", 128.0, _object_to_o2),
-    Rung("O1", "float16", 128.0, _object_to_o1),
-    Rung(
-        "O1",
-        "float16",
-        "dynamic",
-        functools.partial(_object_to_o1, scale_objection=_object_to_dynamic),
-    ),
-    Rung("O2", "bfloat16", None, _object_to_bfloat16),
-    Rung("O0", None, None, lambda found: ""),
+    Rung("O2", "float16", 128.0, lambda f: _object_to_o2(f, "float16", _object_to_128)),
+    Rung("O1", "float16", 128.0, lambda f: _object_to_o1(f, _object_to_128)),
+    Rung("O1", "float16", "dynamic", lambda f: _object_to_o1(f, _object_to_dynamic)),
+    Rung("O2", "bfloat16", None, lambda f: _object_to_o2(f, "bfloat16", _object_to_no_scale)),
+    Rung("O0", None, None, lambda f: ""),
 )
 
 

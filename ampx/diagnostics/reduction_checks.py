@@ -20,7 +20,7 @@ from ampx.jaxprs.reading import Equation, Jaxpr
 # What is known of a value: nothing, that it is made of shares, that it is a sum of shares over so
 # many devices. Numbers that are written into the program are known, too, as floats.
 _SHARE = "share"
-Fact = str | int | float | None
+_Fact = str | int | float | None
 
 
 def find_means_of_shares(program: StepProgram) -> Iterator[LintFinding]:
@@ -42,11 +42,11 @@ def find_means_of_shares(program: StepProgram) -> Iterator[LintFinding]:
 
 def _follow(
     jaxpr: Jaxpr,
-    operands: Sequence[Fact],
+    operands: Sequence[_Fact],
     around: tuple[Equation, ...],
     found: list[tuple[Equation, ...]],
-) -> list[Fact]:
-    def apply(eqns: tuple[Equation, ...], facts: list[Fact]) -> Sequence[Fact]:
+) -> list[_Fact]:
+    def apply(eqns: tuple[Equation, ...], facts: list[_Fact]) -> Sequence[_Fact]:
         eqn = eqns[0]
         scopes = str(eqn.source_info.name_stack).split("/")
         if "ampx.share" in scopes:

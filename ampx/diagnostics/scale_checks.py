@@ -35,7 +35,7 @@ from ampx.diagnostics.scale_powers import (
     Powers,
 )
 from ampx.diagnostics.step_programs import (
-    Leaf,
+    StepArray,
     StepProgram,
     is_chain,
     is_of_library,
@@ -43,7 +43,7 @@ from ampx.diagnostics.step_programs import (
     source_of,
     source_of_output,
 )
-from ampx.jaxprs import folds, primitives, reading
+from ampx.jaxprs import folds, primitives, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.trees import is_floating, is_named_tuple
 
@@ -219,11 +219,10 @@ def _find_exchanged(program: StepProgram) -> list[Conflict]:
 
 def _is_in_loss(conflict: Conflict, jaxpr: Jaxpr) -> bool:
     """Whether a conflict is a sum in the forward pass of what is differentiated, of its terms."""
-    stacks = [str(eqn.source_info.name_stack) for eqn in conflict.eqns]
     return (
         conflict.powers == (0, 1)
         and conflict.eqns[0].primitive.name in primitives.ADDING
-        and any("jvp(" in stack for stack in stacks)
+        and source_info.is_differentiated(conflict.eqns)
         and not place_of(conflict.eqns, jaxpr).is_backward
     )
 
@@ -310,7 +309,7 @@ def find_counting_schedules(program: StepProgram, flow: ScaleFlow) -> list[LintF
     ]
 
 
-def _is_count_of_optimizer(leaf: Leaf) -> bool:
+def _is_count_of_optimizer(leaf: StepArray) -> bool:
     """Whether a leaf is the field `count` of an optimizer's state.
 
     A count of samples that someone keeps beside his parameters must not stop at a skipped step.

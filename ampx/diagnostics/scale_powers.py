@@ -40,13 +40,9 @@ import numpy as np
 
 from ampx.diagnostics import bit_sets
 from ampx.jaxprs import folds, primitives, reading
+from ampx.jaxprs.primitives import names
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.trees import is_floating
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
 
 # What is known of a value besides its power, as bits. The first three it has from any operand, the
 # next two only if all of them have it. What a predicate chooses among scales is a scale.
@@ -58,21 +54,21 @@ FREE = 16  # it has every power
 TINY = 32  # it is a number that only keeps a denominator from being 0
 _INHERITED = READS | MULTIPLIED | DIVIDED
 
-_SUMS = primitives.ADDING | primitives.CHOOSING | _names("nextafter rem complex")
+_SUMS = primitives.ADDING | primitives.CHOOSING | names("nextafter rem complex")
 # They put values side by side, which need not have one power.
-_GATHERING = _names("concatenate stack pad")
-_PRODUCTS = _names("mul ragged_dot") | primitives.CONTRACTIONS
+_GATHERING = names("concatenate stack pad")
+_PRODUCTS = names("mul ragged_dot") | primitives.CONTRACTIONS
 # Among indices, which are integers, sparse arrays have one operand of numbers, products have two.
-_SPARSE = _names(
+_SPARSE = names(
     """bcoo_extract bcoo_fromdense bcoo_todense bcoo_transpose bcsr_extract bcsr_fromdense
     bcsr_todense coo_fromdense coo_todense csr_fromdense csr_todense"""
 )
-_SPARSE_PRODUCTS = _names(
+_SPARSE_PRODUCTS = names(
     """bcoo_dot_general bcoo_dot_general_sampled bcsr_dot_general coo_matmat coo_matvec
     csr_matmat csr_matvec"""
 )
 # The last operand of numbers is the right-hand side, those before it make the matrix.
-_SOLVES = _names("triangular_solve tridiagonal_solve spsolve")
+_SOLVES = names("triangular_solve tridiagonal_solve spsolve")
 # The result has the power of the first operand, or operand i that of result i.
 _KEEPING = (
     primitives.IDENTITIES
@@ -82,7 +78,7 @@ _KEEPING = (
     | primitives.ALL_REDUCTIONS
     | primitives.TRANSFERS
     | primitives.SCATTERING_COLLECTIVES
-    | _names(
+    | names(
         """neg abs real imag conj convert_element_type reduce_precision
         reduce_sum reduce_max reduce_min cumsum cummax cummin gather sort top_k
         reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
@@ -92,7 +88,7 @@ _KEEPING = (
 _GUARDS = primitives.ADDING | {"max", "select_n"}  # what puts a tiny number into a denominator
 _BOUNDS = primitives.CHOOSING | {"cond"}
 # Operand 0 and the last are joined; what lies between them are indices.
-_WRITES = _names(
+_WRITES = names(
     "scatter-add scatter_add scatter-sub scatter_min scatter_max scatter-min scatter-max"
 )
 _EXPONENTS = {
@@ -173,7 +169,7 @@ class Powers:
         def unite(values: Sequence[Power], decides: Sequence[Power]) -> Power:
             if eqn.primitive.name == "cond":
                 return _reading(self._join(list(values), eqns), decides)
-            return functools.reduce(_widen, values)
+            return functools.reduce(_keep_common, values)
 
         # A carry only becomes known, then unknown, and gains marks, so a loop settles.
         inside = folds.follow_bodies(
@@ -274,7 +270,7 @@ class Powers:
             self.suspected.update((v.origin, Fraction(1)) for v in own)
 
 
-def _widen(old: Power, new: Power) -> Power:
+def _keep_common(old: Power, new: Power) -> Power:
     """What is true of a value before and after an iteration."""
     marks = _marks([old, new])
     conflicts = old.conflicts | new.conflicts
@@ -387,7 +383,7 @@ def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
     if all(v.marks & FREE for v in inputs) and eqn.primitive.name in _KEEPING | _SUMS:
         marks |= FREE  # the integer 0 that becomes 0.0
     is_unknown = any(
-        value.power is None or (value.power and eqn.primitive.name not in _names("sign is_finite"))
+        value.power is None or (value.power and eqn.primitive.name not in names("sign is_finite"))
         for value, atom in zip(inputs, eqn.invars, strict=True)
         if eqn.primitive.name in ("bitcast_convert_type", "convert_element_type")
         or not is_floating(atom.aval)

@@ -24,8 +24,8 @@ import numpy as np
 from ampx.checking import join_first
 from ampx.diagnostics.lint_findings import LintFinding
 from ampx.diagnostics.step_programs import (
-    Leaf,
     Names,
+    StepArray,
     StepProgram,
     optimizer_of,
     path_in_optimizer,
@@ -160,8 +160,8 @@ def find_lost_changes(
         return
     bare = trace_step(inner, args, kwargs)
     changed = {i for _, i in Sources(bare).changed}
-    lost = [i for i in sorted(held & Sources(program).fixed & changed)]
-    lost = [i for i in lost if not _is_elsewhere(program, i)]
+    unreturned = sorted(held & Sources(program).fixed & changed)
+    lost = [i for i in unreturned if not _is_elsewhere(program, i)]
     if lost:
         yield LintFinding(
             "lost_state",
@@ -197,7 +197,7 @@ def _is_optional(eqns: tuple[Equation, ...]) -> bool:
     return any(eqn.primitive.name == "cond" for eqn in eqns)
 
 
-def _is_key(leaf: Leaf) -> bool:
+def _is_key(leaf: StepArray) -> bool:
     dtype, shape = leaf.aval.dtype, leaf.aval.shape
     is_raw = dtype == np.uint32 and shape[-1:] in ((2,), (4,))
     return is_raw or jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -253,7 +253,7 @@ def _find_dropped_statistics(program: StepProgram, sources: Sources) -> Iterator
         )
 
 
-def _path_of_statistics(leaf: Leaf) -> Names:
+def _path_of_statistics(leaf: StepArray) -> Names:
     """The names from `batch_stats` on; of nnx those inside of its module; () of others."""
     if "batch_stats" in leaf.path:
         return leaf.path[leaf.path.index("batch_stats") :]

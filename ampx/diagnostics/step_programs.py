@@ -35,7 +35,7 @@ _SCALES = (("loss_scale", "growth_tracker"), ("scale", "fin_steps"), ("loss_scal
 Names = tuple[str, ...]
 
 
-class Leaf(NamedTuple):
+class StepArray(NamedTuple):
     """An array that goes into a step, or comes out of it.
 
     Attributes:
@@ -81,8 +81,8 @@ class StepProgram(NamedTuple):
     """
 
     jaxpr: Jaxpr
-    inputs: list[Leaf]
-    outputs: list[Leaf]
+    inputs: list[StepArray]
+    outputs: list[StepArray]
     carried: dict[int, int]
     scales: tuple[int, ...]
     has_skips: bool
@@ -109,11 +109,12 @@ def trace_step(fun: Callable[..., Any], args: Any, kwargs: Any) -> StepProgram:
         if is_array(leaf)
     ]
     inputs = [
-        Leaf(_names_of(path)[own:], variable.aval, leaf, _nodes_on(call.operands, path)[own:])
+        StepArray(_names_of(path)[own:], variable.aval, leaf, _nodes_on(call.operands, path)[own:])
         for (path, leaf), variable in zip(found, reading.open_jaxpr(jaxpr).invars, strict=True)
     ]
     outputs = [
-        Leaf(_names_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+        StepArray(_names_of(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
     ]
     carried = _pair(inputs, outputs)
     scales = {i: leaf.path for i, leaf in enumerate(inputs) if _is_scale(leaf.path, inputs)}
@@ -156,14 +157,14 @@ def _is_beside(path: Names, other: Names, name: str) -> bool:
     return path[:at] == other[:at] and path[at : at + 1] == (name,)
 
 
-def _is_scale(path: Names, inputs: list[Leaf]) -> bool:
+def _is_scale(path: Names, inputs: list[StepArray]) -> bool:
     for scale, beside in _SCALES:
         if scale in path[-2:] and any(_is_beside(leaf.path, path, beside) for leaf in inputs):
             return True
     return False
 
 
-def _pair(inputs: list[Leaf], outputs: list[Leaf]) -> dict[int, int]:
+def _pair(inputs: list[StepArray], outputs: list[StepArray]) -> dict[int, int]:
     """Pairs outputs with the inputs that they become: trees of equal names and shapes.
 
     Whole arguments come before their parts, and the first of several that fit is taken.
@@ -181,7 +182,7 @@ def _pair(inputs: list[Leaf], outputs: list[Leaf]) -> dict[int, int]:
     return pairs
 
 
-def _parts(leaves: list[Leaf], depth: int) -> Iterator[dict[Names, int]]:
+def _parts(leaves: list[StepArray], depth: int) -> Iterator[dict[Names, int]]:
     """The trees at a depth: from the names inside each to the numbers of its leaves."""
     found: dict[Names, dict[Names, int]] = {}
     for number, leaf in enumerate(leaves):
@@ -191,7 +192,10 @@ def _parts(leaves: list[Leaf], depth: int) -> Iterator[dict[Names, int]]:
 
 
 def _fits(
-    before: dict[Names, int], after: dict[Names, int], inputs: list[Leaf], outputs: list[Leaf]
+    before: dict[Names, int],
+    after: dict[Names, int],
+    inputs: list[StepArray],
+    outputs: list[StepArray],
 ) -> bool:
     return before.keys() == after.keys() and all(
         inputs[before[rest]].aval.shape == outputs[after[rest]].aval.shape for rest in before
@@ -213,7 +217,7 @@ def is_chain(node: Any) -> bool:
     return are_states and any(is_of_library(part) or is_chain(part) for part in node)
 
 
-def optimizer_of(leaf: Leaf) -> Names | None:
+def optimizer_of(leaf: StepArray) -> Names | None:
     """The path of the optimizer's state that an input is a part of; or None."""
     # flax nnx knows the classes of states no more, but keeps them under this name.
     if "opt_state" in leaf.path:
@@ -224,7 +228,7 @@ def optimizer_of(leaf: Leaf) -> Names | None:
     return None
 
 
-def path_in_optimizer(leaf: Leaf) -> Names:
+def path_in_optimizer(leaf: StepArray) -> Names:
     """The names from the field of an optimizer's state on, such as ("mu", "layer", "w")."""
     if (path := optimizer_of(leaf)) is None:
         return ()

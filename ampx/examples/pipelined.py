@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -86,11 +85,9 @@ def divide_params(params: dict[str, Any]) -> dict[str, Any]:
       >>> sorted(parts["first"]), parts["stages"]["Dense_0"]["kernel"].shape
       (['Embed_0', 'position'], (3, 8, 32))
     """
-    layers = len(params) - len(_FIRST) - len(_LAST)
-    blocks = [params[f"Block_{number}"] for number in range(layers)]
     return {
         "first": {name: params[name] for name in _FIRST},
-        "stages": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks),
+        "stages": pipelining.stack_layers(params, "Block_{}"),
         "last": {name: params[name] for name in _LAST},
     }
 
@@ -119,11 +116,8 @@ def join_params(tree: Any) -> Any:
 
 
 def _join_parts(parts: dict[str, Any]) -> dict[str, Any]:
-    layers = len(jax.tree.leaves(parts["stages"])[0])
-    blocks = {
-        f"Block_{number}": jax.tree.map(lambda leaf, n=number: leaf[n], parts["stages"])
-        for number in range(layers)
-    }
+    layers = pipelining.unstack_layers(parts["stages"])
+    blocks = {f"Block_{number}": layer for number, layer in enumerate(layers)}
     return {**parts["first"], **blocks, **parts["last"]}
 
 

@@ -56,7 +56,7 @@ def load_corpus(held_out_fraction: float = 0.1) -> Corpus:
     split = round(len(paragraphs) * (1 - held_out_fraction))
     train, held_out = "\n\n".join(paragraphs[:split]), "\n\n".join(paragraphs[split:])
     vocabulary = "".join(sorted(set(train + held_out)))
-    return Corpus(vocabulary, _numbers(train, vocabulary), _numbers(held_out, vocabulary))
+    return Corpus(vocabulary, _encode(train, vocabulary), _encode(held_out, vocabulary))
 
 
 def decode(corpus: Corpus, tokens: np.ndarray) -> str:
@@ -149,6 +149,6 @@ def unigram_entropy(corpus: Corpus) -> float:
     return float(-np.mean(np.log(counts / counts.sum())[corpus.held_out]))
 
 
-def _numbers(string: str, vocabulary: str) -> np.ndarray:
+def _encode(string: str, vocabulary: str) -> np.ndarray:
     number_of = {character: number for number, character in enumerate(vocabulary)}
     return np.array([number_of[character] for character in string], np.int32)

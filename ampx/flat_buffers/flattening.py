@@ -152,11 +152,11 @@ def lay_out(
     buckets = tuple(bucket.with_spare(padded_to) for bucket in reversed(layout.buckets))
     layout = dataclasses.replace(layout, buckets=buckets)
     dtypes = tuple(leaf.dtype for leaf in leaves)
-    flat_layout = FlatLayout(layout, dtypes, _names(buckets), row, bucket_bytes, multiple_of)
+    flat_layout = FlatLayout(layout, dtypes, _name_buffers(buckets), row, bucket_bytes, multiple_of)
     return FlatParams(tuple(layout.flatten(params)), flat_layout)
 
 
-def _names(buckets: Sequence[Any]) -> tuple[str, ...]:
+def _name_buffers(buckets: Sequence[Any]) -> tuple[str, ...]:
     """A name for each buffer, such as "float32/decay"; several of one kind are numbered from 0."""
     names = ["/".join(map(str, (bucket.dtype, *bucket.group))) for bucket in buckets]
     return tuple(

@@ -182,11 +182,11 @@ def compute_direction(
     if skip is not None:
         # A select, and no arithmetic such as `old + keep * (new - old)`: 0 times infinity is NaN,
         # and -0.0 would lose its sign. It costs nothing in a loop that has both numbers at hand.
-        operations = operations._replace(keep=lambda new, old: _choose(skip, old, new))
+        operations = operations._replace(keep=lambda new, old: _select(skip, old, new))
     return rule.direction(g, leaf.param, leaf.slots, h, operations)
 
 
-def _choose(condition: jax.Array, a: Any, b: Any) -> jax.Array:
+def _select(condition: jax.Array, a: Any, b: Any) -> jax.Array:
     """`jnp.where`, without the call of a function, of which XLA makes a copy for each parameter."""
     # A rule of the user's may return a number, or one for all elements.
     types = [(x.shape, x.dtype) for x in (a, b) if isinstance(x, jax.Array)]
@@ -201,7 +201,7 @@ def _zero_if(skip: jax.Array | None, x: jax.Array) -> jax.Array:
     second time, in a branch, and on CPUs what does not need the branch can overtake it: then
     devices may wait for each other for ever.
     """
-    return x if skip is None else _choose(skip, jnp.zeros_like(x), x)
+    return x if skip is None else _select(skip, jnp.zeros_like(x), x)
 
 
 def keep_leaf(leaf: Leaf, tail: Tail) -> TailResult:
@@ -231,15 +231,15 @@ def _answer_tail(
     # already in its place, and AMD's processors are slow at these: AdamW took 1.25 times as long.
     is_sound = lax.is_finite(new if is_floating(new) else step)  # an integer is always finite
     nothing = jnp.full_like(step, -0.0)
-    step = _choose(is_sound, step, nothing)
+    step = _select(is_sound, step, nothing)
     if not new_params:
         # In the wide dtype: a half update might overflow where its sum does not.
-        return _choose(skip, nothing, step), lost
+        return _select(skip, nothing, step), lost
     new = (p + step).astype(leaf.param.dtype)
     if not is_floating(new):
         # Not every integer comes through a sum of floats.
-        new = _choose(is_sound, new, leaf.param)
-    return _choose(skip, leaf.param, new), lost
+        new = _select(is_sound, new, leaf.param)
+    return _select(skip, leaf.param, new), lost
 
 
 def compute_trust_ratio(

@@ -182,35 +182,15 @@ def fused_transformation(
             raise ValueError("this optimizer needs params: call tx.update(grads, state, params)")
         if tail.skip is not None:
             next_state = hold_counts(tail.skip, next_state, state)
-        slots = _read_slots(rule, state[at])
-        # One row for each leaf of the gradients. Slots may be trees below a leaf (`Int8Blocks`), so
-        # they are cut where the gradients end, not flattened by themselves.
-        structure = jax.tree.structure(updates)
-        columns = [
-            _find_untracked(rule, updates, model_axes),
-            find_segments(updates),
-            map(as_array, structure.flatten_up_to(updates)),
-            [None] * structure.num_leaves
-            if params is None
-            else map(as_array, structure.flatten_up_to(params)),
-            *(structure.flatten_up_to(slot) for slot in slots.values()),
-        ]
-        # The count before this step, for the random bits of `nu` in 8 bits. SGD, Adagrad and
-        # Adadelta count nothing and draw nothing.
-        step = state[at]._asdict().get("count", 0)
-        leaves = [
-            Leaf(grad, param, tuple(own), place, step, segments, untracked)
-            for place, (untracked, segments, grad, param, *own) in enumerate(
-                zip(*columns, strict=True)
-            )
-        ]
+        leaves = _list_leaves(rule, updates, state[at], params, model_axes)
         _check_shapes(rule, updates, leaves)
+        structure = jax.tree.structure(updates)
         decays = _find_decays(mask, updates if params is None else params, structure)
         results = update_leaves(rule, coefficients, leaves, decays, tail)
         new_updates = structure.unflatten([r if answers else r.value for r, _ in results])
         kept = {
             name: structure.unflatten([own[i] for _, own in results])
-            for i, name in enumerate(slots)
+            for i, name in enumerate(rule.slots)
         }
         own = _write_slots(next_state[at], kept)
         return new_updates, (*next_state[:at], own, *next_state[at + 1 :])
@@ -227,6 +207,31 @@ def _read_slots(rule: UpdateRule, own: Any) -> dict[str, Any]:
 
 def _write_slots(own: Any, slots: dict[str, Any]) -> Any:
     return own._replace(slots=slots) if isinstance(own, FusedRuleState) else own._replace(**slots)
+
+
+def _list_leaves(
+    rule: UpdateRule, updates: Any, own_part: Any, params: Any, model_axes: Any
+) -> list[Leaf]:
+    """What belongs to each leaf of the gradients."""
+    # Slots may be trees below a leaf (`Int8Blocks`), so they are cut where the gradients end, not
+    # flattened by themselves.
+    structure = jax.tree.structure(updates)
+    columns = [
+        _find_untracked(rule, updates, model_axes),
+        find_segments(updates),
+        map(as_array, structure.flatten_up_to(updates)),
+        [None] * structure.num_leaves
+        if params is None
+        else map(as_array, structure.flatten_up_to(params)),
+        *(structure.flatten_up_to(slot) for slot in _read_slots(rule, own_part).values()),
+    ]
+    # The count before this step, for the random bits of `nu` in 8 bits. SGD, Adagrad and Adadelta
+    # count nothing and draw nothing.
+    step = own_part._asdict().get("count", 0)
+    return [
+        Leaf(grad, param, tuple(own), place, step, segments, untracked)
+        for place, (untracked, segments, grad, param, *own) in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def _as_floating(slot: jax.Array) -> jax.Array:

@@ -70,15 +70,9 @@ def _conversion_params(dtype: Any) -> dict[str, Any]:
 
 def make_conversion(atom: Atom, dtype: Any, near: Equation) -> Equation:
     """Makes an equation that converts `atom`, in the scope, line and context of the one nearby."""
-    return core.new_jaxpr_eqn(
-        [atom],
-        [new_variable(with_dtype(atom.aval, dtype))],
-        jax_primitives.convert_element_type_p,
-        _conversion_params(np.dtype(dtype)),
-        core.no_effects,
-        near.source_info,
-        near.ctx,
-    )
+    params = _conversion_params(np.dtype(dtype))
+    aval = with_dtype(atom.aval, dtype)
+    return _make_equation(jax_primitives.convert_element_type_p, params, atom, aval, near)
 
 
 def make_broadcast(atom: Atom, like: Any, near: Equation) -> Equation:
@@ -94,14 +88,15 @@ def make_broadcast(atom: Atom, like: Any, near: Equation) -> Equation:
     sharding = like.sharding if is_explicit(like) else None
     with near.ctx.manager:
         params, aval = _broadcast_template(atom.aval, tuple(like.shape), sharding)
+    return _make_equation(jax_primitives.broadcast_in_dim_p, params, atom, aval, near)
+
+
+def _make_equation(
+    primitive: Any, params: dict[str, Any], atom: Atom, aval: Any, near: Equation
+) -> Equation:
+    """Makes an equation of one operand and one result, of the type `aval`."""
     return core.new_jaxpr_eqn(
-        [atom],
-        [new_variable(aval)],
-        jax_primitives.broadcast_in_dim_p,
-        params,
-        core.no_effects,
-        near.source_info,
-        near.ctx,
+        [atom], [new_variable(aval)], primitive, params, core.no_effects, near.source_info, near.ctx
     )
 
 

@@ -83,6 +83,7 @@ def hoist_sums(
     # leaves read one number, XLA's CPU backend writes each quotient out instead of dividing again
     # in every loop that reads it: 4 bytes a parameter.
     copies: list[tuple[Any, Any]] = []  # (a number of `wanted`, the variable in its place)
+    places = {out: place for place, out in enumerate(wanted)}
 
     def own_copy(atom: Any) -> Any:
         if is_literal(atom) or atom not in places:
@@ -90,7 +91,6 @@ def hoist_sums(
         copies.append((atom, new_variable(atom.aval)))
         return copies[-1][1]
 
-    places = {out: place for place, out in enumerate(wanted)}
     needed = [eqn.replace(invars=[own_copy(atom) for atom in eqn.invars]) for eqn in needed]
     invars = [*opened.invars, *wanted, *(copy for _, copy in copies)]
     rest = building.rebuild(jaxpr, invars, opened.outvars, needed)

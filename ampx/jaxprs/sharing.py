@@ -70,7 +70,7 @@ def share_bodies(jaxpr: Jaxpr) -> Jaxpr:
     the others are. Equations that hold bodies, or have effects, stay as they are.
     """
     opened = open_jaxpr(jaxpr)
-    described = list(map(_describe, opened.eqns))
+    described = list(map(_describe_equation, opened.eqns))
     numbers = collections.Counter(described)
     eqns = []
     for eqn, own in zip(opened.eqns, described, strict=True):
@@ -82,7 +82,7 @@ def share_bodies(jaxpr: Jaxpr) -> Jaxpr:
     return rebuild(jaxpr, opened.invars, opened.outvars, eqns)
 
 
-def _describe(eqn: Equation) -> _Described | None:
+def _describe_equation(eqn: Equation) -> _Described | None:
     """What an equation may share a body by; None for one that shares none."""
     has_body = any(map(_holds_program, eqn.params.values()))
     if has_body or eqn.effects or not variables_in(eqn.invars):
@@ -121,7 +121,7 @@ def _make_call(described: _Described) -> Equation:
     # The place in the program is that of each call.
     nowhere = eqn.source_info.replace(name_stack=source_info_util.new_name_stack())
     body = eqn.replace(invars=operands, outvars=outvars, source_info=nowhere)
-    template = _trace_call(len(own), len(outvars), eqn.ctx)
+    template = _trace_template(len(own), len(outvars), eqn.ctx)
     own_params = {
         "jaxpr": extract(template.params["jaxpr"], own, outvars, [body]),
         "name": eqn.primitive.name,
@@ -132,7 +132,7 @@ def _make_call(described: _Described) -> Equation:
 
 
 @functools.lru_cache(maxsize=256)
-def _trace_call(num_operands: int, num_results: int, context: Any) -> Equation:
+def _trace_template(num_operands: int, num_results: int, context: Any) -> Equation:
     """A call of some jitted function, for those parameters that are JAX's own affair."""
 
     def call(*operands: jax.Array) -> list[jax.Array]:

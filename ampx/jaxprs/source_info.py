@@ -87,6 +87,15 @@ def is_backward(eqns: Iterable[Equation]) -> bool:
     return next((answer for answer in told if answer is not None), False)
 
 
+def is_differentiated(eqns: Iterable[Equation]) -> bool:
+    """Whether an equation is of a function that is differentiated: of its value, or a derivative.
+
+    Args:
+      eqns: the equation and those around it.
+    """
+    return any("jvp(" in str(eqn.source_info.name_stack) for eqn in eqns)
+
+
 def is_transposed(eqn: Equation) -> bool | None:
     """Whether an equation is of a backward pass; None where only the call around it can tell."""
     # The innermost mark decides: what is recomputed is a forward pass inside a backward pass. The

@@ -48,7 +48,7 @@ def accept_results(
             )
         if _is_result(updates):
             _warn_of_parts([updates], state, stacklevel=2)
-            extra_args = _describe(updates, state, extra_args)
+            extra_args = _tell_optimizer(updates, state, extra_args)
             scale = _read_scale(updates, state, init_scale, None)
             updates = updates.grads
         elif isinstance(updates, tuple | list) and any(map(_is_result, updates)):
@@ -93,7 +93,7 @@ def put_grads(given: Any, grads: Any) -> Any:
     return grads
 
 
-def _describe(result: Any, state: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
+def _tell_optimizer(result: Any, state: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
     """The extra arguments and what a result tells an optimizer, as `train_step` does, too."""
     told = {"value": result.loss, "weight": result.weight, **extra_args}
     return {**told, "shared_loss_axes": _find_shared_axes([result], state)}
@@ -115,7 +115,7 @@ def unscale_result(
     _warn_of_parts([given], state, stacklevel=3)
     scale = _read_scale(given, state, 1.0, None)
     unscaled = grads if scale is None else unscale(grads, scale)
-    return unscaled, _describe(given, state, extra_args)
+    return unscaled, _tell_optimizer(given, state, extra_args)
 
 
 def replace_scale(state: LossScaleState, gradient_scale: Any) -> LossScaleState:

@@ -74,19 +74,7 @@ def wrap_each_with_scale(
     def init(params: Any) -> LossScaleState:
         _check_params(params, scaled, needed=scaled)
         states: dict[str, Any] = {name: tx.init(params[name]) for name, tx in scaled.items()}
-        shared = next(iter(states.values()))
-        shape = shared.loss_scale.shape
-        inside = OptimizersState(
-            optimizer_skipped={name: jnp.zeros((), bool) for name in scaled},
-            optimizer_skipped_total={name: jnp.zeros((), jnp.int32) for name in scaled},
-            pending_found=jnp.zeros((*shape, 2), bool),
-            pending_seen=jnp.zeros(shape, bool),
-            pending_skip=jnp.zeros((), bool),
-            pending_bad_update=jnp.zeros((), bool),
-            pending_bad_loss=jnp.zeros((), bool),
-            inner_states={name: own.inner_state for name, own in states.items()},
-        )
-        return shared._replace(inner_state=inside)
+        return _init_state(states)
 
     def update(
         updates: Any,
@@ -111,33 +99,22 @@ def wrap_each_with_scale(
             _check_params(params, scaled, names)
         inside: OptimizersState = state.inner_state
         new_updates: dict[str, Any] = {}
-        skipped, inner_states = dict(inside.optimizer_skipped), dict(inside.inner_states)
-        skipped_total = dict(inside.optimizer_skipped_total)
-        found, skips = inside.pending_found, inside.pending_skip
-        is_bad_update, is_bad_loss = inside.pending_bad_update, inside.pending_bad_loss
         for name in names:
             own_grads = [None if grads is None else grads.get(name) for grads in per_loss]
             new_updates[name], own = _update_one(
                 scaled[name],
                 tuple(own_grads) if len(per_loss) > 1 else own_grads[0],
-                scaled_by._replace(inner_state=inner_states[name]),
+                scaled_by._replace(inner_state=inside.inner_states[name]),
                 None if params is None else params[name],
                 verdict=_judge_again(verdict, own_grads, scaled_by.loss_scale),
                 **_for_one(name, extra_args, own_grads[0]),
             )
-            inner_states[name], skipped[name] = own.inner_state, own.overflow
-            skipped_total[name] = trees.count_up(skipped_total[name], own.overflow)
-            found |= jnp.stack([own.inf_total, own.nan_total], axis=-1) > 0
-            skips |= own.overflow
-            is_bad_update |= own.bad_update_total > 0
-            is_bad_loss |= own.nonfinite_loss_total > 0
-        seen = inside.pending_seen | _find_seen(per_loss, scaled).reshape(state.loss_scale.shape)
-        inside = OptimizersState(
-            skipped, skipped_total, found, seen, skips, is_bad_update, is_bad_loss, inner_states
-        )
-        result = _complete(new_updates, params, updates if settings.num_losses == 1 else None)
+            inside = _record(inside, name, own)
+        seen = _find_seen(per_loss, scaled).reshape(state.loss_scale.shape)
+        inside = inside._replace(pending_seen=inside.pending_seen | seen)
+        result = _fill_up(new_updates, params, updates if settings.num_losses == 1 else None)
         if not moves:
-            return result, state._replace(overflow=skips, inner_state=inside)
+            return result, state._replace(overflow=inside.pending_skip, inner_state=inside)
         return result, _move(advance, state, inside)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -173,9 +150,26 @@ def run_each(
                 None if params is None else params[name],
                 **_for_one(name, extra_args, updates[name]),
             )
-        return _complete(new_updates, params, updates), new_states
+        return _fill_up(new_updates, params, updates), new_states
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init_state(states: dict[str, Any]) -> LossScaleState:
+    """One state of those of the optimizers, each under a scale of its own."""
+    shared = next(iter(states.values()))
+    shape = shared.loss_scale.shape
+    inside = OptimizersState(
+        optimizer_skipped={name: jnp.zeros((), bool) for name in states},
+        optimizer_skipped_total={name: jnp.zeros((), jnp.int32) for name in states},
+        pending_found=jnp.zeros((*shape, 2), bool),
+        pending_seen=jnp.zeros(shape, bool),
+        pending_skip=jnp.zeros((), bool),
+        pending_bad_update=jnp.zeros((), bool),
+        pending_bad_loss=jnp.zeros((), bool),
+        inner_states={name: own.inner_state for name, own in states.items()},
+    )
+    return shared._replace(inner_state=inside)
 
 
 def _update_one(
@@ -190,6 +184,21 @@ def _update_one(
     fresh = fresh._replace(loss_scale=state.loss_scale, inner_state=state.inner_state)
     updates, new = tx.update(grads, cast(Any, fresh), params, **extra_args)
     return updates, cast(LossScaleState, new)
+
+
+def _record(inside: OptimizersState, name: str, own: LossScaleState) -> OptimizersState:
+    """Adds what the update of one optimizer has found."""
+    total = trees.count_up(inside.optimizer_skipped_total[name], own.overflow)
+    found = jnp.stack([own.inf_total, own.nan_total], axis=-1) > 0
+    return inside._replace(
+        optimizer_skipped={**inside.optimizer_skipped, name: own.overflow},
+        optimizer_skipped_total={**inside.optimizer_skipped_total, name: total},
+        pending_found=inside.pending_found | found,
+        pending_skip=inside.pending_skip | own.overflow,
+        pending_bad_update=inside.pending_bad_update | (own.bad_update_total > 0),
+        pending_bad_loss=inside.pending_bad_loss | (own.nonfinite_loss_total > 0),
+        inner_states={**inside.inner_states, name: own.inner_state},
+    )
 
 
 def _move(advance: Advance, state: LossScaleState, inside: OptimizersState) -> LossScaleState:
@@ -232,7 +241,7 @@ def _for_one(name: str, extra_args: dict[str, Any], own_grads: Any) -> dict[str,
     return {**own, "grad": own_grads} if "grad" in own else own
 
 
-def _complete(new_updates: dict[str, Any], params: Any, grads: Any) -> Any:
+def _fill_up(new_updates: dict[str, Any], params: Any, grads: Any) -> Any:
     """Updates for all parameters that were given, in the same kind of mapping.
 
     Without parameters they are like `grads`, or a dict if that is None.

@@ -145,7 +145,7 @@ def find_loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
       >>> float(ampx.find_loss_scale_state(tx.init(jnp.ones(2))).loss_scale)
       8.0
     """
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     return find_scale(opt_state)
 
 
@@ -198,7 +198,7 @@ def current_loss_scale(opt_state: optax.OptState, loss_id: int = 0) -> jax.Array
       >>> ampx.current_loss_scale(state)
       Array(65536., dtype=float32)
     """
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     # It empties its sum by a product with 0, and infinity times 0 is NaN: no step would ever be
     # good again.
     for accumulator in find_nodes(opt_state, optax.MultiStepsState):
@@ -243,7 +243,7 @@ def is_skipped(opt_state: optax.OptState, optimizer: str | None = None) -> jax.A
       >>> bool(ampx.is_skipped(state))
       True
     """
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     return has_skipped(opt_state, optimizer)
 
 

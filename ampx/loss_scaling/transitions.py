@@ -119,16 +119,18 @@ def _update(
         extra_args["overflow"] = jnp.sum(judgement.counts)
     with jax.named_scope("ampx.update"):
         updates, inner_state = tx.update(grads, state.inner_state, params, **extra_args)
-    mend = _mend_halves if settings.nonfinite_updates == "accept" else _mend
-    updates, inner_state, is_bad = mend(settings, call, judgement.axes, updates, inner_state)
+    axes = judgement.axes
+    if settings.nonfinite_updates == "accept":
+        updates, is_bad = _mend_halves(call.params, axes, updates)
+    else:
+        skips = settings.nonfinite_updates == "skip"
+        updates, inner_state, is_bad = _mend(skips, call, axes, updates, inner_state)
     if tail is not None and tail.new_params:
         updates = apply_updates(params, updates)
     return updates, trees.cast_like(inner_state, state.inner_state), is_bad
 
 
-def _mend_halves(
-    settings: ScaleSettings, call: Call, axes: tuple[str, ...], updates: Any, inner_state: Any
-) -> tuple[Any, Any, jax.Array]:
+def _mend_halves(params: Any, axes: tuple[str, ...], updates: Any) -> tuple[Any, jax.Array]:
     """Holds elements of float16 parameters that would become infinite; accepts all the rest.
 
     It is the only type whose range an ordinary step can leave, and its updates alone are looked
@@ -142,11 +144,11 @@ def _mend_halves(
         judged.append(nonfinite.mark_overflowing(update, param))
         return trees.keep_finite(judged[-1], trees.null_updates(update))
 
-    if call.params is not None:
-        updates = jax.tree.map(mend, call.params, updates, is_leaf=lambda leaf: leaf is None)
+    if params is not None:
+        updates = jax.tree.map(mend, params, updates, is_leaf=lambda leaf: leaf is None)
     if not judged:
-        return updates, inner_state, jnp.zeros((), bool)
-    return updates, inner_state, jnp.any(nonfinite.count_nonfinite(judged, axis_names=axes) > 0)
+        return updates, jnp.zeros((), bool)
+    return updates, jnp.any(nonfinite.count_nonfinite(judged, axis_names=axes) > 0)
 
 
 def _is_float16(param: Any) -> bool:
@@ -154,7 +156,7 @@ def _is_float16(param: Any) -> bool:
 
 
 def _mend(
-    settings: ScaleSettings, call: Call, axes: tuple[str, ...], updates: Any, inner_state: Any
+    skips: bool, call: Call, axes: tuple[str, ...], updates: Any, inner_state: Any
 ) -> tuple[Any, Any, jax.Array]:
     """Holds elements that are not finite, or undoes the step because of them; and reports them.
 
@@ -164,7 +166,6 @@ def _mend(
     old = call.state.inner_state
     updates = nonfinite.mark_overflowing(updates, call.params)
     nothing = trees.null_updates(updates)
-    skips = settings.nonfinite_updates == "skip"
     judged = trees.zero_where_old_is_not_finite(inner_state, old) if skips else ()
     is_bad = jnp.any(nonfinite.count_nonfinite((updates, judged), axis_names=axes) > 0)
     if skips:

@@ -136,7 +136,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
       >>> ampx.master_params(tx.init(params), params).dtype.name
       'float32'
     """
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     found = find_nodes(opt_state, MasterWeightsState)
     if len(found) > 1:
         raise ValueError(

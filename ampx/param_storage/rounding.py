@@ -18,7 +18,7 @@ state: they are the same however an array is cut into blocks or shards, they cos
 kernel makes them where it needs them::
 
     draw_words(seed, step, leaf)   two words, once for an array
-    element_index(shape)           (row, column) of each element in the whole array
+    element_index(shape)           (row, column) of each element
     element_bits(row, column, words)   32 bits an element
 """
 
@@ -77,19 +77,13 @@ def stochastic_round(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.bfloat16)
 
 
-def element_index(
-    shape: Sequence[int],
-    *,
-    start: Sequence[int | jax.Array] | None = None,
-    full_shape: Sequence[int] | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Where each element of an array, or of a block of one, lies in the whole array.
+def element_index(shape: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Where each element of an array lies in it.
+
+    Under `jax.jit` a shape is that of the whole array, also where shards of it lie on devices.
 
     Args:
-      shape: of the block.
-      start: position of the block's first element in the whole array; zeros by default. Not needed
-        under `jax.jit` with sharded arrays: there a shape is that of the whole array already.
-      full_shape: of the whole array; `shape` by default.
+      shape: of the array.
 
     Returns:
       uint32 `(row, column)` of shapes that broadcast to `shape`: the place along the last axis,
@@ -98,79 +92,35 @@ def element_index(
 
     Examples:
       >>> from ampx.param_storage.rounding import element_index
-      >>> row, column = element_index((2, 3), start=(4, 0), full_shape=(8, 3))
+      >>> row, column = element_index((2, 3))
       >>> row.tolist(), column.tolist()
-      ([[4], [5]], [[0, 1, 2]])
+      ([[0], [1]], [[0, 1, 2]])
     """
     shape = tuple(shape)
-    start = (0,) * len(shape) if start is None else tuple(start)
-    full_shape = shape if full_shape is None else tuple(full_shape)
     if not shape:
         return jnp.uint32(0), jnp.uint32(0)
 
     def along(axis: int) -> jax.Array:
         # Of length 1 along all other axes: sums of these broadcast only as far as they must.
         size = tuple(n if i == axis else 1 for i, n in enumerate(shape))
-        return jax.lax.broadcasted_iota(jnp.uint32, size, axis) + _word(start[axis])
+        return jax.lax.broadcasted_iota(jnp.uint32, size, axis)
 
     # Row-major rank over the axes before the last, modulo 2**32.
     row = jnp.zeros((1,) * len(shape), jnp.uint32)
     for axis in range(len(shape) - 1):
-        row = row + along(axis) * _word(math.prod(full_shape[axis + 1 : -1]))
+        row = row + along(axis) * _word(math.prod(shape[axis + 1 : -1]))
     return row, along(len(shape) - 1)
-
-
-def counter_bits(
-    row: jax.Array,
-    column: jax.Array,
-    *,
-    seed: int | jax.Array,
-    step: int | jax.Array,
-    leaf: int | jax.Array,
-) -> jax.Array:
-    """Random bits for the element at a place, in a step, of a leaf.
-
-    Args:
-      row: uint32, see `element_index`.
-      column: uint32 that broadcasts with `row`.
-      seed: any integer, as are the next two; only the lower 32 bits count.
-      step: of the training; every step has bits of its own.
-      leaf: number of the parameter. Draws for two purposes at one parameter need two numbers.
-
-    Returns:
-      uint32 of the broadcast shape, from two integer hashes an element and two a row.
-      Good for rounding; not for cryptography, nor a replacement for `jax.random`.
-
-    References:
-      Wellons, Prospecting for Hash Functions, 2018: "lowbias32".
-
-    Examples:
-      >>> from ampx.param_storage.rounding import counter_bits, element_index
-      >>> row, column = element_index((4, 8))
-      >>> bits = counter_bits(row, column, seed=0, step=7, leaf=2)
-      >>> part = element_index((2, 8), start=(2, 0), full_shape=(4, 8))
-      >>> bool((bits[2:] == counter_bits(*part, seed=0, step=7, leaf=2)).all())
-      True
-    """
-    return element_bits(row, column, draw_words(seed=seed, step=step, leaf=leaf))
 
 
 def draw_words(
     *, seed: int | jax.Array, step: int | jax.Array, leaf: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """All of `counter_bits` that is the same for every element: two uint32, for a kernel to take.
+    """All of the random bits that is the same for every element: two uint32, for a kernel to take.
 
-    Examples:
-      >>> from ampx.param_storage.rounding import (
-      ...     counter_bits,
-      ...     draw_words,
-      ...     element_bits,
-      ...     element_index,
-      ... )
-      >>> words = draw_words(seed=0, step=7, leaf=2)
-      >>> bits = element_bits(*element_index((4, 8)), words)
-      >>> bool((bits == counter_bits(*element_index((4, 8)), seed=0, step=7, leaf=2)).all())
-      True
+    Args:
+      seed: any integer, as are the next two; only the lower 32 bits count.
+      step: of the training; every step has bits of its own.
+      leaf: number of the parameter. Draws for two purposes at one parameter need two numbers.
     """
     # Two chains in opposite order: two draws would need equal words in both to share their bits.
     # The constant, 2**32 over the golden ratio, keeps the chains apart where all inputs are 0.
@@ -182,7 +132,28 @@ def draw_words(
 def element_bits(
     row: jax.Array, column: jax.Array, words: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
-    """The rest of `counter_bits`, from what `draw_words` returns."""
+    """Random bits for the element at a place.
+
+    Args:
+      row: uint32, see `element_index`.
+      column: uint32 that broadcasts with `row`.
+      words: from `draw_words`.
+
+    Returns:
+      uint32 of the broadcast shape, from two integer hashes an element and two a row.
+      Good for rounding; not for cryptography, nor a replacement for `jax.random`.
+
+    References:
+      Wellons, Prospecting for Hash Functions, 2018: "lowbias32".
+
+    Examples:
+      >>> from ampx.param_storage.rounding import draw_words, element_bits, element_index
+      >>> words = draw_words(seed=0, step=7, leaf=2)
+      >>> row, column = element_index((4, 8))
+      >>> bits = element_bits(row, column, words)
+      >>> bool((bits[2:] == element_bits(row[2:], column, words)).all())  # of a block alone
+      True
+    """
     # One word before the hash of the column and one after it. With the first alone, two rows would
     # have the same bits in another order: column ^ a and column ^ b run over the same numbers.
     before, between = (_mix(row ^ word) for word in words)

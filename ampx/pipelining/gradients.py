@@ -142,19 +142,13 @@ def value_and_grad(
       >>> print(result.loss, result.grads["stages"].shape, result.weight)
       2.0 (3, 2, 2) 8.0
     """
-    if not isinstance(schedule, Schedule):
-        raise TypeError(
-            "schedule must be a Schedule, such as ampx.pipelining.one_f_one_b(4, 32), got "
-            f"{type(schedule).__name__}"
-        )
+    _check_schedule(schedule)
     if not isinstance(axis_name, str):
         raise TypeError(f"axis_name must be the name of one mesh axis, got {axis_name!r}")
     for name, value in (("skips", skips), ("param_specs", param_specs)):
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{name} must be a mapping, got {value!r}")
     _check_specs(dict(param_specs or {}), axis_name, is_stacked=callable(stage))
-    # A faulty schedule could make devices wait for ever, or leave out gradients silently.
-    schedule.validate()
     for kind in jax.tree.leaves(aux_reduction):
         check_choice("aux_reduction", kind, ("auto", "mean", "sum", "concat"))
     check_choice("normalize", normalize, get_args(Normalize))
@@ -175,11 +169,6 @@ def value_and_grad(
         stash=stash,
         skips=dict(skips or {}),
     )
-    if not model.schedule.has_backward:
-        raise ValueError(
-            f"the schedule {schedule.name!r} has no backward: there are no gradients. Use another, "
-            "such as one_f_one_b; value(...) of the result runs its forwards alone"
-        )
     data = as_axes(data_axes, "data_axes", may_be_empty=True)
     if axis_name in data:
         raise ValueError(f"{axis_name!r} is the axis of the stages: leave it out of data_axes")
@@ -205,6 +194,22 @@ def value_and_grad(
         check_vma=as_bool("check_vma", check_vma),
         reductions=(dataclasses.replace(over_all, axes=data), over_all),
     )
+
+
+def _check_schedule(schedule: Any) -> None:
+    """Raises unless this is a schedule with backwards that runs to its end."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            "schedule must be a Schedule, such as ampx.pipelining.one_f_one_b(4, 32), got "
+            f"{type(schedule).__name__}"
+        )
+    # A faulty schedule could make devices wait for ever, or leave out gradients silently.
+    schedule.validate()
+    if not schedule.has_backward:
+        raise ValueError(
+            f"the schedule {schedule.name!r} has no backward: there are no gradients. Use another, "
+            "such as one_f_one_b; value(...) of the result runs its forwards alone"
+        )
 
 
 def _check_specs(param_specs: dict[str, Any], axis_name: str, *, is_stacked: bool) -> None:

@@ -144,9 +144,8 @@ def _read_layers(params: Any, pattern: str | None) -> tuple[list[str], list[Any]
             f"{pattern.replace('{}', str(wanted))!r} is missing: numbers found are {numbers}, and "
             "layers are numbered from 0 or 1 without a gap"
         )
-    layers = [
-        parts[""] if set(parts) == {""} else parts for parts in map(by_number.get, numbers) if parts
-    ]
+    groups = [by_number[number] for number in numbers]
+    layers = [parts[""] if set(parts) == {""} else parts for parts in groups]
     return [pattern.replace("{}", str(number)) for number in numbers], layers
 
 

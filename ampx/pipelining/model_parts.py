@@ -111,18 +111,12 @@ def check_params(params: Any, key: Any, *, draws: bool) -> None:
             "Stages that differ cannot have such layers: their parameters are packed together. "
             "Stages of equal layers can, and so can first and last",
         )
-    if draws:
-        _check_keys(params, key)
+    if draws and key is None:
+        _refuse_keys(params)
 
 
-def _check_keys(params: Any, key: jax.Array | None) -> None:
-    """Raises if parameters hold random keys that would be the same in every call.
-
-    Raises:
-      ValueError: if so.
-    """
-    if key is not None:
-        return
+def _refuse_keys(params: Any) -> None:
+    """Refuses random keys among parameters, which would be the same in every call."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if is_key(leaf):
             raise ValueError(

@@ -131,7 +131,7 @@ class PipelineGradients:
     def __post_init__(self) -> None:
         # A mesh that is set around by `jax.set_mesh` is known only when the program is called.
         if self.mesh is not None:
-            check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, self.mesh)
+            self._check_axes_of(self.mesh)
 
     def __repr__(self) -> str:
         schedule = self.schedule
@@ -294,7 +294,7 @@ class PipelineGradients:
             raise ValueError(
                 "shardings needs a mesh with devices: give it here or to value_and_grad"
             )
-        check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, mesh)
+        self._check_axes_of(mesh)
         return make_shardings(params, specs, mesh)
 
     def _run(
@@ -407,6 +407,9 @@ class PipelineGradients:
         ]
         return tuple(dict.fromkeys((self.axis_name, *self.data_axes, *named)))
 
+    def _check_axes_of(self, mesh: Any) -> None:
+        check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, mesh)
+
     def _check_mesh(self) -> Mesh | None:
         """Checks the mesh; returns that of the caller, or None for the one that is set around."""
         around = jax.sharding.get_abstract_mesh()
@@ -420,7 +423,7 @@ class PipelineGradients:
             raise ValueError(
                 "no mesh: give value_and_grad mesh=..., or call it under jax.set_mesh(mesh)"
             )
-        check_axes_of_mesh("axis_name, data_axes or param_specs", self._axes, mesh)
+        self._check_axes_of(mesh)
         size, wanted = mesh.shape[self.axis_name], self.schedule.num_devices
         if size != wanted:
             raise ValueError(

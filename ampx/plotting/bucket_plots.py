@@ -104,11 +104,11 @@ def plot_buckets(
     axes.set_yticks(range(len(_LANES)), [name for name, *_ in _LANES])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _describe(axes, timeline, unit)
+    _write_titles(axes, timeline, unit)
     return axes
 
 
-def _describe(axes: Axes, timeline: BucketTimeline, unit: str) -> None:
+def _write_titles(axes: Axes, timeline: BucketTimeline, unit: str) -> None:
     from matplotlib.ticker import EngFormatter
 
     size = EngFormatter("B", places=0)(float(np.sum(timeline.bucket_bytes)))

@@ -74,7 +74,7 @@ def plot_training(
     """
     if not isinstance(histories, Mapping):
         raise TypeError(f"histories must be a mapping, as in {{'O2': reports}}, got {histories!r}")
-    runs = {name: _as_arrays(name, history) for name, history in histories.items()}
+    runs = {name: _read_run(name, history) for name, history in histories.items()}
     if not runs:
         raise ValueError("histories is empty: give at least one run, as in {'O2': reports}")
     longest = max(len(run.loss) for run in runs.values())
@@ -165,7 +165,7 @@ class _Run(NamedTuple):
     phase: np.ndarray
 
 
-def _as_arrays(name: str, history: Any) -> _Run:
+def _read_run(name: str, history: Any) -> _Run:
     loss = _field(history, "loss")
     if loss is None or loss.ndim != 1 or not loss.size:
         raise ValueError(f"run {name!r} must have a loss for each of its steps")
@@ -277,7 +277,7 @@ def _name_ends(axes: Axes, curves: Mapping[str, np.ndarray]) -> None:
         if last := _last_finite(curve):
             ends[name] = (last, (curve[last - 1] - bottom) / (top - bottom))
     names = sorted(ends, key=lambda name: ends[name][1])
-    places = _spread([ends[name][1] for name in names])
+    places = _spread_apart([ends[name][1] for name in names])
     for name, place in zip(names, places, strict=True):
         step, height = ends[name]
         color = next(line.get_color() for line in axes.lines if line.get_label() == name)
@@ -296,7 +296,7 @@ def _name_ends(axes: Axes, curves: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def _spread(heights: list[float]) -> list[float]:
+def _spread_apart(heights: list[float]) -> list[float]:
     """Moves ascending heights apart until a line of text fits between each two."""
     # What overlaps is joined into a block around its own middle; blocks that then overlap are
     # joined in turn. Each block: its heights.

@@ -115,26 +115,17 @@ def follow_schedule(
             f"schedule must be an ampx.PrecisionSchedule, got {type(schedule).__name__}"
         )
     inner = guard("follow_schedule", accept_extra_args(inner))
-    # One entry for each phase, known while tracing. The device looks up its phase in them.
-    scales = [parse_choice(recipe.loss_scale) for recipe in schedule.recipes]
-    is_dynamic = np.array([scale == 0 for scale in scales])  # bool[num_phases]
-    # f32[num_phases]. No scaling is written as -1 and means 1; where 0 means dynamic it is not
-    # read.
-    fixed_scales = np.array([max(scale, 1.0) for scale in scales], np.float32)
+    scales = _PhaseScales.of(schedule)
 
     def init(params: optax.Params) -> PrecisionScheduleState:
         inner_state = inner.init(params)
         phase, parked = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32)
         if isinstance(inner_state, LossScaleState):
             parked = inner_state.loss_scale
-            first = jnp.full_like(parked, fixed_scales[0])
-            # `jnp.copy` because no buffer may be in two fields of a state: it could not be donated.
-            inner_state = inner_state._replace(
-                loss_scale=jnp.copy(parked) if is_dynamic[0] else first
-            )
+            inner_state = inner_state._replace(loss_scale=scales.first(parked))
         elif find_nodes(inner_state, LossScaleState):
             raise ValueError(_misplaced(inner_state))
-        elif is_dynamic.any() or (fixed_scales != 1).any():
+        elif scales.are_needed:
             raise ValueError(
                 f"the schedule '{schedule}' has phases with a loss scale, but the optimizer has "
                 "none to set: wrap it in ampx.loss_scale(schedule.loss_scale, optimizer)"
@@ -170,19 +161,7 @@ def follow_schedule(
         phase = schedule.next_phase(state.precision_phase, steps_seen, value, losses)
         parked = state.parked_scale
         if isinstance(new, LossScaleState):
-            was_dynamic, is_now = (
-                jnp.asarray(is_dynamic)[p] for p in (state.precision_phase, phase)
-            )
-            # A fixed scale stands still: `inner` has moved it all the same, if it is dynamic, and
-            # so its counters. Both are put back, while counts of overflows and skips go on.
-            parked = jnp.where(was_dynamic, new.loss_scale, parked)
-            old, trackers = state.inner_state, ("growth_tracker", "hysteresis_tracker", "interval")
-            held = {
-                name: hold(~was_dynamic, getattr(new, name), getattr(old, name))
-                for name in (*trackers, "floor_hits", "ceiling_hits", "floor_flag")
-            }
-            scale = jnp.where(is_now, parked, jnp.asarray(fixed_scales)[phase])
-            new = new._replace(loss_scale=scale, **held)
+            new, parked = scales.enter(phase, state, new)
         return updates, PrecisionScheduleState(phase, steps_seen, parked, losses, new)
 
     follow = optax.GradientTransformationExtraArgs(init, update)
@@ -194,6 +173,59 @@ def follow_schedule(
         return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(hidden.init, choose)
+
+
+class _PhaseScales(NamedTuple):
+    """The loss scale of each phase, known while tracing: the device looks up its phase in them.
+
+    Attributes:
+      is_dynamic: bool[num_phases].
+      fixed: float32[num_phases]; 1 for no scale, and not read where the scale is dynamic.
+    """
+
+    is_dynamic: np.ndarray
+    fixed: np.ndarray
+
+    @classmethod
+    def of(cls, schedule: PrecisionSchedule) -> _PhaseScales:
+        # -1 is no scale, and 0 a dynamic one.
+        scales = [parse_choice(recipe.loss_scale) for recipe in schedule.recipes]
+        fixed = np.array([max(scale, 1.0) for scale in scales], np.float32)
+        return cls(np.array([scale == 0 for scale in scales]), fixed)
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether any phase has a loss scale."""
+        return bool(self.is_dynamic.any() or (self.fixed != 1).any())
+
+    def first(self, dynamic: jax.Array) -> jax.Array:
+        """The scale of the first phase, where a dynamic one begins with the one given."""
+        # A copy, because no buffer may be in two fields of a state: it could not be donated.
+        return jnp.copy(dynamic) if self.is_dynamic[0] else jnp.full_like(dynamic, self.fixed[0])
+
+    def enter(
+        self, phase: jax.Array, state: PrecisionScheduleState, new: LossScaleState
+    ) -> tuple[LossScaleState, jax.Array]:
+        """The loss scale's new state in the phase of the next step, and the dynamic scale.
+
+        Args:
+          phase: of the next step.
+          state: the state before this step, with its phase.
+          new: what this step has made of `state.inner_state`.
+        """
+        was_dynamic, is_now = (
+            jnp.asarray(self.is_dynamic)[p] for p in (state.precision_phase, phase)
+        )
+        # A fixed scale stands still: `inner` has moved it all the same, if it is dynamic, and so
+        # its counters. Both are put back, while counts of overflows and skips go on.
+        parked = jnp.where(was_dynamic, new.loss_scale, state.parked_scale)
+        old, trackers = state.inner_state, ("growth_tracker", "hysteresis_tracker", "interval")
+        held = {
+            name: hold(~was_dynamic, getattr(new, name), getattr(old, name))
+            for name in (*trackers, "floor_hits", "ceiling_hits", "floor_flag")
+        }
+        scale = jnp.where(is_now, parked, jnp.asarray(self.fixed)[phase])
+        return new._replace(loss_scale=scale, **held), parked
 
 
 def _has_loss_scale(state: Any) -> bool:
@@ -241,7 +273,7 @@ def precision_phase(opt_state: optax.OptState) -> jax.Array:
       0
       1
     """
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     states = find_nodes(opt_state, PrecisionScheduleState)
     if len(states) > 1:
         raise ValueError(

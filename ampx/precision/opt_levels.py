@@ -77,10 +77,7 @@ class Recipe:
 
     def cast_params(self, params: Any) -> Any:
         """Casts parameters to the dtypes in which they are stored, norms in float32 at O2."""
-        # A flat buffer has no paths for the rule to look at: `on_tree` shows it the tree instead.
-        return on_tree(
-            lambda tree: cast_by_path(tree, self.policy.param_dtype, self.stays_float32), params
-        )
+        return self._cast(params, self.policy.param_dtype)
 
     def half_params(self, params: Any) -> Any:
         """Casts parameters to the dtypes in which they compute: half, norms in float32 at O2.
@@ -88,9 +85,11 @@ class Recipe:
         `call` does it in each step. By hand it is for models that store half weights, with
         `ampx.master_weights` in the optimizer.
         """
-        return on_tree(
-            lambda tree: cast_by_path(tree, self.policy.compute_dtype, self.stays_float32), params
-        )
+        return self._cast(params, self.policy.compute_dtype)
+
+    def _cast(self, params: Any, dtype: Any) -> Any:
+        # A flat buffer has no paths for the rule to look at: `on_tree` shows it the tree instead.
+        return on_tree(lambda tree: cast_by_path(tree, dtype, self.stays_float32), params)
 
     def wrap(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a model function `fun(params, *args, **kwargs)` compute at this precision.
@@ -286,7 +285,7 @@ def opt_level(
         parse_choice(loss_scale)
         if isinstance(loss_scale, jax.Array | np.ndarray):  # a recipe can be hashed
             loss_scale = as_number("loss_scale", loss_scale)
-    _refuse_contradictions(level, keep_norm_float32, master_weights)
+    _refuse_contradictions(level, keep_norm_float32, master_weights, rules, dots)
     # O1 is a matter of operations, so its policy is float32 and the half dtype goes to autocast.
     # The other levels are a matter of trees.
     if level == "O1":
@@ -299,15 +298,6 @@ def opt_level(
             autocast_dtype=half,
             rules=checked.rules,
             dots=checked.dots,
-        )
-    if dots is not None:
-        raise ValueError(
-            f"{level} contradicts an override: dots says how autocast runs matrix products, and "
-            "only O1 uses autocast"
-        )
-    if rules is not _LEVEL_DEFAULT:
-        raise ValueError(
-            f"{level} contradicts an override: rules are those of autocast, which only O1 uses"
         )
     masters = level == "O2" if master_weights is _LEVEL_DEFAULT else master_weights
     keep = level == "O2" if keep_norm_float32 is _LEVEL_DEFAULT else keep_norm_float32
@@ -328,8 +318,8 @@ def opt_level(
     )
 
 
-def _refuse_contradictions(level: str, keep_norm: Any, masters: Any) -> None:
-    """Raises for an override that would make the level another one."""
+def _refuse_contradictions(level: str, keep_norm: Any, masters: Any, rules: Any, dots: Any) -> None:
+    """Raises for an override that would make the level another one, or that it has no use for."""
     reason = None
     if level == "O0":
         if keep_norm is not _LEVEL_DEFAULT and keep_norm is not True:
@@ -345,5 +335,10 @@ def _refuse_contradictions(level: str, keep_norm: Any, masters: Any) -> None:
         reason = (
             "master_weights makes this level O2; for its norms in half add keep_norm_float32=False"
         )
+    if reason is None and level != "O1":
+        if dots is not None:
+            reason = "dots says how autocast runs matrix products, and only O1 uses autocast"
+        elif rules is not _LEVEL_DEFAULT:
+            reason = "rules are those of autocast, which only O1 uses"
     if reason:
         raise ValueError(f"{level} contradicts an override: {reason}")

@@ -34,7 +34,7 @@ from ampx.overwritten import split_optimized
 from ampx.tree_checks import check_arrays, check_memory, check_opt_state, is_masked
 from ampx.trees import open_node, without_marks
 
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 
 
 def extend_state(
@@ -84,22 +84,22 @@ def extend_state(
       (Array([1., 2.], dtype=float32), Array([0., 0., 0.], dtype=float32))
     """
     check_transformation("tx", tx)
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     check_memory("opt_state", opt_state)
     trained, _ = split_optimized(params)
     check_arrays("params", trained if jax.tree.leaves(trained) else params, may_be_shapes=True)
     return _merge(opt_state, tx.init(trained), ())
 
 
-def _merge(old: Any, fresh: Any, path: Path) -> Any:
+def _merge(old: Any, fresh: Any, path: KeyPath) -> Any:
     """`fresh`, with all that `old` has at the same places."""
     if _is_nothing(old) or _is_nothing(fresh):
         return fresh
     if (is_flat(old) or is_flat(fresh)) and _layout_of(old) != _layout_of(fresh):
         return _merge_flat(old, fresh, path)
-    if _class_of(old) is not _class_of(fresh) and not (_is_array(old) and _is_array(fresh)):
+    if _class_of(old) is not _class_of(fresh) and not (_is_leaf(old) and _is_leaf(fresh)):
         return _merge_wrapped(old, fresh, path)
-    if _is_array(fresh):
+    if _is_leaf(fresh):
         return _keep(old, fresh, path)
     new_children, structure = open_node(fresh)
     old_children = dict(open_node(old)[0])
@@ -120,7 +120,7 @@ def _merge(old: Any, fresh: Any, path: Path) -> Any:
     )
 
 
-def _merge_wrapped(old: Any, fresh: Any, path: Path) -> Any:
+def _merge_wrapped(old: Any, fresh: Any, path: KeyPath) -> Any:
     """The same for states of different classes: what is around one of them is looked through."""
     inside_old, inside_fresh = _classes_inside(old), _classes_inside(fresh)
     looks_into_fresh = _class_of(old) in inside_fresh or not inside_old
@@ -132,7 +132,7 @@ def _merge_wrapped(old: Any, fresh: Any, path: Path) -> Any:
         _check_window(old, path)
         return _merge(getattr(old, name), fresh, path)
     raise ValueError(
-        f"opt_state{_name(path)} is {_describe(old)}, and that of tx {_describe(fresh)}: "
+        f"opt_state{_name(path)} is {_describe_node(old)}, and that of tx {_describe_node(fresh)}: "
         "opt_state must come from tx, or from one that differs in groups, masks and wrappers alone"
     )
 
@@ -161,7 +161,7 @@ def _classes_inside(node: Any) -> list[type]:
     return found
 
 
-def _check_window(node: Any, path: Path) -> None:
+def _check_window(node: Any, path: KeyPath) -> None:
     """Refuses to leave the sums of an unfinished window behind, where they are known."""
     steps = getattr(node, "micro_step", getattr(node, "mini_step", 0))
     if not isinstance(steps, jax.core.Tracer | jax.ShapeDtypeStruct) and int(steps) > 0:
@@ -171,10 +171,10 @@ def _check_window(node: Any, path: Path) -> None:
         )
 
 
-def _merge_flat(old: Any, fresh: Any, path: Path) -> Any:
+def _merge_flat(old: Any, fresh: Any, path: KeyPath) -> Any:
     """The same where parameters lie in other places of flat buffers now, or did not lie in any."""
     flat = [tree for tree in (old, fresh) if is_flat(tree)]
-    if not all(_is_array(buffer) for tree in flat for buffer in tree.buffers):
+    if not all(_is_leaf(buffer) for tree in flat for buffer in tree.buffers):
         kinds = ["flat" if is_flat(tree) else "a tree" for tree in (old, fresh)]
         changed = f"is {kinds[0]}, and that of tx {kinds[1]}: give params that are {kinds[0]}, too"
         if kinds[0] == kinds[1]:
@@ -197,12 +197,12 @@ def _merge_flat(old: Any, fresh: Any, path: Path) -> Any:
     )
 
 
-def _keep(old: Any, fresh: Any, path: Path) -> Any:
+def _keep(old: Any, fresh: Any, path: KeyPath) -> Any:
     if jnp.shape(old) != jnp.shape(fresh) or jnp.result_type(old) != jnp.result_type(fresh):
         raise ValueError(
-            f"opt_state{_name(path)} is {_describe(old)}, and for the new parameters "
-            f"{_describe(fresh)}: a parameter that stays must keep its shape and dtype. Give one "
-            "that has changed another name"
+            f"opt_state{_name(path)} is {_describe_node(old)}, and for the new parameters "
+            f"{_describe_node(fresh)}: a parameter that stays must keep its shape and dtype. Give "
+            "one that has changed another name"
         )
     return old
 
@@ -214,15 +214,15 @@ def _is_nothing(node: Any) -> bool:
     return node is None or is_left_out or is_masked(node)
 
 
-def _is_array(node: Any) -> bool:
+def _is_leaf(node: Any) -> bool:
     return jax.tree_util.all_leaves([node])
 
 
-def _name(path: Path) -> str:
+def _name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path)
 
 
-def _describe(node: Any) -> str:
-    if _is_array(node) and hasattr(node, "dtype"):
+def _describe_node(node: Any) -> str:
+    if _is_leaf(node) and hasattr(node, "dtype"):
         return f"an array {jnp.result_type(node)}{list(jnp.shape(node))}"
     return f"a {type(node).__name__}"

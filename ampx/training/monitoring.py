@@ -71,7 +71,7 @@ _LOGGED_AS = {
     "optimizer_skipped": "overflow",  # what they are for all optimizers together
     "optimizer_skipped_total": "skipped_total",
 }
-Path = tuple[str, ...]
+Names = tuple[str, ...]
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -112,13 +112,13 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> {name: figures[name].item() for name in ("loss_scale", "skipped_total", "learning_rate")}
       {'loss_scale': 65536.0, 'skipped_total': 0, 'learning_rate': 0.5}
     """
-    check_opt_state("opt_state", opt_state)
+    check_opt_state(opt_state)
     return find_figures(opt_state)
 
 
 def find_figures(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """`metrics` of what is known to be an optimizer state, whatever it consists of."""
-    found: dict[str, dict[Path, jax.Array]] = {}
+    found: dict[str, dict[Names, jax.Array]] = {}
     for path, name, value in _figures(opt_state, ()):
         found.setdefault(name, {})[path] = value
     return {
@@ -128,7 +128,7 @@ def find_figures(opt_state: optax.OptState) -> dict[str, jax.Array]:
     }
 
 
-def _figures(node: Any, path: Path) -> Iterator[tuple[Path, str, jax.Array]]:
+def _figures(node: Any, path: Names) -> Iterator[tuple[Names, str, jax.Array]]:
     """Path, name and value of each figure, those of outer states first."""
     for field in _FIGURES.get(without_marks(type(node)), ()):
         value, name = getattr(node, field), _LOGGED_AS.get(field, field)
@@ -153,7 +153,7 @@ def _figures(node: Any, path: Path) -> Iterator[tuple[Path, str, jax.Array]]:
             yield from _figures(part, (*path, *names))
 
 
-def _distinct(path: Path, all_paths: Sequence[Path]) -> Path:
+def _distinct(path: Names, all_paths: Sequence[Names]) -> Names:
     """The parts of a path at which another one leaves it, or ends.
 
     Of `("outer", "0", "decay")` and `("outer", "0", "rest")` these are `("decay",)` and

@@ -211,11 +211,7 @@ def make_functions(
 def _check_can_evaluate(
     evaluation: Evaluation, opt_state: Any, reduction: Reduction | None
 ) -> None:
-    """Refuses to evaluate where the result would not be the loss that the update is for.
-
-    Raises:
-      ValueError: if so.
-    """
+    """Raises a ValueError where the result would not be the loss that the update is for."""
     if isinstance(evaluation.grads_of, PipelineGradients):
         where = "inside a pipeline, which computes loss and gradients together"
     elif find_nodes(opt_state, MultiStepsState) or find_nodes(opt_state, optax.MultiStepsState):

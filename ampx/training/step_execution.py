@@ -240,7 +240,7 @@ class TrainStep:
         else:
             with explain_refused(extra_args):
                 params, new_opt_state, norm = self._apply(grads, now, extra_args)
-            following = train_states.advance(
+            following = train_states.make_next_state(
                 now, params, new_opt_state, next_key, result.model_state, overwritten
             )
             new_state = train_states.write_back(state, following)

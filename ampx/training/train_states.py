@@ -3,7 +3,7 @@
 A step reads any of them as a `TrainState` and gives back the kind that it was given:
 
     as_train_state    the caller's state  ─►  TrainState
-    advance           TrainState          ─►  the next one; a skip holds what must not change
+    make_next_state   TrainState          ─►  the next one; a skip holds what must not change
     write_back        the next one        ─►  the caller's kind
     apply_to_nnx      the last two for an nnx model, whose parameters are not a plain pytree
 
@@ -237,7 +237,7 @@ def apply_to_nnx(
     return model, optimizer
 
 
-def advance(
+def make_next_state(
     state: TrainState,
     params: Any,
     opt_state: optax.OptState,

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,11 +112,81 @@ def _branch(
     params: tuple[Any, ...],
     may_choose: bool,
 ) -> Any:
-    # Structure and types of what `run` returns.
-    found: list[Any] = []
-    axes = sorted(varying_axes(skip))
+    jaxpr, operands, structure, types = _trace_update(
+        run, stay, (*gradients, *params), sorted(varying_axes(skip))
+    )
+    chooses = may_choose and chooses_behind_updates() and not _needs_a_branch(jaxpr)
+    parts = None
+    if params and not chooses:
+        updates = _arrays(jax.tree.leaves(structure.unflatten(types)[0]))
+        parts = sink(jaxpr, [n for n, leaf in enumerate(updates) if is_floating(leaf)])
+        jaxpr = parts.inside
+    moved = () if parts is None else parts.moved
+    # Behind its own results the branch returns numbers, for the sake of what is behind it.
+    numbers = [atom.aval for atom in open_jaxpr(jaxpr).outvars][len(_arrays(types)) - len(moved) :]
+    count = sum(map(is_floating, jax.tree.leaves(gradients)))
 
-    given, of_operands = jax.tree.flatten((*gradients, *params))
+    def keep() -> list[Any]:
+        # Shapes and dtypes alone: what varies over some axes of a mesh only has no full type here.
+        shapes = [x if is_float0(x) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
+        held = structure.flatten_up_to(stay(structure.unflatten(shapes)))
+        pairs = zip(_arrays(held), _arrays(types), strict=True)
+        arrays = [
+            match_type(jnp.asarray(old), new)
+            for place, (old, new) in enumerate(pairs)
+            if place not in moved
+        ]
+        zeros = (jnp.zeros(aval.shape, aval.dtype) for aval in numbers)
+        varying = (sorted(aval.manual_axis_type.varying) for aval in numbers)
+        return [*arrays, *map(mark_varying, zeros, varying)]
+
+    if chooses:
+        closed = as_closed(jaxpr)
+        guarded = closed.replace(consts=stop_gradient_if(skip, closed.consts))
+        new = _compute_beside(skip, guarded, *operands)
+        chosen = _read_from_array(skip) if _is_elementwise(jaxpr, count) else skip
+        arrays = [jnp.where(chosen, *pair) for pair in zip(keep(), new, strict=True)]
+    else:
+        take_rest = hoist_sums(jaxpr, operands, count, functools.partial(_compute_beside, skip))
+        # What hands old arrays on comes first. With jax before 0.11.2 XLA copies them, and all
+        # results once more, if it is the second branch; and a `cond` has another first branch on
+        # GPUs.
+        arrays = lax.switch((~skip).astype(jnp.int32), [keep, take_rest])
+    if parts is not None and moved:
+        values = [*operands, *arrays]
+        made = _choose_behind(skip, parts.behind, [values[source] for source in parts.sources])
+        arrays = _weave(arrays, dict(zip(parts.moved, made, strict=True)), len(_arrays(types)))
+    rest = iter(arrays)
+    # An empty gradient of an integer is no array, and the same on both ways.
+    return structure.unflatten([leaf if is_float0(leaf) else next(rest) for leaf in types])
+
+
+class _Traced(NamedTuple):
+    """An update as a program.
+
+    Attributes:
+      jaxpr: of the floating operands alone; the others are constants of it.
+      operands: the floating ones.
+      structure: that of what the update returns.
+      types: of its leaves; an empty gradient of an integer stands for itself, and is no result of
+        the jaxpr.
+    """
+
+    jaxpr: Jaxpr
+    operands: list[jax.Array]
+    structure: Any
+    types: list[Any]
+
+
+def _trace_update(
+    run: Callable[..., Any],
+    stay: Callable[[Any], Any],
+    trees: tuple[Any, ...],
+    axes: Sequence[str],
+) -> _Traced:
+    """Traces an update of some trees, whose results vary over `axes` and whatever `stay` gives."""
+    found: list[Any] = []
+    given, of_operands = jax.tree.flatten(trees)
     places = [place for place, leaf in enumerate(given) if is_floating(leaf)]
 
     def take(*floating: Any) -> list[Any]:
@@ -140,53 +210,7 @@ def _branch(
     # Where each device decides for itself, what they share gets its mark in front of the branch.
     # The derivative of a mark is a sum over devices, and inside not all would take part in it.
     operands = [mark_varying(jnp.asarray(given[place]), axes) for place in places]
-    jaxpr = choose_late(trace(take, *operands)[0])
-    structure, types = found
-    chooses = may_choose and chooses_behind_updates() and not _needs_a_branch(jaxpr)
-    parts = None
-    if params and not chooses:
-        updates = _arrays(jax.tree.leaves(structure.unflatten(types)[0]))
-        parts = sink(jaxpr, [n for n, leaf in enumerate(updates) if is_floating(leaf)])
-        jaxpr = parts.inside
-    moved = () if parts is None else parts.moved
-    # Behind its own results the branch returns numbers, for the sake of what is behind it.
-    numbers = [atom.aval for atom in open_jaxpr(jaxpr).outvars][len(_arrays(types)) - len(moved) :]
-    count = len(jax.tree.leaves(gradients))
-    number = sum(place < count for place in places)
-
-    def keep() -> list[Any]:
-        # Shapes and dtypes alone: what varies over some axes of a mesh only has no full type here.
-        shapes = [x if is_float0(x) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
-        held = structure.flatten_up_to(stay(structure.unflatten(shapes)))
-        pairs = zip(_arrays(held), _arrays(types), strict=True)
-        arrays = [
-            match_type(jnp.asarray(old), new)
-            for place, (old, new) in enumerate(pairs)
-            if place not in moved
-        ]
-        zeros = (jnp.zeros(aval.shape, aval.dtype) for aval in numbers)
-        varying = (sorted(aval.manual_axis_type.varying) for aval in numbers)
-        return [*arrays, *map(mark_varying, zeros, varying)]
-
-    if chooses:
-        closed = as_closed(jaxpr)
-        guarded = closed.replace(consts=stop_gradient_if(skip, closed.consts))
-        new = _compute_beside(skip, guarded, *operands)
-        chosen = _read_from_array(skip) if _is_elementwise(jaxpr, number) else skip
-        arrays = [jnp.where(chosen, *pair) for pair in zip(keep(), new, strict=True)]
-    else:
-        take_rest = hoist_sums(jaxpr, operands, number, functools.partial(_compute_beside, skip))
-        # What hands old arrays on comes first. With jax before 0.11.2 XLA copies them, and all
-        # results once more, if it is the second branch; and a `cond` has another first branch on
-        # GPUs.
-        arrays = lax.switch((~skip).astype(jnp.int32), [keep, take_rest])
-    if parts is not None and moved:
-        values = [*operands, *arrays]
-        made = _choose(skip, parts.behind, [values[source] for source in parts.sources])
-        arrays = _weave(arrays, dict(zip(parts.moved, made, strict=True)), len(_arrays(types)))
-    rest = iter(arrays)
-    # An empty gradient of an integer is no array, and the same on both ways.
-    return structure.unflatten([leaf if is_float0(leaf) else next(rest) for leaf in types])
+    return _Traced(choose_late(trace(take, *operands)[0]), operands, *found)
 
 
 def _needs_a_branch(jaxpr: Jaxpr) -> bool:
@@ -247,7 +271,7 @@ def _read_from_array(number: jax.Array) -> jax.Array:
     return lax.optimization_barrier(jnp.stack([number, number]))[0]
 
 
-def _choose(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
+def _choose_behind(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
     """The results of a program behind the branch, or null updates on a skip."""
     new = _compute_beside(skip, jaxpr, *operands)
     null = map(match_type, null_updates(new), new)

@@ -71,7 +71,7 @@ def _choose_derivative(skip: jax.Array, new: Any, old: Any) -> Any:
 
 
 @_choose_derivative.defjvp
-def _derive(primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _differentiate(primals: Any, tangents: Any) -> tuple[Any, Any]:
     skip = primals[0]
     _, of_new, of_old = tangents
     if of_old is None:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ampx
-from ampx.data_parallel.shard_layouts import ShardLayout, merge
+from ampx.data_parallel.shard_layouts import ShardLayout, find_common_layout
 from ampx.mesh_axes import axes_of_spec
 
 SPECS = {
@@ -444,7 +444,13 @@ def test_specs_of_the_state_need_specs_of_the_parameters(axes, message):
 
 def test_layouts_are_cut_to_their_common_refinement():
     model, both = ShardLayout((("model",),)), ShardLayout((("model", "data"),))
-    assert merge([model, both, ShardLayout()]) == both
-    assert merge([model, ShardLayout(((), ("data",)))]) == ShardLayout((("model",), ("data",)))
-    assert merge([model, ShardLayout((("data",),))]) is None, "neither divides the other's parts"
-    assert merge([model, ShardLayout(((), ("model",)))]) is None, "one axis cannot divide two"
+    assert find_common_layout([model, both, ShardLayout()]) == both
+    assert find_common_layout([model, ShardLayout(((), ("data",)))]) == ShardLayout(
+        (("model",), ("data",))
+    )
+    assert find_common_layout([model, ShardLayout((("data",),))]) is None, (
+        "neither divides the other's parts"
+    )
+    assert find_common_layout([model, ShardLayout(((), ("model",)))]) is None, (
+        "one axis cannot divide two"
+    )

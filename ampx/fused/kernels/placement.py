@@ -78,7 +78,7 @@ def run_in_place(update: Update, shared: Any, leaves: Sequence[Any]) -> list[Any
     meshes = _meshes(leaves)
     if not any(m.explicit_axes for m in meshes):
         zero = jnp.uint32(0), jnp.uint32(0)
-        shards = [Shard(_varying(leaf), zero) for leaf in leaves]
+        shards = [Shard(tuple(sorted(varying_axes(leaf))), zero) for leaf in leaves]
         return jax.jit(lambda s, all_: update(s, all_, shards), inline=True)(shared, list(leaves))
     # Explicit axes: the types of the arrays say how they are divided.
     specs = [_spec(leaf) for leaf in leaves]
@@ -140,21 +140,14 @@ def _meshes(arrays: Any) -> set[Any]:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return {mesh}
-    return {m for m in map(_mesh_of, jax.tree.leaves(arrays)) if not m.empty}
-
-
-def _mesh_of(array: Any) -> Any:
-    return jax.typeof(array).sharding.mesh
+    meshes = {jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arrays)}
+    return {mesh for mesh in meshes if not mesh.empty}
 
 
 def _on_one_device(array: Any) -> bool:
     if isinstance(array, jax.core.Tracer):
         return False
     return not isinstance(array, jax.Array) or len(array.sharding.device_set) == 1
-
-
-def _varying(leaf: Any) -> tuple[str, ...]:
-    return tuple(sorted(varying_axes(leaf)))
 
 
 def _spec(leaf: Any) -> Any:

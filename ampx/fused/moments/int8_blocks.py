@@ -86,7 +86,7 @@ def encode(
       x: float32 of any shape.
       signed: True for a first moment; False for a second moment, whose negative values become 0.
       block: elements that share a scale. Shards of the last axis should be multiples of it.
-      bits: uniform uint32 of the shape of `x`, see `ampx.param_storage.rounding.counter_bits`:
+      bits: uniform uint32 of the shape of `x`, see `ampx.param_storage.rounding.element_bits`:
         rounds stochastically, `x` being the mean. Without, to the nearest, ties towards 0.
 
     Returns:

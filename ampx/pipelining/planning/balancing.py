@@ -79,14 +79,13 @@ def balance(
             f"{len(numbers)} layers cannot fill {num_stages} stages: each needs at least one. Use "
             "fewer stages"
         )
-    named = [(f"costs[{i}]", cost) for i, cost in enumerate(numbers.tolist())]
-    for name, cost in (*named, ("first", first), ("last", last)):
-        as_number(name, cost, least=0)
+    named = {f"costs[{i}]": cost for i, cost in enumerate(numbers.tolist())}
+    named |= {"first": first, "last": last}
     # Every float is a fraction with a power of two below. Over their common denominator costs are
     # integers, which Python adds exactly, however large they get.
-    exact = [Fraction(cost) for _, cost in named]
-    exact[0] += Fraction(as_number("first", first))
-    exact[-1] += Fraction(as_number("last", last))
+    *exact, before, behind = (Fraction(as_number(k, cost, least=0)) for k, cost in named.items())
+    exact[0] += before
+    exact[-1] += behind
     unit = math.lcm(*(cost.denominator for cost in exact))
     whole = [int(cost * unit) for cost in exact]
     return _find_most_even(whole, num_stages, _find_least_bound(whole, num_stages))
@@ -262,7 +261,7 @@ def _measure_cost(
     compiled = jax.jit(run).lower(params, x).compile()
     if by != "time":
         found = compiled.cost_analysis() or {}  # None where a backend does not say
-        return float(found.get({"flops": "flops", "bytes": "bytes accessed"}[by], 0.0))
+        return float(found.get("flops" if by == "flops" else "bytes accessed", 0.0))
     jax.block_until_ready(compiled(params, x))  # the first run may still set things up
     times = []
     for _ in range(repeats):
@@ -274,6 +273,8 @@ def _measure_cost(
 
 def _run_layer(call: Callable[..., Any], params: Any, x: Any, key: Any, is_real: bool) -> Any:
     """Finds what a layer gives to the next one."""
-    if is_real:
-        return jax.jit(lambda params, x: call(params, x, key))(params, x)
-    return jax.eval_shape(lambda params, x: call(params, x, key), params, x)
+
+    def run(params: Any, x: Any) -> Any:
+        return call(params, x, key)
+
+    return jax.jit(run)(params, x) if is_real else jax.eval_shape(run, params, x)

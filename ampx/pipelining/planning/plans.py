@@ -109,9 +109,12 @@ class Plan:
                 ",".join(map(str, d.stages)),
                 str(d.layers),
                 _format_size(d.parameters),
+                str(d.microbatches),
+                _format_size(d.stash),
+                f"{d.idle:.1%}",
+                *(_format_size(d.sent[name]) for name in WIRES),
             ]
-            row += [str(d.microbatches), _format_size(d.stash), f"{d.idle:.1%}"]
-            rows.append(row + [_format_size(d.sent[name]) for name in WIRES])
+            rows.append(row)
         # Rows of numbers by device, then totals. What is zero, such as a stash of weight gradients
         # in a schedule with whole backwards, is left out.
         memory = [["memory of every device", ""]]
@@ -209,7 +212,7 @@ def plan(
     devices = found.devices()
     # The busiest device's exchanges, evenly over the ticks with any: in lockstep all wait for it.
     sent = max(sum(device.sent[name] for name in WIRES) for device in devices)
-    costs: dict[str, Any] = _find_costs(found.layers_of_stages, forward, backward)
+    costs: dict[str, Any] = _estimate_costs(found.layers_of_stages, forward, backward)
     # Times and bytes have no common unit unless both are given.
     if forward is not None and bandwidth is not None:
         costs["communication"] = sent / max(1, found.num_exchanges) / bandwidth
@@ -235,7 +238,7 @@ def plan(
     return dataclasses.replace(result, seconds=seconds)
 
 
-def _find_costs(
+def _estimate_costs(
     layers: Sequence[int], forward: Cost | None, backward: Cost | None
 ) -> dict[str, Any]:
     """Finds times of each stage; where they are not given, by how many layers it has."""

@@ -124,16 +124,6 @@ def assemble(
     # stages, and differs along no other axis than before: the backward was traced for that type,
     # and would refuse a mean over the data that is marked as different along "data".
     own = base & {axis_name}
-    # Loss, weight and auxiliary output have one type for all programs: that of the last one that
-    # has them, as a rule that of the last stage.
-    outputs = [(p.outputs.loss, p.outputs.weight, p.outputs.aux) for p in programs]
-    results = tuple(
-        jax.tree.map(
-            lambda leaf: _type_on_wire(leaf, base),
-            next((v for v in values[::-1] if v is not None), None),
-        )
-        for values in zip(*outputs, strict=True)
-    )
     return Executor(
         tables=lower(
             schedule,
@@ -147,7 +137,7 @@ def assemble(
         cotangents=_make_carriers(sent, select_floating_leaves, base),
         kept=make_pool([[_type_on_wire(t, own) for t in p.kept] for p in programs]),
         deferred=make_pool([[_type_on_wire(t, own) for t in p.deferred] for p in programs]),
-        results=results,
+        results=_find_result_types(programs, base),
         parameters=parameters,
         microbatches=microbatches,
         key=key,
@@ -175,6 +165,19 @@ def _make_carriers(
         )
         for wire in zip(*trees, strict=True)
     ]
+
+
+def _find_result_types(programs: Sequence[StageProgram], base: frozenset[str]) -> Any:
+    """Finds the types of loss, weight and auxiliary output: one for all programs.
+
+    It is that of the last one that has them, as a rule that of the last stage.
+    """
+    outputs = [(p.outputs.loss, p.outputs.weight, p.outputs.aux) for p in reversed(programs)]
+    given = [
+        next((value for value in values if value is not None), None)
+        for values in zip(*outputs, strict=True)
+    ]
+    return tuple(jax.tree.map(lambda leaf: _type_on_wire(leaf, base), tree) for tree in given)
 
 
 def _trace_programs(
@@ -225,13 +228,13 @@ def _join_types(before: Any, sent: Any, source: int, target: int) -> Any:
 
     if signature(before) != signature(sent):
         raise TypeError(
-            f"stage {source} gives {_describe(sent)}, but stages such as stage {target} take "
-            f"{_describe(before)}: layers of one kind must return what they take"
+            f"stage {source} gives {_describe_types(sent)}, but stages such as stage {target} take "
+            f"{_describe_types(before)}: layers of one kind must return what they take"
         )
     return jax.tree.map(lambda a, b: dataclasses.replace(a, axes=a.axes | b.axes), before, sent)
 
 
-def _describe(tree: Any) -> str:
+def _describe_types(tree: Any) -> str:
     return str(jax.tree.map(lambda t: f"{t.dtype}{list(t.shape)}", tree))
 
 

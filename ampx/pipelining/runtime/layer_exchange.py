@@ -29,7 +29,7 @@ from jax import lax
 from ampx.mesh_axes import mark_varying, varying_axes
 from ampx.pipelining.runtime.buffers import read_at, write_at
 
-Place = tuple[int, int]  # a device, and which of its blocks
+BlockPlace = tuple[int, int]  # a device, and which of its blocks
 
 
 class Round(NamedTuple):
@@ -51,7 +51,7 @@ class Round(NamedTuple):
 
 
 def plan_exchange(
-    sources: Sequence[Place], targets: Sequence[Place], num_devices: int
+    sources: Sequence[BlockPlace], targets: Sequence[BlockPlace], num_devices: int
 ) -> list[Round]:
     """Plans rounds in which every block gets from its source to its target.
 
@@ -80,7 +80,7 @@ def plan_exchange(
     return rounds
 
 
-def _find_matching(left: dict[int, tuple[Place, Place]]) -> list[int]:
+def _find_matching(left: dict[int, tuple[BlockPlace, BlockPlace]]) -> list[int]:
     """Finds as many blocks as possible with different senders and receivers (Kuhn's algorithm).
 
     Senders are taken one after the other. `block_to` is a matching all the time. A sender whose

@@ -38,7 +38,7 @@ from ampx.mesh_axes import mark_varying
 from ampx.overwritten import add_gradients
 from ampx.pipelining.layer_stacks import count_layers
 from ampx.pipelining.runtime.buffers import ArrayType, Carrier, make_carrier, read_at, read_slot
-from ampx.pipelining.runtime.layer_exchange import Place, Round, exchange_blocks, plan_exchange
+from ampx.pipelining.runtime.layer_exchange import BlockPlace, Round, exchange_blocks, plan_exchange
 from ampx.pipelining.schedules.grid import number_chunks
 from ampx.pipelining.schedules.schedule import Schedule
 from ampx.trees import cast_like, is_floating
@@ -229,7 +229,7 @@ class StackedLayers:
             return size, []
         return size, plan_exchange(sources, targets, self.schedule.num_devices)
 
-    def _find_places(self, size: int = 1) -> list[Place]:
+    def _find_places(self, size: int = 1) -> list[BlockPlace]:
         """Finds where blocks of `size` layers are run, with all stages padded to the longest."""
         chunks = number_chunks(self.schedule)
         return [

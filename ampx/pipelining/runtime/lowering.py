@@ -27,7 +27,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ampx.pipelining.schedules.grid import Grid, number_chunks
-from ampx.pipelining.schedules.intervals import Edge, Intervals, Slots, Timeline, assign_slots
+from ampx.pipelining.schedules.intervals import (
+    Edge,
+    Intervals,
+    SlotAssignment,
+    Timeline,
+    assign_slots,
+)
 from ampx.pipelining.schedules.ticks import Placement, Stash, lengths_with, place_in_lockstep
 
 # In place of a stage or a micro-batch. As an index it means the last entry, which arrays that are
@@ -177,7 +183,7 @@ class _TableWriter:
     def storage(self, intervals: Intervals) -> Storage:
         return self._storage(assign_slots(intervals, self.device_of))
 
-    def _storage(self, slots: Slots) -> Storage:
+    def _storage(self, slots: SlotAssignment) -> Storage:
         # All actions of a stage on a micro-batch use one slot: the forward writes residuals there,
         # the backward reads them. Tables for which nobody has a use are never read.
         def table(kinds: str) -> np.ndarray:

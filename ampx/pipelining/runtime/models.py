@@ -77,8 +77,7 @@ class Model:
     def __post_init__(self) -> None:
         for name, arguments in _ARGUMENTS.items():
             given = getattr(self, name)
-            is_separate = name == "stage" and isinstance(given, Sequence)
-            for function in given if is_separate else [given]:
+            for function in given if isinstance(given, Sequence) else [given]:
                 check_callable(name, function, f"{name}({', '.join(arguments)})")
             _check_signature(name, given)
         if callable(self.stash):
@@ -387,8 +386,8 @@ def _vary_keys(params: Any, key: jax.Array | None) -> Any:
 
 
 def _sum_losses(losses: Any) -> jax.Array:
-    if isinstance(losses, list) and not losses:  # a stage without layers
-        return jnp.zeros((), jnp.float32)
-    return jnp.sum(jnp.stack(list(losses)) if isinstance(losses, list) else losses).astype(
-        jnp.float32
-    )
+    if isinstance(losses, list):
+        if not losses:  # a stage without layers
+            return jnp.zeros((), jnp.float32)
+        losses = jnp.stack(losses)
+    return jnp.sum(losses).astype(jnp.float32)

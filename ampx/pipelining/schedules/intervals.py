@@ -30,7 +30,7 @@ from ampx.pipelining.schedules.actions import Action, Kind
 from ampx.pipelining.schedules.ticks import Placement
 
 Edge = tuple[int, int]  # from one stage to another
-Value = tuple[int, int]  # a stage and a micro-batch
+StageValue = tuple[int, int]  # a stage and a micro-batch
 _FORWARD, _BACKWARD, _WEIGHT, _EXCHANGE, _MOMENTS_IN_A_TICK = range(5)
 
 
@@ -51,7 +51,7 @@ class Interval(NamedTuple):
         return self.made // _MOMENTS_IN_A_TICK, self.last_read // _MOMENTS_IN_A_TICK
 
 
-Intervals = dict[Value, Interval]
+Intervals = dict[StageValue, Interval]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Timeline:
     def _received(
         self,
         edges: Sequence[Edge],
-        sent: Callable[[Value], int | None],
-        last_read: Callable[[Value], int | None],
+        sent: Callable[[StageValue], int | None],
+        last_read: Callable[[StageValue], int | None],
     ) -> Intervals:
         source_of = {target: source for source, target in edges}
         return self._intervals(
@@ -118,13 +118,13 @@ class Timeline:
             last_read,
         )
 
-    def _values(self, kind: str) -> list[Value]:
+    def _values(self, kind: str) -> list[StageValue]:
         return sorted((a.stage, a.microbatch) for a in self.placement.tick_of if a.kind == kind)
 
-    def _moment_of(self, kinds: Sequence[Kind], phase: int) -> Callable[[Value], int | None]:
+    def _moment_of(self, kinds: Sequence[Kind], phase: int) -> Callable[[StageValue], int | None]:
         """When a stage's action of one of these kinds is at a phase; None if there is none."""
 
-        def moment(value: Value) -> int | None:
+        def moment(value: StageValue) -> int | None:
             stage, microbatch = value
             for kind in kinds:
                 tick = self.placement.tick_of.get(Action(stage, kind, microbatch))
@@ -134,7 +134,7 @@ class Timeline:
 
         return moment
 
-    def _released(self, value: Value) -> int | None:
+    def _released(self, value: StageValue) -> int | None:
         """When nothing that a stage has of a micro-batch is needed any more."""
         # If the backward comes in halves, `W` is the later one. Without a backward the forward
         # itself is the last reader.
@@ -147,16 +147,16 @@ class Timeline:
 
     @staticmethod
     def _intervals(
-        values: Iterable[Value],
-        made: Callable[[Value], int | None],
-        last_read: Callable[[Value], int | None],
+        values: Iterable[StageValue],
+        made: Callable[[StageValue], int | None],
+        last_read: Callable[[StageValue], int | None],
     ) -> Intervals:
         """Intervals of the values that are both made and read."""
         ends = ((value, made(value), last_read(value)) for value in values)
         return {v: Interval(a, b) for v, a, b in ends if a is not None and b is not None}
 
 
-class Slots(NamedTuple):
+class SlotAssignment(NamedTuple):
     """Places for values in the buffers of their devices.
 
     Attributes:
@@ -165,11 +165,13 @@ class Slots(NamedTuple):
         largest of them.
     """
 
-    slot_of: dict[Value, int]
+    slot_of: dict[StageValue, int]
     used: tuple[int, ...]
 
 
-def assign_slots(intervals: Mapping[Value, Interval], device_of: Sequence[int]) -> Slots:
+def assign_slots(
+    intervals: Mapping[StageValue, Interval], device_of: Sequence[int]
+) -> SlotAssignment:
     """Gives values slots so that two of a device share one only if they never live together.
 
     Args:
@@ -183,16 +185,16 @@ def assign_slots(intervals: Mapping[Value, Interval], device_of: Sequence[int]) 
       >>> from ampx.pipelining.schedules.intervals import Interval, assign_slots
       >>> lives = {(0, 0): Interval(0, 5), (0, 1): Interval(2, 7), (0, 2): Interval(6, 9)}
       >>> assign_slots(lives, device_of=(0,))
-      Slots(slot_of={(0, 0): 0, (0, 1): 1, (0, 2): 0}, used=(2,))
+      SlotAssignment(slot_of={(0, 0): 0, (0, 1): 1, (0, 2): 0}, used=(2,))
     """
-    slot_of: dict[Value, int] = {}
+    slot_of: dict[StageValue, int] = {}
     used = []
     for device in range(max(device_of) + 1):
         own = [value for value in intervals if device_of[value[0]] == device]
         slots = _lowest_free_slots([intervals[value] for value in own])
         slot_of |= zip(own, slots, strict=True)
         used.append(1 + max(slots, default=-1))
-    return Slots(slot_of, tuple(used))
+    return SlotAssignment(slot_of, tuple(used))
 
 
 def _lowest_free_slots(intervals: Sequence[Interval]) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ampx.checking import as_bool, check_choice
 from ampx.pipelining.schedules.grid import Grid
-from ampx.pipelining.schedules.intervals import Interval, Timeline, Value, assign_slots
+from ampx.pipelining.schedules.intervals import Interval, StageValue, Timeline, assign_slots
 from ampx.pipelining.schedules.ticks import (
     Placement,
     Stash,
@@ -80,7 +80,7 @@ def find_liveness(schedule: Grid, *, merge_chunks: bool, mode: str, stash: Stash
         )
         for stage, microbatch in intervals
     }
-    owned: dict[Value, Interval] = {}
+    owned: dict[StageValue, Interval] = {}
     for value, own in intervals.items():
         other = owned.setdefault(owner_of[value], own)
         owned[owner_of[value]] = Interval(

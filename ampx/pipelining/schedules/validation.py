@@ -87,7 +87,7 @@ def _find_fault_of_order(schedule: Grid) -> tuple[int, int, str] | None:
                 )
             if fault is not None:
                 where = f"at tick {tick} on device {device}"
-                return tick, device, f"{_describe(action)} {where} {fault}"
+                return tick, device, f"{_describe_action(action)} {where} {fault}"
             seen.add(action)
     return None
 
@@ -104,7 +104,7 @@ def _find_first_ticks(schedule: Grid) -> dict[Action, int]:
     return ticks
 
 
-def _describe(action: Action) -> str:
+def _describe_action(action: Action) -> str:
     words = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     what = words.get(action.kind, "unknown action")
     return f"{action} ({what} of stage {action.stage}, micro-batch {action.microbatch})"
@@ -176,6 +176,6 @@ def _find_missing(schedule: Grid) -> tuple[int, int, str] | None:
                     # Neither half is there: then it is the whole that is missing.
                     halved = kind == "I" and whole._replace(kind="W") not in there
                     action = whole if halved else action
-                    fault = f"{_describe(action)} is missing from all {tick} ticks"
+                    fault = f"{_describe_action(action)} is missing from all {tick} ticks"
                     return tick, schedule.device_of[stage], fault
     return None

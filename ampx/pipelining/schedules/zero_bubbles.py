@@ -269,8 +269,7 @@ def _read_words(
     for word in " ".join(words).split():
         name, kind = word[:-1], cast(Kind, word[-1])
         if kind == "W":
-            own = (a for a in late if not name or a.stage == stage_of[name])
-            action = next(own)
+            action = next(a for a in late if not name or a.stage == stage_of[name])
             late.remove(action)
         else:
             # A stage goes forward in turn and backward in turn, whole or in halves.
