@@ -52,6 +52,17 @@ def find_nnx_norm_types() -> tuple[type, ...]:
     return _select_norm_types(nnx)
 
 
+def is_unbound_linen(value: Any) -> bool:
+    """Whether `value` is a linen module that is no part of a running `apply` or `init`."""
+    linen = find_imported("flax.linen")
+    return (
+        linen is not None
+        and isinstance(value, linen.Module)
+        and value.scope is None
+        and value.parent is None
+    )
+
+
 def is_nnx_module(value: Any) -> bool:
     """Whether `value` is an nnx module."""
     nnx = find_imported("flax.nnx")

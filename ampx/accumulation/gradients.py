@@ -63,7 +63,7 @@ from ampx.accumulation.sparse_rows import (
 )
 from ampx.checking import as_bool, as_dtype, as_positive_int, check_choice
 from ampx.flat_buffers.flat_params import has_flat
-from ampx.function_checks import check_callable
+from ampx.function_checks import check_callable, takes_function_alone
 from ampx.mesh_axes import as_axes, fold_in_device, mark_varying, reduced_axes, unreduced_zeros
 from ampx.overwritten import (
     add_gradients,
@@ -83,6 +83,7 @@ from ampx.trees import cast_like, map_by_path, merge_trainable, wider_dtype
 Remainder = Literal["error", "mask"]
 
 
+@takes_function_alone
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
