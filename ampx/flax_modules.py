@@ -41,6 +41,17 @@ def _norm_types_of(package: Any) -> tuple[type, ...]:
     return tuple(getattr(package, name) for name in _NORM_NAMES if hasattr(package, name))
 
 
+def is_unbound_linen(value: Any) -> bool:
+    """Whether `value` is a linen module that is no part of a running `apply` or `init`."""
+    linen = find_imported("flax.linen")
+    return (
+        linen is not None
+        and isinstance(value, linen.Module)
+        and value.scope is None
+        and value.parent is None
+    )
+
+
 def is_nnx_module(value: Any) -> bool:
     """Whether `value` is an nnx module."""
     nnx = find_imported("flax.nnx")

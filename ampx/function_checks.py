@@ -15,14 +15,35 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import optax
 
 from ampx.checking import describe, shorten
+from ampx.flax_modules import is_unbound_linen
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _YIELDS = "whose body runs only when it is taken from: return the result, and yield nothing"
 _AWAITS = "whose body runs only when it is awaited: write it with def, and without await"
+
+
+def takes_function_alone(taker: F) -> F:
+    """Words the error of `taker(fun, *args)`, where `taker(fun)(*args)` is right."""
+    name = taker.__name__
+
+    @functools.wraps(taker)
+    def with_one_function(*args: Any, **settings: Any) -> Any:
+        if len(args) > 1:
+            raise TypeError(
+                f"{name} takes a function, and what it gives takes the arguments of that: write "
+                f"{name}(fun)(*args). Settings are given by name"
+            )
+        return taker(*args, **settings)
+
+    return cast(F, with_one_function)
 
 
 def check_callable(name: str, value: Any, call: str) -> None:
@@ -32,8 +53,24 @@ def check_callable(name: str, value: Any, call: str) -> None:
       TypeError: for what cannot be called; for dtypes and other classes; for what `refuse_lazy`
         refuses.
     """
+    if isinstance(value, optax.GradientTransformation):
+        raise TypeError(
+            f"{name} must be a function, called as {call}, got an optax transformation: give the "
+            "function first and the optimizer behind it"
+        )
+    if isinstance(value, str):
+        raise TypeError(
+            f"{name} must be a function, called as {call}, {describe(value)}: give a setting by "
+            "the name of its argument, such as half_dtype="
+        )
     if not callable(value):
         raise TypeError(f"{name} must be a function, called as {call}, {describe(value)}")
+    if is_unbound_linen(value):
+        raise TypeError(
+            f"{name} must be a function, called as {call}, got a linen module of type "
+            f"{type(value).__name__}, which holds no parameters: give a function that calls "
+            'module.apply({"params": params}, x), or module.apply itself'
+        )
     # jnp.bfloat16 can be called, but is meant as a dtype, as in `@ampx.autocast(jnp.bfloat16)`.
     # A class of flax's layers has a field of that name.
     has_dtype = isinstance(getattr(value, "dtype", None), np.dtype)

@@ -50,8 +50,8 @@ def check_arrays(name: str, tree: Any, *, may_be_shapes: bool = False) -> None:
         if not _may_be_array(leaf):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shorten(leaf)} of type "
-                f"{type(leaf).__name__}{at_path(path)}: leave it out of the tree, or convert it to "
-                "an array"
+                f"{type(leaf).__name__}{at_path(path)}: leave it out of the tree, as "
+                "equinox.filter(model, equinox.is_inexact_array) does, or convert it to an array"
             )
     if not may_be_shapes:
         check_memory(name, tree)

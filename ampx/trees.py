@@ -90,6 +90,18 @@ def merge_trainable(trainable: Any, rest: Any) -> Any:
     )
 
 
+def leave_untrained_out(params: Any, grads: Any) -> Any:
+    """Puts None in the place of parameters without a gradient, if an Equinox module holds them.
+
+    Gradients of a module are None for its functions and settings. What maps over both trees needs
+    the same in the parameters, which callers hold as a whole.
+    """
+    if params is None or not _has_equinox_module(params):
+        return params
+    trained = split_trainable(params)[0]
+    return trained if jax.tree.structure(trained) == jax.tree.structure(grads) else params
+
+
 def fill_floating(tree: Any, values: Iterable[Any]) -> Any:
     """Puts values in the places of the floating leaves of a tree, in order; None in others."""
     leaves, structure = jax.tree.flatten(tree)

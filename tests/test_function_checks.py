@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 
 import ampx
 from ampx import fused, pipelining
@@ -169,3 +170,46 @@ def test_objects_methods_and_partial_functions_are_functions():
         args = () if isinstance(fun, functools.partial) else (X,)
         assert ampx.autocast(fun)(*args) == 2
         assert ampx.lint_step(fun)(*args).ok
+
+
+class Layer(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        dense = linen.Dense(2)  # a part of a model that runs, so it can be called
+        return dense(x) if self.is_initializing() else ampx.autocast(dense)(x)
+
+
+NO_FUNCTIONS = {
+    "a module of linen": (Layer(), r"linen module of type Layer.*module\.apply"),
+    "an optimizer": (optax.sgd(0.1), "optax transformation: give the function first"),
+    "a word": ("fp16", "got 'fp16' of type str: give a setting by"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FUNCTIONS)
+@pytest.mark.parametrize("taker", ["autocast", "lint_step", "value_and_grad", "train_step"])
+def test_what_is_no_function_is_refused_with_the_way_out(taker, kind):
+    value, message = NO_FUNCTIONS[kind]
+    with pytest.raises(TypeError, match=message):
+        TAKERS[taker](value)
+
+
+def test_a_layer_inside_of_a_model_of_linen_is_a_function():
+    layer, x = Layer(), jnp.ones((4, 3))
+    out = ampx.autocast(layer.apply)(layer.init(jax.random.key(0), x), x)
+    assert out.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "taker",
+    ["autocast", "explain", "lint_step", "trace_overflow", "numerics_report", "value_and_grad"],
+)
+def test_arguments_beside_the_function_get_the_right_call(taker):
+    with pytest.raises(TypeError, match=rf"write {taker}\(fun\)\(\*args\)"):
+        getattr(ampx, taker)(jnp.sum, X)
+
+
+def test_autocast_is_no_context():
+    with pytest.raises(TypeError, match=r"no context.*write loss = ampx\.autocast\(loss_fn"):
+        with ampx.autocast(half_dtype="fp16"):
+            pass

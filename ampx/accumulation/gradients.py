@@ -63,9 +63,8 @@ from ampx.accumulation.sparse_rows import (
 )
 from ampx.checking import as_bool, as_dtype, as_positive_int, check_choice
 from ampx.flat_buffers.flat_params import has_flat
-from ampx.function_checks import check_callable
+from ampx.function_checks import check_callable, takes_function_alone
 from ampx.mesh_axes import (
-    AxisNames,
     as_axes,
     fold_in_device,
     mark_varying,
@@ -91,6 +90,7 @@ from ampx.trees import cast_like, map_by_path, merge_trainable, wider_dtype
 Remainder = Literal["error", "mask"]
 
 
+@takes_function_alone
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -293,9 +293,8 @@ def _grads_at(
     grads = merge_trainable(grads, take_largest(overwritten, axes))
     grads, model_state = pure.take_measured(grads, model_state)
     result = GradResult(loss, grads, weight, aux, model_state, reduction=sent)
-    if differentiate and scatter is None and (untracked := untracked_axes(axes)):
-        result = result._replace(shared_loss_axes=AxisNames(untracked))
-    return result.with_scale(loss_scale)
+    parts_over = untracked_axes(axes) if differentiate and scatter is None else ()
+    return result.with_scale(loss_scale).with_parts_over(parts_over)
 
 
 def _make_scaled_loss(

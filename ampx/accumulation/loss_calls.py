@@ -41,7 +41,7 @@ def explain_failed_call(
         words = ", ".join([*names, *(f"{name}={name}" for name in named)])
         raise TypeError(
             f"the loss is called as loss_fn({words}), and does not take that ({mismatch})"
-            f"{_find_remedy(loss_fn, named, has_key)}"
+            f"{_find_remedy(loss_fn, batch, named, has_key)}"
         ) from error
     except Exception as error:
         # flax's own class, which is looked at by name since flax may be missing.
@@ -69,7 +69,12 @@ def _find_mismatch(
     return None
 
 
-def _find_remedy(loss_fn: Callable[..., Any], named: Sequence[str], has_key: bool) -> str:
+def _find_remedy(
+    loss_fn: Callable[..., Any], batch: Any, named: Sequence[str], has_key: bool
+) -> str:
+    if isinstance(batch, tuple | list | dict) and _takes_parts(loss_fn, batch, named, has_key):
+        first = "x = batch['x']" if isinstance(batch, dict) else "x, y = batch"
+        return f": the batch is one argument, so take its parts inside of the loss, as in {first}"
     other = ["params", "batch", *["key"] * (not has_key)]
     if _find_mismatch(loss_fn, other, named) is not None:
         return ""
@@ -79,6 +84,17 @@ def _find_remedy(loss_fn: Callable[..., Any], named: Sequence[str], has_key: boo
         ": to give it a key, call the gradient, or init of a train step, with "
         "key=jax.random.key(0); a step with a state of flax takes key= itself"
     )
+
+
+def _takes_parts(
+    loss_fn: Callable[..., Any], batch: Any, named: Sequence[str], has_key: bool
+) -> bool:
+    """Whether a loss takes each part of a batch as an argument, and none that is called a key."""
+    names = ["params", *batch, *["key"] * has_key]
+    if len(batch) < 2 or _find_mismatch(loss_fn, names, named) is not None:
+        return False
+    last = list(inspect.signature(loss_fn).parameters)[len(names) - 1]
+    return has_key or not any(word in last for word in ("key", "rng", "seed"))
 
 
 def _holds_nnx_object(tree: Any) -> bool:

@@ -55,6 +55,8 @@ def unpack_output(
     expected = ["value", *["aux"] * has_aux, *["new state"] * has_state]
     if not isinstance(out, tuple) or len(out) != len(expected):
         found = type(out).__name__ + (f" of {len(out)}" if isinstance(out, tuple) else "")
+        if isinstance(out, jax.Array):
+            found = f"one array of shape {out.shape}"
         raise TypeError(
             f"{name} must return a tuple ({', '.join(expected)}), got {found}. The value is one "
             "part of it, also where it is a pair (sum of losses, sum of weights)"

@@ -65,3 +65,7 @@ class GradResult(NamedTuple):
         """The result of a loss that was multiplied by `loss_scale`; the number 1 counts as none."""
         is_one = isinstance(loss_scale, int | float) and loss_scale == 1
         return self._replace(loss_scale=None if is_one else jnp.asarray(loss_scale, jnp.float32))
+
+    def with_parts_over(self, axes: tuple[str, ...]) -> GradResult:
+        """The result where `grads` are parts of a sum over some axes, and no type tells it."""
+        return self._replace(shared_loss_axes=AxisNames(axes)) if axes else self

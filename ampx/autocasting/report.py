@@ -43,7 +43,7 @@ from ampx.autocasting.rules import DEFAULT_RULES, Rules
 from ampx.autocasting.tables import DEFAULTS, HALF_BY_DEFAULT
 from ampx.autocasting.transform import CustomVjp, Output, make_settings, trace_and_plan
 from ampx.autocasting.values import AS_TRACED, is_float32
-from ampx.function_checks import check_callable
+from ampx.function_checks import check_callable, takes_function_alone
 from ampx.jaxprs import pure_calls, reading, source_info
 from ampx.jaxprs.interpreter import Place
 from ampx.jaxprs.reading import Equation, Jaxpr
@@ -205,6 +205,7 @@ def _pair_dtypes(atom: Any, in_half: bool, half: Any) -> tuple[str, str]:
     return before, half.name if in_half and is_float32(atom) else before
 
 
+@takes_function_alone
 def explain(
     fun: Callable[P, Any],
     *,

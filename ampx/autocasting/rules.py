@@ -29,7 +29,7 @@ import jax.scipy.special
 from jax.typing import DTypeLike
 
 from ampx.autocasting.tables import DEFAULTS, Precision
-from ampx.checking import as_bool, as_dtype
+from ampx.checking import as_bool, as_dtype, shorten
 from ampx.function_checks import refuse_lazy
 from ampx.jaxprs import reading, source_info
 from ampx.jaxprs.reading import Equation
@@ -137,8 +137,9 @@ def _find_codes(target: Callable[..., Any]) -> frozenset[tuple[str, int]]:
             codes.add((code.co_filename, code.co_firstlineno))
     if not codes:
         raise TypeError(
-            f"{target!r} has no Python code to recognise its operations by: give the name of its "
-            "primitive, or wrap the call in ampx.half_function or ampx.float_function"
+            f"{shorten(target)} has no Python code to recognise its operations by: give the name "
+            "of its primitive, for an object its class, or wrap the call in ampx.half_function or "
+            "ampx.float_function"
         )
     return frozenset(codes)
 
@@ -341,8 +342,8 @@ def _make_entry(precision: Precision, target: Any) -> _Entry:
     if callable(target):
         return _Entry(precision, codes=_find_codes(target), label=_describe_target(target))
     raise TypeError(
-        f"a rule's target must be a name, a function or a class, got {target!r}; for a predicate "
-        "use when="
+        f"a rule's target must be a name, a function or a class, got {shorten(target)}: give "
+        "several one after the other, and a predicate by when="
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Literal, NamedTuple, NoReturn, ParamSpec, TypeVar, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from ampx.autocasting.rewriter import Rewriter
 from ampx.autocasting.rules import DEFAULT_RULES, Rules, check_rules
 from ampx.autocasting.values import Demand, describe_input
 from ampx.checking import as_bool, as_dtype, check_choice
-from ampx.function_checks import check_callable
+from ampx.function_checks import check_callable, takes_function_alone
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.pure_calls import PureCall, as_function_of_arrays, unfix
 from ampx.jaxprs.reading import Jaxpr
@@ -122,6 +122,20 @@ def make_settings(
     return Settings(half, rules, custom_vjp, float8)
 
 
+class _Decorator(functools.partial[Any]):
+    """Autocast with settings and no function yet; `with` is torch's way, and named as wrong."""
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "ampx.autocast is no context: it transforms a function. In the place of "
+            "`with ampx.autocast(...): loss = loss_fn(params, batch)` write "
+            "loss = ampx.autocast(loss_fn, ...)(params, batch)"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Is looked up by `with` before it enters, and never reached."""
+
+
 @overload
 def autocast(
     fun: Callable[P, R],
@@ -147,6 +161,7 @@ def autocast(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
+@takes_function_alone
 def autocast(
     fun: Callable[..., Any] | None = None,
     *,
@@ -213,7 +228,7 @@ def autocast(
     settings = make_settings(half_dtype, rules, output, custom_vjp, dots)
     enabled = as_bool("enabled", enabled)
     if fun is None:
-        return functools.partial(
+        return _Decorator(
             autocast,
             half_dtype=settings.half_dtype,
             rules=rules,

@@ -51,7 +51,7 @@ from ampx.data_parallel.sharded_updates import Part, convert_part, run_on_shards
 from ampx.mesh_axes import count_devices, varying_axes
 from ampx.model_axes import ModelAxes, add_over_shards, as_model_axes, axes_of_leaves
 from ampx.summaries import show_fields
-from ampx.trees import at_path, is_marked, path_name
+from ampx.trees import at_path, is_marked, leave_untrained_out, path_name
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_made_by, check_update, guard
 
@@ -213,6 +213,7 @@ def zero1(
     ) -> tuple[Any, Zero1State]:
         if params is None:
             raise ValueError("zero1 needs the parameters: tx.update(grads, state, params)")
+        params = leave_untrained_out(params, updates)
         check_update("zero1", Zero1State, updates, state, params)
         # `train_step` hands its own setting down. `inner` gets none: it sees whole arrays.
         setting = as_model_axes(model_axes, own_setting)

@@ -41,7 +41,7 @@ from ampx.diagnostics.step_programs import (
     source_of_output,
     trace_step,
 )
-from ampx.function_checks import check_callable
+from ampx.function_checks import check_callable, takes_function_alone
 from ampx.jaxprs import folds, reading, source_info
 from ampx.summaries import show_table
 from ampx.text_tables import SOURCE, Block, Table, show_blocks, show_rich, spread
@@ -132,6 +132,7 @@ class LintReport:
         return spread(parts)
 
 
+@takes_function_alone
 def lint_step(
     step: Callable[P, Any], *, ignore: Sequence[CheckName] = ()
 ) -> Callable[P, LintReport]:

@@ -43,7 +43,7 @@ from ampx.diagnostics.exponents import (
 from ampx.diagnostics.numerics_reports import NumericsReport
 from ampx.diagnostics.overflow_notes import is_inexact
 from ampx.diagnostics.recommendations import BACKWARD, FORWARD, PARAMETER, Key
-from ampx.function_checks import check_callable
+from ampx.function_checks import check_callable, takes_function_alone
 from ampx.jaxprs import reading
 from ampx.jaxprs.interpreter import Place, Value, Walk, is_opaque
 from ampx.jaxprs.pure_calls import split_arrays
@@ -202,6 +202,7 @@ def _check_width(array: Any) -> None:
         raise TypeError(f"numerics_report counts float32, got {dtype}: give the float32 program")
 
 
+@takes_function_alone
 def numerics_report(
     fun: Callable[..., Any], *, loss_scale: float = 1.0, has_aux: bool = False
 ) -> Callable[..., NumericsReport]:
@@ -333,7 +334,10 @@ def _run_loss_and_gradient(
 
     loss = jax.eval_shape(value, *arrays)
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"fun must give a floating scalar, got {loss}: see has_aux for a pair")
+        raise TypeError(
+            f"fun must give a floating scalar, got {shorten(loss)}: give the loss, whose gradient "
+            "is taken here, and not its gradient or a step; see has_aux for a pair"
+        )
     seed = jnp.ones((), loss.dtype)
     jaxpr, shapes = reading.trace(both, seed, *arrays)
     of_params = Origin(is_parameter=True)

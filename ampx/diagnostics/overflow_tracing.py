@@ -38,7 +38,7 @@ from ampx.diagnostics.overflow_blame import (
     find_flags,
 )
 from ampx.diagnostics.overflow_reports import OverflowReport
-from ampx.function_checks import check_callable
+from ampx.function_checks import check_callable, takes_function_alone
 from ampx.jaxprs import pure_calls, reading
 from ampx.jaxprs.interpreter import Place
 from ampx.jaxprs.pure_calls import PureCall, as_function_of_arrays, is_array
@@ -48,6 +48,7 @@ from ampx.trees import path_name
 P = ParamSpec("P")
 
 
+@takes_function_alone
 def trace_overflow(
     fun: Callable[P, Any],
     *,

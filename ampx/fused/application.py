@@ -44,7 +44,7 @@ from ampx.model_axes import as_model_axes
 from ampx.overwritten import join_new_values, leave_overwritten_out
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_gradients, check_memory
-from ampx.trees import cast_castable
+from ampx.trees import cast_castable, leave_untrained_out, merge_trainable
 from ampx.updates.extra_args import check_spelling, explain_refused
 from ampx.updates.gradient_norms import fold_clip, measure_and_judge
 from ampx.updates.tails import Applied, Backend, Tail, takes_tail, unwrap_results
@@ -113,7 +113,7 @@ def apply(
       opt_state: the state of `tx`. Donate it and `params` to update in place, to a jitted function
         that takes them in the order in which they come back: `params` first. JAX pairs donated
         arrays with results of the same shape in order; crossed pairs cost a copy.
-      params: parameters.
+      params: parameters; of an Equinox module the whole, which is returned whole, too.
       max_norm: clip the unscaled gradients by their global norm. The norm of finite gradients is
         right even where the sum of their squares overflows.
       half_dtype: also return the new parameters in this dtype, for the next forward pass.
@@ -178,6 +178,8 @@ def apply(
     # A loss scale reads of whole results which scale their gradients carry. It hides overwritten
     # leaves by itself, since it knows the `model_axes` that it was built with.
     given, grads = grads, take_grads(grads)
+    whole, params = params, leave_untrained_out(params, grads)
+    params_are_part = params is not whole
     hidden = hide(grads, opt_state, params, extra_args, divided) if scaled is None else None
     if hidden is not None:
         grads, params, extra_args = hidden.grads, hidden.params, hidden.extra_args
@@ -215,6 +217,8 @@ def apply(
         new_params, _ = unwrap_results(results)
     if hidden is not None:
         new_params = join_new_values(new_params, hidden.held(opt_state, new_state))
+    if params_are_part:
+        new_params = merge_trainable(whole, new_params)
     # Fused with the update by XLA: the new parameter is at hand.
     half = None if half_dtype is None else cast_castable(new_params, half_dtype)
     return new_params, new_state, ApplyReport(norm, has_skipped(new_state), scale, half)

@@ -45,7 +45,7 @@ from ampx.tree_checks import (
     check_memory,
     check_structure,
 )
-from ampx.trees import at_path, is_float0, is_floating
+from ampx.trees import at_path, is_float0, is_floating, leave_untrained_out
 from ampx.updates.skipped_derivatives import stop_gradient_if
 from ampx.updates.tails import Tail, TailResult, TakesTail
 
@@ -168,6 +168,7 @@ def fused_transformation(
         # Without a tail the arithmetic is that of an empty one, and arrays are returned.
         answers, tail = tail is not None, tail or Tail()
         check_gradients("updates", updates, params)
+        params = leave_untrained_out(params, updates)
         at = find_own_part(state)
         _check_own_part(rule, state[at], updates)
         coefficients, next_state = advance(

@@ -203,7 +203,8 @@ def _choice_as_number(choice: Any) -> float:
     if is_bool or not hasattr(choice, "__float__"):
         raise TypeError(
             f"loss scale must be None, a string or a number, got {choice!r} of type "
-            f"{type(choice).__name__}: write 'dynamic' or the number"
+            f"{type(choice).__name__}: write 'dynamic' or the number, or with settings a function "
+            "such as functools.partial(ampx.dynamic_loss_scale, growth_interval=500)"
         )
     if getattr(choice, "shape", ()) not in ((), (1,)):
         raise ValueError(f"loss scale must have shape () or (1,), got {choice.shape}")

@@ -91,7 +91,8 @@ def _find_axes(settings: ScaleSettings, call: Call) -> tuple[str, ...]:
     if reduces and not (settings.axis_names or before):
         raise ValueError(
             "the transformation inside reduces gradients over mapped axes, so all devices must "
-            "agree on what to skip: give this loss scale axis_names, as in axis_names='data'"
+            "agree on what to skip: give this loss scale axis_names, as in axis_names='data', or "
+            "ampx.train_step its axis_name, which makes an all_reduce inside superfluous"
         )
     named = (*settings.axis_names, *call.model_axes.names, *(before if reduces else ()))
     return nonfinite.find_verdict_axes(call.grads, call.state.loss_scale, named)

@@ -63,6 +63,8 @@ def wrap_with_scale(
     inner = guard("loss_scale", accept_extra_args(inner), holds_state=True)
 
     def init(params: optax.Params) -> LossScaleState:
+        if find_nodes(params, LossScaleState):
+            raise TypeError("params hold the state of a loss scale: give state.params alone")
         return _init_state(inner.init(params), settings.shape, init_scale, hysteresis)
 
     def update(
@@ -76,6 +78,7 @@ def wrap_with_scale(
         gradient_scale: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
+        params = trees.leave_untrained_out(params, updates)
         for grads in split_by_loss(updates, settings.num_losses):
             if grads is not None or settings.num_losses == 1:  # None: this loss was left out
                 many = not takes_tail(getattr(state, "inner_state", ()))

@@ -23,7 +23,7 @@ from ampx.overwritten import join_new_values, leave_overwritten_out, split_overw
 from ampx.param_storage.wide_updates import answer_tail, update_wide
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays, check_like, check_opt_state, is_masked
-from ampx.trees import cast_castable, cast_like, convert_numbers, find_nodes
+from ampx.trees import cast_castable, cast_like, convert_numbers, find_nodes, leave_untrained_out
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail
@@ -105,6 +105,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     ) -> tuple[Any, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights needs params: call update(grads, state, params)")
+        params = leave_untrained_out(params, updates)
         check_update("master_weights", MasterWeightsState, updates, state, params)
         check_like("params", params, "master_params in the state", state.master_params)
         updates, params = convert_numbers((updates, params))

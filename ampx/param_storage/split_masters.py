@@ -23,7 +23,7 @@ from ampx.param_storage.narrow_params import NarrowParam, SplitParam
 from ampx.param_storage.wide_updates import update_narrow
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays, check_structure
-from ampx.trees import convert_numbers, widen
+from ampx.trees import convert_numbers, leave_untrained_out, widen
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail
@@ -119,6 +119,7 @@ def split_masters(
     ) -> tuple[Any, SplitMastersState]:
         if params is None:
             raise ValueError("split_masters needs params: call update(grads, state, params)")
+        params = leave_untrained_out(params, updates)
         check_update("fused.split_masters", SplitMastersState, updates, state, params)
         check_structure("error_bits in the state", state.error_bits, "params", params)
         updates, params = convert_numbers((updates, params))

@@ -22,7 +22,7 @@ from ampx.param_storage.rounding import draw_words
 from ampx.param_storage.wide_updates import update_narrow
 from ampx.summaries import show_fields
 from ampx.tree_checks import check_arrays
-from ampx.trees import convert_numbers, hold, widen
+from ampx.trees import convert_numbers, hold, leave_untrained_out, widen
 from ampx.updates.extra_args import accept_extra_args, schedule_free_field
 from ampx.updates.guards import check_update, guard
 from ampx.updates.tails import Tail
@@ -109,6 +109,7 @@ def stochastic_rounding(
     ) -> tuple[Any, StochasticRoundingState]:
         if params is None:
             raise ValueError("stochastic_rounding needs params: call update(grads, state, params)")
+        params = leave_untrained_out(params, updates)
         check_update("fused.stochastic_rounding", StochasticRoundingState, updates, state, params)
         updates, params = convert_numbers((updates, params))
         leaves = jax.tree.leaves(params)

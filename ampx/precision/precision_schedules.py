@@ -145,7 +145,7 @@ class PrecisionSchedule:
         object.__setattr__(self, "phases", phases)
         for phase in phases:
             if not isinstance(phase, Phase):
-                raise TypeError(f"phases must be of type ampx.Phase, got {type(phase).__name__}")
+                raise TypeError(f"phases must be of type ampx.Phase, got {phase!r}: put it in one")
         if not phases:
             raise ValueError("phases is empty: give at least one, the precision to train in")
         _check_ends(phases)

@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 
 from ampx.autocasting.float8 import as_float8
 from ampx.checking import suggest
@@ -80,6 +81,9 @@ def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
             f"give ampx.precision_schedule({policy!r}, total_steps=...) or final_loss=..., where "
             "a schedule is taken"
         )
+    # A dtype means as little, or as much, as its name.
+    if isinstance(policy, np.dtype) or (isinstance(policy, type) and hasattr(policy, "dtype")):
+        policy = jnp.dtype(policy).name
     if isinstance(policy, str):
         return _read_word(policy)
     if isinstance(policy, Policy):

@@ -20,7 +20,7 @@ import optax
 from ampx.checking import check_state
 from ampx.overwritten import refuse_overwritten
 from ampx.tree_checks import check_arrays, check_gradients, check_memory
-from ampx.trees import find_nodes, has_mark, path_name
+from ampx.trees import find_nodes, has_mark, leave_untrained_out, path_name
 
 _OF_MONITOR = (
     "optax.monitor has no measurements before its first update, and what it will have could not be "
@@ -102,6 +102,7 @@ def guard(
         return _with_measurements(inner, state, params) if holds_state else state
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        params = leave_untrained_out(params, updates)
         try:
             # It may write into dicts and lists, which under jit are its own. So they must be here:
             # what it writes inside of a branch is no value outside.

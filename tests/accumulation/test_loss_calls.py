@@ -72,6 +72,22 @@ CASES = {
         lambda: grad_of(plain)(PARAMS, BATCH, model_state={"mean": jnp.ones(1)}),
         r"loss_fn\(params, batch, model_state=model_state\)",
     ),
+    "parts of a tuple": (
+        lambda: grad_of(lambda params, x, y: 0.0)(PARAMS, (jnp.ones(2), jnp.ones(2))),
+        "missing .*'y'.*the batch is one argument.*x, y = batch",
+    ),
+    "parts of a dict": (
+        lambda: grad_of(lambda params, x, y: 0.0)(PARAMS, {"x": jnp.ones(2), "y": jnp.ones(2)}),
+        r"the batch is one argument.*x = batch\['x'\]",
+    ),
+    "a tuple and no key": (
+        lambda: grad_of(with_key)(PARAMS, (jnp.ones(2), jnp.ones(2))),
+        "missing .*'key'.*give it a key",
+    ),
+    "parts of a tuple, with a key": (
+        lambda: grad_of(lambda params, x, y, key: 0.0)(PARAMS, (jnp.ones(2), jnp.ones(2)), key=KEY),
+        "the batch is one argument",
+    ),
     "an nnx model with a key": (
         lambda: grad_of(lambda model, batch, key: 0.0)(Model(nnx.Rngs(0)), BATCH),
         "give it a key",

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -72,6 +73,16 @@ def test_a_half_type_alone_is_refused_with_both_readings(word):
 def test_other_words_are_refused(word, message):
     with pytest.raises(ValueError, match=message):
         ampx.as_recipe(word)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype(jnp.bfloat16)])
+def test_a_dtype_is_read_as_its_name(dtype):
+    with pytest.raises(ValueError, match="policy='bfloat16' has two meanings"):
+        ampx.as_recipe(dtype)
+    assert ampx.as_recipe(jnp.float32) == ampx.as_recipe("float32")
+    for value in (ampx.Policy, jnp.ones(2), float):
+        with pytest.raises(TypeError, match="policy must be a Policy"):
+            ampx.as_recipe(value)
 
 
 @pytest.mark.parametrize(

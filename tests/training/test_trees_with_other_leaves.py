@@ -163,6 +163,38 @@ def test_a_step_without_options_is_equinox_with_optax_bit_for_bit(name):
     assert losses == expected_losses and losses[2] < losses[0]
 
 
+WRAPPERS = {
+    "none": lambda tx: tx,
+    "dynamic_loss_scale": ampx.dynamic_loss_scale,
+    "no_loss_scale": ampx.no_loss_scale,
+    "multi_steps": lambda tx: ampx.multi_steps(tx, 1),
+    "master_weights": ampx.master_weights,
+    "split_masters": ampx.fused.split_masters,
+    "stochastic_rounding": ampx.fused.stochastic_rounding,
+}
+
+
+@pytest.mark.slow_but("mlp-dynamic_loss_scale")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", ["module", "mlp", "dropout"])
+def test_updates_take_the_whole_module_for_its_trained_part(name, wrapper):
+    model = jax.tree.map(lambda x: jnp.asarray(x) if hasattr(x, "dtype") else x, MODELS[name]())
+    model = ampx.cast_floating(model, "bf16")
+    trained = filter_trained(model)
+    tx = WRAPPERS[wrapper](ampx.fused.adamw(1e-2))
+    state = tx.init(trained)
+    grads = jax.tree.map(jnp.sin, trained)  # None where nothing is trained, as of any gradient
+    expected, _ = tx.update(grads, state, trained)
+    updates, _ = tx.update(grads, state, model)
+    assert_same(updates, expected, equal)
+    if wrapper != "multi_steps":  # of which fused.apply takes none
+        applied, _, report = ampx.fused.apply(tx, grads, state, model, half_dtype="fp16")
+        alone, _, _ = ampx.fused.apply(tx, grads, state, trained)
+        assert_same(filter_trained(applied), alone, equal)
+        assert jax.tree.structure(applied) == jax.tree.structure(model)
+        assert jax.tree.structure(report.half_params) == jax.tree.structure(model)
+
+
 OPTIONS = {
     "scaled": dict(loss_scale="dynamic"),
     "accumulated": dict(num_microbatches=4, loss_scale=8.0),
