@@ -37,6 +37,7 @@ INSIDE = {
     "NumericsReport": "made by numerics_report",
     "Plan": "made by plan",
     "GradResult.with_scale": "takes a scale that value_and_grad has checked",
+    "GradResult.with_parts_over": "takes axes that value_and_grad has checked",
     "PipelineGradients.observed": "for ampx.pipelining.plan",
     "PrecisionSchedule.next_phase": "takes what follow_schedule hands it",
     "PrecisionSchedule.remember": "takes what follow_schedule hands it",
