@@ -55,7 +55,8 @@ def as_recipe(policy: Policy | Recipe | str | None) -> Recipe | None:
         `"p=f32,c=bf16"`, a `Policy`, a `Recipe`, or None. Also the words of other libraries:
         `"mixed_float16"` and `"mixed_bfloat16"` (Keras), `"16-mixed"`, `"bf16-mixed"`, `"16-true"`,
         `"bf16-true"` and `"32-true"` (Lightning), `"no"` (Accelerate). A word for O1 may go on with
-        what `ampx.autocast` takes for `dots`, as in `"O1,dots=float8"`.
+        what `ampx.autocast` takes for `dots`, as in `"O1,dots=float8"`. A dtype is read as its
+        name.
 
     Returns:
       A `Recipe`; None for None.
