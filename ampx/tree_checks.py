@@ -27,7 +27,15 @@ import optax
 
 from ampx.checking import check_hyperparameter, join_first, shorten
 from ampx.overwritten import refuse_overwritten, refuse_path
-from ampx.trees import at_path, has_mark, is_float0, is_marked, path_name, split_trainable
+from ampx.trees import (
+    at_path,
+    broadcast_prefix,
+    has_mark,
+    is_float0,
+    is_marked,
+    path_name,
+    split_trainable,
+)
 
 # What JAX has no arrays of: objects, words, dates and durations.
 _FOREIGN_KINDS = "OSUmM"
@@ -272,23 +280,18 @@ def check_scalar(name: str, value: Any) -> None:
 
 
 def broadcast_choice(name: str, choice: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
-    """What a tree prefix, such as a mask, chooses for each leaf of a tree, in their order.
-
-    A list and no tree: a container of others may make an array of a bool that it is given.
+    """What a tree prefix, such as a mask, chooses for each leaf: `broadcast_prefix` with its error.
 
     Raises:
       ValueError: if it is no prefix of the tree.
     """
     try:
-        choices, structure = jax.tree.flatten(choice, is_leaf=is_leaf)
-        parts = structure.flatten_up_to(tree)
+        return broadcast_prefix(choice, tree, is_leaf)
     except ValueError:
         raise ValueError(
             f"{name} must be a tree like the parameters, or like the beginning of their tree, "
             f"which has {_list_paths(tree)}, got {describe_tree(choice)}"
         ) from None
-    pairs = zip(choices, parts, strict=True)
-    return [chosen for chosen, part in pairs for _ in jax.tree.leaves(part)]
 
 
 def check_gradients(

@@ -67,15 +67,32 @@ def split_trainable(tree: Any) -> tuple[Any, Any]:
       in the place of these; the tree itself and None, if all leaves are trained.
     """
     numbers = () if _has_equinox_module(tree) else (float, complex)
-    leaves, structure = jax.tree.flatten(tree)
+    leaves = jax.tree.leaves(tree)
     trained = [_is_inexact_array(leaf) or isinstance(leaf, numbers) for leaf in leaves]
-    if all(trained):
-        return tree, None
-    pairs = list(zip(leaves, trained, strict=True))
+    return (tree, None) if all(trained) else split_leaves(tree, trained)
+
+
+def split_leaves(tree: Any, chosen: Sequence[bool]) -> tuple[Any, Any]:
+    """A tree of the chosen leaves, and one of the others, each with None for those of the other."""
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = list(zip(leaves, chosen, strict=True))
     return (
         structure.unflatten([leaf if own else None for leaf, own in pairs]),
         structure.unflatten([None if own else leaf for leaf, own in pairs]),
     )
+
+
+def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
+    """What a tree prefix has for each leaf of a tree, in their order.
+
+    A list and no tree: a container of others may make an array of a bool that it is given.
+
+    Raises:
+      ValueError: if it is no prefix of the tree.
+    """
+    own, structure = jax.tree.flatten(prefix, is_leaf=is_leaf)
+    parts = zip(own, structure.flatten_up_to(tree), strict=True)
+    return [value for value, part in parts for _ in jax.tree.leaves(part)]
 
 
 def merge_trainable(trainable: Any, rest: Any) -> Any:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from ampx.checking import as_int, as_positive_int
 from ampx.mesh_axes import count_row_devices, lay_out_as_rows, take_rows
 from ampx.tree_checks import check_arrays
+from ampx.trees import broadcast_prefix, split_leaves
 
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
@@ -176,21 +177,13 @@ def separate_whole(batch: Any, batch_axes: Any) -> tuple[Any, Any]:
       ValueError: if `batch_axes` is no tree prefix of the batch.
     """
     try:
-        axes, structure_of_axes = jax.tree.flatten(batch_axes, is_leaf=_is_none)
-        parts = structure_of_axes.flatten_up_to(batch)
+        axes = broadcast_prefix(batch_axes, batch, is_leaf=_is_none)
     except ValueError as error:
         raise ValueError(
             f"batch_axes={batch_axes!r} does not fit the batch ({error}): give 0 for what is split "
             "and None for what is not, in a tree like the batch or the upper part of one"
         ) from None
-    # A list and no tree: containers of others may make an array of a bool.
-    of_parts = zip(axes, parts, strict=True)
-    splits = [axis is not None for axis, part in of_parts for _ in jax.tree.leaves(part)]
-    leaves, structure = jax.tree.flatten(batch)
-    pairs = list(zip(leaves, splits, strict=True))
-    split = structure.unflatten([leaf if own else None for leaf, own in pairs])
-    whole = structure.unflatten([None if own else leaf for leaf, own in pairs])
-    return split, whole
+    return split_leaves(batch, [axis is not None for axis in axes])
 
 
 def join_whole(split: Any, whole: Any) -> Any:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ampx
+from ampx.jaxprs import folds, primitives
 
 MESHES = {
     "one device": ((1,), ("data",)),
@@ -80,6 +81,35 @@ def test_it_is_the_sum_or_mean(name, op, kind, check_vma):
             assert a.dtype == b.dtype
     else:
         assert_bit_equal(result, sums(trees, op))
+
+
+@CHECKED
+def test_no_array_without_elements_is_in_a_sum(check_vma):
+    """XLA of jaxlib 0.11 ends the process when it merges such a sum with another."""
+    mesh = make_mesh((2,), ("data",))
+
+    def loss_fn(params, batch):
+        loss = jnp.sum(params["w"] * batch) + jnp.sum(params["none"])
+        return loss, {"mean": params["none"], "sum": params["none"]}
+
+    def step(batch):
+        params = {"w": jnp.ones(3), "none": jnp.ones((0, 3))}
+        of_aux = ampx.value_and_grad(
+            loss_fn, has_aux=True, aux_reduction={"mean": "mean", "sum": "sum"}, axis_name="data"
+        )
+        own = jax.grad(lambda p: loss_fn(ampx.reduce_in_backward(p, "data"), batch)[0])(params)
+        tx = ampx.all_reduce("data", op="sum")
+        varying = jax.lax.pcast(params, "data", to="varying") if check_vma else params
+        return own, of_aux(params, batch).aux, tx.update(varying, tx.init(params))[0]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma)
+    program = jax.make_jaxpr(mapped)(jnp.ones(6))
+    sums = [
+        eqn.invars
+        for eqn, _ in folds.equations_inside(program.jaxpr)
+        if eqn.primitive.name in primitives.PSUMS
+    ]
+    assert len(sums) >= 3 and all(atom.aval.size for atoms in sums for atom in atoms)
 
 
 @pytest.mark.parametrize(
