@@ -237,7 +237,7 @@ add("trace_overflow.rules", lambda v: ampx.trace_overflow(loss_fn, rules=v), RUL
 add("opt_level.rules", lambda v: ampx.opt_level("O1", rules=v), RULES)
 add("follow_schedule.schedule", lambda v: ampx.follow_schedule(SGD, v), SCHEDULES)
 NO_PHASES = {"a number": 3, "a word": "O2", "None": None, "none": (), "numbers": (1, 2)}
-NO_PHASES |= {"a phase": PHASE, "no end": (PHASE, PHASE), "a policy": ("O2",)}
+NO_PHASES |= {"a phase": PHASE, "no end": (PHASE, PHASE), "no policy": (3, "O2")}
 add("PrecisionSchedule.phases", ampx.PrecisionSchedule, NO_PHASES)
 add("get_policy.name", ampx.get_policy, NOT_A_WORD, {"a slip": "p=f32,k=f16", "nothing": ""})
 add("is_norm_path.path", ampx.is_norm_path, NOT_A_WORD)

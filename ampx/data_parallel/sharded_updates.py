@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ampx.data_parallel.shard_layouts import WHOLE, ShardLayout, convert, cut, find_common_layout
+from ampx.flat_buffers.flat_params import is_flat
 from ampx.jaxprs import folds, primitives, reading, source_info
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.mesh_axes import mark_varying, varying_axes
@@ -79,7 +80,11 @@ def run_on_shards(
     """
     jaxpr, out_shapes = reading.trace(fun, *shapes)
     axes = frozenset(axis for part in parts for axis in part.layout.axes)
-    return _Partition(axes).run(jaxpr, parts), jax.tree.structure(out_shapes)
+    instead = "take this one out of zero1, to run on whole gradients"
+    if any(map(is_flat, jax.tree.leaves(shapes, is_leaf=is_flat))):
+        # Of a buffer, norms are sums over pieces that no device has whole.
+        instead = "give zero1 the tree, params.tree(): here parameters share flat buffers"
+    return _Partition(axes, instead).run(jaxpr, parts), jax.tree.structure(out_shapes)
 
 
 def convert_part(part: Part, wanted: ShardLayout, name: str) -> Any:
@@ -124,10 +129,15 @@ def _reads_bits(eqn: Equation) -> bool:
 
 
 class _Partition:
-    """One run over a jaxpr; `axes` are the mapped axes over which any shard is divided."""
+    """One run over a jaxpr.
 
-    def __init__(self, axes: frozenset[str]) -> None:
-        self.axes = axes
+    Attributes:
+      axes: the mapped axes over which any shard is divided.
+      instead: what to do where an operation cannot be computed, for the error.
+    """
+
+    def __init__(self, axes: frozenset[str], instead: str) -> None:
+        self.axes, self.instead = axes, instead
         self.line = ""  # of the call that is being entered; JAX's own functions have no lines
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Part]) -> list[Part]:
@@ -172,8 +182,7 @@ class _Partition:
             return self._branches(eqn, operands)
         raise NotImplementedError(
             f"{self._describe(eqn)} cannot be computed on shards: zero1 is for transformations "
-            "that are elementwise, with norms and other reductions; take this one out of zero1, to "
-            "run on whole gradients"
+            f"that are elementwise, with norms and other reductions; {self.instead}"
         )
 
     def _whole(self, eqn: Equation, operands: Sequence[Part]) -> list[Part]:

@@ -108,10 +108,11 @@ class PrecisionSchedule:
 
     Attributes:
       phases: at least one; all but the last have an end, the last has none. A pair
-        (step, policy) stands for `Phase(policy, until_step=step)`.
+        (step, policy) stands for `Phase(policy, until_step=step)`, and a policy alone, which only
+        the last may be, for `Phase(policy)`.
 
     Raises:
-      TypeError: for an entry that is neither a `Phase` nor a pair.
+      TypeError: for an entry that is neither a `Phase`, nor a pair, nor a policy.
       ValueError: for a phase before the last without an end, a phase that ends before it begins, an
         end of the last phase, or phases that store parameters in different dtypes.
 
@@ -136,16 +137,8 @@ class PrecisionSchedule:
                 "phases must be a tuple of ampx.Phase, such as (Phase('O2', until_step=100), "
                 f"Phase('O0')), got {self.phases!r}"
             )
-        phases = tuple(
-            Phase(phase[1], until_step=phase[0])
-            if isinstance(phase, tuple) and len(phase) == 2
-            else phase
-            for phase in self.phases
-        )
+        phases = tuple(map(_as_phase, self.phases))
         object.__setattr__(self, "phases", phases)
-        for phase in phases:
-            if not isinstance(phase, Phase):
-                raise TypeError(f"phases must be of type ampx.Phase, got {phase!r}: put it in one")
         if not phases:
             raise ValueError("phases is empty: give at least one, the precision to train in")
         _check_ends(phases)
@@ -414,6 +407,21 @@ def _check_original(spec: str, original: Recipe, low: Recipe) -> None:
             f"policy={_name(original)} is what the half phase of {spec!r} with level='O1' computes "
             "in, so nothing would ever change: take policy='float32', or level='O2'"
         )
+
+
+def _as_phase(phase: Any) -> Phase:
+    """Reads an entry of `PrecisionSchedule.phases`."""
+    match phase:
+        case Phase():
+            return phase
+        case str() | Policy() | Recipe():
+            return Phase(phase)
+        case (step, policy):
+            return Phase(policy, until_step=step)
+    raise TypeError(
+        f"phases must be of type ampx.Phase, got {phase!r}: write Phase(policy, until_step=...), "
+        "or the pair (step, policy)"
+    )
 
 
 def _check_ends(phases: Sequence[Phase]) -> None:

@@ -104,6 +104,9 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       than once is preceded by as much of its path in the state as tells it from the others, such
       as `"decay/loss_scale"` for the group `"decay"` of `optax.partition`.
 
+    Raises:
+      TypeError: for what is no optimizer state, such as parameters or an `ampx.StepReport`.
+
     Examples:
       >>> import ampx, jax.numpy as jnp, optax
       >>> adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=0.5)
@@ -113,6 +116,11 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       {'loss_scale': 65536.0, 'skipped_total': 0, 'learning_rate': 0.5}
     """
     check_opt_state(opt_state)
+    if "global_norm" in getattr(opt_state, "_fields", ()):  # a `StepReport`, which imports this
+        raise TypeError(
+            "opt_state must be an optimizer state, got a StepReport, whose figures are its own "
+            "fields: report.loss, or report._asdict() for all of them"
+        )
     return find_figures(opt_state)
 
 

@@ -512,5 +512,5 @@ def test_zero1_divides_the_buffers(scattered):
     specs = jax.tree.map(lambda _: P(), state)._replace(
         opt_state=ampx.zero1_specs(refused.tx, flat, mesh)
     )
-    with pytest.raises(NotImplementedError, match="cannot be computed on shards"):
+    with pytest.raises(NotImplementedError, match=r"on shards.*give zero1 the tree, params.tree"):
         sharded(refused, mesh, specs)(state, make_batch())

@@ -265,8 +265,9 @@ def test_more_phases_with_ends_of_both_kinds():
     # Phase 1 is over before phase 0 ends, so it is left out.
     assert phases_for([3, 3, 3, 1, 0.5, 3], schedule) == [0, 0, 0, 0, 2, 3]
     assert phases_for([1, 3, 3, 1, 0.7, 0.1], schedule) == [0, 1, 1, 2, 2, 2]
-    pairs = ampx.PrecisionSchedule(((3, "O2"), (None, "O0")))
-    assert pairs == ampx.PrecisionSchedule((ampx.Phase("O2", until_step=3), ampx.Phase("O0")))
+    written_out = ampx.PrecisionSchedule((ampx.Phase("O2", until_step=3), ampx.Phase("O0")))
+    for last in ((None, "O0"), "O0", ampx.opt_level("O0")):
+        assert ampx.PrecisionSchedule(((3, "O2"), last)) == written_out
     either = ampx.PrecisionSchedule(
         (ampx.Phase("O2", until_step=3, until_loss=1.0), ampx.Phase("O0"))
     )
@@ -661,7 +662,7 @@ def test_wrong_strings_are_refused_with_field_value_and_bounds(spec, options, me
         (lambda: ampx.Phase("O2", until_step=np.True_), "until_step must be a positive int"),
         (lambda: ampx.Phase("O2", until_step=np.float64(3)), "until_step must be a positive int"),
         (lambda: ampx.Phase("O2", until_loss=True), "until_loss must be a number"),
-        (lambda: ampx.PrecisionSchedule(("O2",)), "phases must be of type ampx.Phase"),
+        (lambda: ampx.PrecisionSchedule((3, "O2")), "phases must be of type ampx.Phase, got 3"),
         (lambda: ampx.follow_schedule(optax.sgd(0.1), "fast|step"), "schedule must be"),
     ],
 )
@@ -676,6 +677,7 @@ def test_wrong_types_are_refused(call, message):
         ((), "phases is empty"),
         ((ampx.Phase("O2", until_step=3),), "last phase has an end"),
         ((ampx.Phase("O2"), ampx.Phase("O0")), r"phase 0 \(O2 bfloat16\) has no end"),
+        (("O2", "O0"), r"phase 0 \(O2 bfloat16\) has no end"),
         (
             (ampx.Phase("O2", until_step=3), ampx.Phase("O1", until_step=3), ampx.Phase("O0")),
             "phase 1 ends at until_step=3, but one before it ends at 3",

@@ -273,6 +273,12 @@ def test_states_without_figures_give_none(tx):
     assert metrics(tx.init(PARAMS)) == {}
 
 
+def test_a_report_is_no_state_and_is_told_where_its_figures_are():
+    report = ampx.StepReport(*[jnp.float32(0)] * 5)
+    with pytest.raises(TypeError, match=r"got a StepReport.*report\._asdict\(\)"):
+        metrics(report)
+
+
 # --- the progress bar -----------------------------------------------------------------------------
 
 
