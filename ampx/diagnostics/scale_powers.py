@@ -31,7 +31,7 @@ finds less than there is, and nothing that is not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -156,6 +156,8 @@ class Powers:
         self.suspected: dict[int, Fraction] = {}
         # A loop's body is followed until its carry settles: an equation conflicts once.
         self._places: dict[tuple[int, ...], int] = {}
+        # Then what should have one power and has several has the lowest, and no conflict is noted.
+        self._is_lenient = False
 
     def follow(
         self, jaxpr: Jaxpr, operands: Sequence[Power], around: tuple[Equation, ...] = ()
@@ -171,17 +173,54 @@ class Powers:
                 return _reading(self._join(list(values), eqns), decides)
             return functools.reduce(_keep_common, values)
 
-        # A carry only becomes known, then unknown, and gains marks, so a loop settles.
-        inside = folds.follow_bodies(
-            eqn, inputs, lambda body, operands: self.follow(body, operands, eqns), unite
-        )
+        def follow_inside(operands: Sequence[Power]) -> list[Power] | None:
+            # A carry only becomes known, then unknown, and gains marks, so a loop settles.
+            return folds.follow_bodies(
+                eqn, operands, lambda body, own: self.follow(body, own, eqns), unite
+            )
+
+        before, suspected = len(self.conflicts), dict(self.suspected)
+        inside = follow_inside(inputs)
         if inside is not None:
+            if eqn.primitive.name not in ("scan", "while") or len(self.conflicts) == before:
+                return inside
+            # A part of the carry may be unknown in the end without a fault, such as a buffer that
+            # holds activations and cotangents by turns. A conflict with what an early iteration
+            # took it for is none.
+            unknown = self._find_unknown(eqn, inputs, follow_inside)
+            if unknown != inputs:
+                self._forget(before, suspected)
+                return follow_inside(unknown) or inside
             return inside
         results = self._compute(eqns, inputs)
         return [
             value if is_floating(out.aval) else _as_integer(eqn, inputs)
             for value, out in zip(results, eqn.outvars, strict=True)
         ]
+
+    def _find_unknown(
+        self,
+        eqn: Equation,
+        inputs: list[Power],
+        follow_inside: Callable[[Sequence[Power]], list[Power] | None],
+    ) -> list[Power]:
+        """A loop's operands, unknown where its carry will be for another reason than a conflict."""
+        was, self._is_lenient = self._is_lenient, True
+        ends, values = follow_inside(inputs) or [], list(inputs)
+        self._is_lenient = was
+        is_scan = eqn.primitive.name == "scan"
+        start = reading.scan_sizes(eqn)[0] if is_scan else sum(reading.while_sizes(eqn))
+        size = reading.scan_sizes(eqn)[1] if is_scan else len(ends)
+        for place, end in enumerate(ends[:size], start):
+            if end.power is None and not end.marks & FREE:
+                values[place] = end._replace(conflicts=values[place].conflicts)
+        return values
+
+    def _forget(self, count: int, suspected: dict[int, Fraction]) -> None:
+        """Forgets all conflicts but the first, and what was suspected since."""
+        del self.conflicts[count:]
+        self._places = {key: place for key, place in self._places.items() if place < count}
+        self.suspected = suspected
 
     def _compute(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Sequence[Power]:
         """The powers of an equation's results, as if all were floating."""
@@ -255,6 +294,8 @@ class Powers:
         scales = {p for p in powers if p}
         if joined.marks & PURE and len(scales) == 1 and eqns[0].primitive.name in _BOUNDS:
             return joined._replace(power=scales.pop())  # such as min(2 S, 2**24): the next scale
+        if self._is_lenient:
+            return joined._replace(power=min((p for p in powers if p is not None), key=abs))
         self._suspect(known)
         place = self._places.setdefault(tuple(map(id, eqns)), len(self.conflicts))
         if place == len(self.conflicts):

@@ -463,6 +463,8 @@ FAULTS = {
     ),
     "SAM, a large epsilon": ("unscale_order", lambda: sharpness_aware(0.1)),
     "adaptive clip outside": ("unscale_order", lambda: early(optax.adaptive_grad_clip(0.1))),
+    "decay in a loop, outside": ("unscale_order", lambda: by_turns(decay=0.1)),
+    "forgotten, in a loop": ("loss_scale", lambda: by_turns(scaled=False)),
     "decay outside": ("unscale_order", lambda: early(optax.add_decayed_weights(0.1))),
     # Its counter, which the noise decays with, counts skipped steps, too.
     "noise outside": (
@@ -657,6 +659,31 @@ def scanned_steps():
     return steps, (params, opt_state, jax.tree.map(lambda x: jnp.stack([x] * 3), batch))
 
 
+def by_turns(decay=0.0, scaled=True):
+    """Gradients in a loop whose buffer holds activations and cotangents, as a pipeline's does."""
+    tx = dynamic(optax.sgd(0.1))
+
+    def step(w, opt_state, batch):
+        scale = ampx.current_loss_scale(opt_state) if scaled else 1.0
+
+        def tick(carry, x):
+            buffer, grads = carry
+            hidden = jnp.tanh(w * x)
+            buffer = jax.lax.dynamic_update_index_in_dim(buffer, hidden, 1, 0)
+            cotangent = (hidden - 1) * scale
+            grads = grads + buffer[0] * x  # of the tick before
+            grads = grads + (cotangent * x + decay * w)
+            return (jax.lax.dynamic_update_index_in_dim(buffer, cotangent, 0, 0), grads), ()
+
+        zeros = jnp.zeros((2, *w.shape)), jnp.zeros_like(w)
+        (_, grads), _ = jax.lax.scan(tick, zeros, batch)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return ampx.apply_updates(w, updates), opt_state
+
+    w = jnp.ones(4)
+    return step, (w, tx.init(w), BATCH["x"])
+
+
 def with_error_kept(kind):
     """Half parameters beside float32 masters, or beside the error of their last rounding."""
     _, (params, _, batch) = with_params_in(BF16, optax.identity())
@@ -748,6 +775,7 @@ SOUND = {
         scaled=True,
     ),
     "scanned steps": scanned_steps,
+    "activations and cotangents by turns": by_turns,
     "complex weights, micro-batches": complex_weights,
     "steps inside of a loss": inner_steps,
     "average": lambda: averaged(jnp.float32, 0.999),

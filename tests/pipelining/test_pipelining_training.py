@@ -29,7 +29,7 @@ from pipeline_steps import (
 from quick_keys import quick_key
 
 import ampx
-from ampx.pipelining import forward_only, one_f_one_b, value_and_grad
+from ampx.pipelining import forward_only, make_schedule, one_f_one_b, value_and_grad
 
 STEPS = 10
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.02, warmup_steps=2, decay_steps=STEPS)
@@ -294,6 +294,26 @@ def test_an_overflow_in_any_layer_shard_and_microbatch_is_skipped_everywhere(nam
     following, report = jitted(skipped, make_batch(2))
     assert not report.overflow and following.step == state.step + 1
     assert jitted._cache_size() == 1
+
+
+@pytest.mark.slow_but("zero-bubble")
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble", "zero-bubble-v"])
+def test_the_linter_judges_a_step_rightly(name):
+    """In schedules with halves one buffer holds activations of a stage, cotangents of another."""
+    grads_of = make_grads_of(make_schedule(name, 2, 4))
+    tx = ampx.dynamic_loss_scale(optax.adamw(1e-2))
+
+    def step(params, opt_state, batch, is_scaled):
+        scale = ampx.current_loss_scale(opt_state) if is_scaled else 1.0
+        grads = grads_of(params, batch, loss_scale=scale).grads
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    params, batch = make_params(), make_batch(0)
+    for is_scaled in (True, False):
+        one = functools.partial(step, is_scaled=is_scaled)
+        report = ampx.lint_step(one)(params, tx.init(params), batch)
+        assert [found.check for found in report.findings] == ["loss_scale"] * (not is_scaled)
 
 
 @pytest.mark.slow
