@@ -24,6 +24,8 @@ from ampx.mesh_axes import count_row_devices, lay_out_as_rows, take_rows
 from ampx.tree_checks import check_arrays
 from ampx.trees import broadcast_prefix, split_leaves
 
+_IF_SCALAR = "a tree of batch_axes with None for this leaf hands it whole to each of them"
+
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
     """Splits the leading axis of every leaf, B -> (k, B/k), with a stride: row i goes to i mod k.
@@ -79,8 +81,13 @@ def reshape_into_microbatches(batch: Any, num_microbatches: int) -> Any:
     return jax.tree.map(lambda x: jnp.reshape(x, (rows, num_microbatches, *x.shape[1:])), batch)
 
 
-def batch_size(batch: Any) -> int:
-    """The length of the leading axis that all leaves share."""
+def batch_size(batch: Any, if_scalar: str = _IF_SCALAR) -> int:
+    """The length of the leading axis that all leaves share.
+
+    Args:
+      batch: a pytree of arrays.
+      if_scalar: what the error for a scalar says that there is to do.
+    """
     check_arrays("batch", batch)
     _check_containers(batch)
     sizes = {}
@@ -88,8 +95,7 @@ def batch_size(batch: Any) -> int:
         if not jnp.shape(leaf):
             raise ValueError(
                 f"batch leaf {jax.tree_util.keystr(path)} is a scalar, and micro-batches are split "
-                "along a leading axis: a tree of batch_axes with None for this leaf hands it whole "
-                "to each of them"
+                f"along a leading axis: {if_scalar}"
             )
         sizes[jax.tree_util.keystr(path)] = jnp.shape(leaf)[0]
     if len(set(sizes.values())) != 1:

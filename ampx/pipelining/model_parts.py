@@ -14,24 +14,31 @@ layers in 8 bits, have in these trees their new value: the largest of all micro-
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ampx import flax_modules
-from ampx.mesh_axes import is_spec
+from ampx.mesh_axes import axes_of_entry, is_spec
 from ampx.overwritten import refuse_overwritten
 from ampx.pipelining.runtime.buffers import is_key
 from ampx.tree_checks import check_arrays, check_key, check_memory
-from ampx.trees import fill_floating, open_node, path_name
+from ampx.trees import broadcast_prefix, fill_floating, open_node, path_name
 
 PARTS = ("first", "stages", "last", "shared")
 NO_STATE = (
     "a pipeline has no model_state: batch statistics would depend on the order of micro-batches. "
     "Use LayerNorm, RMSNorm or GroupNorm, or close over frozen statistics"
+)
+
+NO_SCALARS = (
+    "give each row its own, as jnp.full(rows, value); what is the same in all calls can be closed "
+    "over"
 )
 
 
@@ -59,8 +66,46 @@ def make_specs(axis_name: str, param_specs: Any, is_divided: bool) -> dict[str, 
     return specs
 
 
+def check_specs(params: Mapping[str, Any], specs: dict[str, Any], mesh: Any) -> None:
+    """Raises unless parameters can be divided as specs say, in the words of the caller.
+
+    Args:
+      params: by part, as they are stored; parts that are left out may be missing, or None.
+      specs: `PartitionSpec`s by part, or finer.
+      mesh: with all axes that the specs name.
+    """
+    for part in PARTS:
+        own = params.get(part)
+        try:
+            each = broadcast_prefix(specs[part], own, is_leaf=is_spec)
+        except ValueError as error:
+            raise ValueError(
+                f"param_specs[{part!r}] is no tree prefix of params[{part!r}]: give one "
+                "PartitionSpec for all of it, or one for each subtree or leaf, P() for what is not "
+                f"divided ({error})"
+            ) from error
+        leaves = jax.tree_util.tree_leaves_with_path(own)
+        for (path, leaf), spec in zip(leaves, each, strict=True):
+            name, shape = path_name((jax.tree_util.DictKey(part), *path)), jnp.shape(leaf)
+            if len(spec) > len(shape):
+                raise ValueError(
+                    f"param_specs has {spec} for {name!r}, which has the shape {shape}: give a "
+                    "PartitionSpec with an entry for each axis at most, such as "
+                    f"{P(*spec[: len(shape)])}. A spec for a subtree holds for all of its leaves"
+                )
+            for number, entry in enumerate(spec):
+                devices = math.prod(mesh.shape[axis] for axis in axes_of_entry(entry))
+                if shape[number] % devices:
+                    raise ValueError(
+                        f"param_specs has {spec} for {name!r}, which has the shape {shape}: "
+                        f"{devices} devices along {entry!r} do not divide axis {number}. Divide "
+                        "another axis, or none, or choose sizes that are multiples"
+                    )
+
+
 def make_shardings(params: Any, specs: dict[str, Any], mesh: Mesh) -> Any:
     """Makes a tree like the parameters that says where each leaf should lie, by the specs."""
+    check_specs(as_dict(params), specs, mesh)
 
     def place_part(part: str, own: Any) -> Any:
         return jax.tree.map(

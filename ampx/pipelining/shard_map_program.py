@@ -49,12 +49,14 @@ from ampx.mesh_axes import (
 from ampx.overwritten import split_overwritten
 from ampx.pipelining.gradient_sums import join_replicas, sum_gradients
 from ampx.pipelining.model_parts import (
+    NO_SCALARS,
     NO_STATE,
     PARTS,
     as_dict,
     as_whole_gradients,
     check_params,
     check_parts,
+    check_specs,
     make_shardings,
     make_specs,
 )
@@ -207,11 +209,10 @@ class PipelineGradients:
         # aligned rows do not wait where the backwards were.
         rows = tuple(tuple(a for a in row if a and a.kind == "F") for row in self.schedule.rows)
         forward = dataclasses.replace(self.schedule, rows=rows, has_backward=False).aligned()
-        scale = jnp.ones((), jnp.float32)
 
         def run(at: PipelineGradients) -> GradResult:
             model = dataclasses.replace(at.model, schedule=forward)
-            return at._run(model, params, batch, scale, key)
+            return at._run(model, params, batch, jnp.ones((), jnp.float32), key)
 
         return self._switch(run, phase)
 
@@ -315,6 +316,7 @@ class PipelineGradients:
         layout = self._make_layout(model, computed["stages"])
         self._check_batch(batch)
         specs = make_specs(self.axis_name, self.param_specs, layout.is_divided)
+        check_specs(parts, specs, self.mesh or jax.sharding.get_abstract_mesh())
         kinds = model.kinds(layout)
         # Unchecked, a sum over devices is differentiated as if each of them had its own loss, and
         # the gradient of a `psum` is summed again: n devices find n times the gradient. So the loss
@@ -365,8 +367,10 @@ class PipelineGradients:
             axis_names=set(self._axes),
             check_vma=self.check_vma,
         )
+        # Outside of `jit`, JAX would compile operation by operation, and refuse unchecked ones on
+        # meshes with further axes. Inside of one, nothing is left of this.
         with explain_refused_functions():
-            return mapped(*placed)
+            return jax.jit(mapped, inline=True)(*placed)
 
     def _reduce_over_devices(
         self, totals: Totals, specs: Any, layout: Layout, rows_each: int
@@ -413,10 +417,10 @@ class PipelineGradients:
     def _check_mesh(self) -> Mesh | None:
         """Checks the mesh; returns that of the caller, or None for the one that is set around."""
         around = jax.sharding.get_abstract_mesh()
-        if self.axis_name in getattr(around, "manual_axes", ()):
+        if mapped := getattr(around, "manual_axes", ()):
             raise ValueError(
-                f"{self.axis_name!r} is mapped here already: a pipeline maps it by itself. Call it "
-                "under plain jit, with global arrays, not inside jax.shard_map"
+                f"{mapped} are mapped here already, and a pipeline maps its own: call it under "
+                "plain jit, with global arrays, not in jax.shard_map. data_axes divide the batch"
             )
         mesh = self.mesh or around
         if mesh.empty:
@@ -436,7 +440,7 @@ class PipelineGradients:
         """Raises unless each data shard can be divided into the schedule's micro-batches."""
         mesh = self.mesh or jax.sharding.get_abstract_mesh()
         parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
-        rows, count = batch_size(batch), self.schedule.num_microbatches
+        rows, count = batch_size(batch, NO_SCALARS), self.schedule.num_microbatches
         if rows % (parts * count):
             raise ValueError(
                 f"a batch of {rows} rows is not divisible by {parts * count}, the {count} "

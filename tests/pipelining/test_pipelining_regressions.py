@@ -22,6 +22,7 @@ from pipeline_models import (
     run,
     sequential,
     stage,
+    stage_mesh,
 )
 
 import ampx
@@ -234,16 +235,32 @@ def test_functions_with_other_arguments_are_named(options, message):
         pipeline(one_f_one_b(2, 4), **options)
 
 
-def test_a_pipeline_inside_shard_map_is_refused():
-    grads_of = pipeline(one_f_one_b(2, 4))
+@pytest.mark.parametrize("axis", ["stage", "data"])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_pipeline_inside_shard_map_is_refused(axis, is_given):
+    """Along another axis, too: gradients of parameters that are the same there were summed."""
+    mesh = stage_mesh(one_f_one_b(2, 4), data=2)
+    grads_of = pipeline(one_f_one_b(2, 4), mesh=mesh if is_given else None)
     mapped = jax.shard_map(
-        lambda params, batch: grads_of(params, batch).loss,
-        mesh=grads_of.mesh,
+        lambda params, batch: jax.lax.pmean(grads_of(params, batch).loss, axis),
+        axis_names={axis},
         in_specs=(P(), P()),
         out_specs=P(),
     )
-    with pytest.raises(ValueError, match="is mapped here already.*plain jit"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"'{axis}'.* already.*plain jit"):
         jax.eval_shape(mapped, make_params(4), make_batch(8))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_pipeline_runs_outside_of_jit(check_vma):
+    """Also on a mesh with an axis that it does not map, for which JAX refused an unchecked one."""
+    schedule = one_f_one_b(2, 2)
+    mesh = stage_mesh(schedule, model=2)
+    grads_of = pipeline(schedule, mesh=mesh, check_vma=check_vma)
+    params, batch = make_params(2), make_batch(4)
+    result, expected = grads_of(params, batch), run(grads_of, params, batch)
+    assert relative_error(result.grads, expected.grads) < 1e-6
+    np.testing.assert_allclose(grads_of.value(params, batch).loss, expected.loss, rtol=1e-6)
 
 
 def test_layers_in_a_list_and_too_few_of_them_are_named():

@@ -448,7 +448,32 @@ REFUSED = {
     "a scalar in the batch": (
         lambda: traced(simple(), batch=make_batch(0) | {"mask": jnp.ones(())}),
         ValueError,
-        r"batch leaf \['mask'\] is a scalar",
+        r"batch leaf \['mask'\] is a scalar.*give each row its own",
+    ),
+    "a spec of too many axes": (
+        lambda: traced(simple(param_specs={"stages": jax.P("stage", None, "data")})),
+        ValueError,
+        r"P\('stage', None, 'data'\) for 'stages/bias', .* \(4, 8\).* such as P\('stage', None\)",
+    ),
+    "a spec that does not divide": (
+        lambda: traced(simple(param_specs={"shared": jax.P("data")})),
+        ValueError,
+        r"'shared/table', .* shape \(11, 8\): 2 devices along 'data' do not divide axis 0",
+    ),
+    "a spec for some leaves": (
+        lambda: traced(simple(param_specs={"stages": {"bias": jax.P("stage")}})),
+        ValueError,
+        r"param_specs\['stages'\] is no tree prefix of params\['stages'\]: .* one for each subtree",
+    ),
+    "None as a spec": (
+        lambda: traced(simple(param_specs={"last": None})),
+        ValueError,
+        r"param_specs\['last'\] is no tree prefix .* P\(\) for what is not divided",
+    ),
+    "shardings by a spec for some leaves": (
+        lambda: simple(param_specs={"last": {}}).shardings(make_params()),
+        ValueError,
+        r"param_specs\['last'\] is no tree prefix of params\['last'\]",
     ),
     "layers for no stages": (
         lambda: traced(simple(), make_params(3)),
