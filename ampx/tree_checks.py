@@ -32,6 +32,7 @@ from ampx.trees import (
     broadcast_prefix,
     has_mark,
     is_float0,
+    is_floating,
     is_marked,
     path_name,
     split_trainable,
@@ -51,9 +52,10 @@ def check_arrays(name: str, tree: Any, *, may_be_shapes: bool = False) -> None:
         and arrays that have been donated are right, too.
 
     Raises:
-      TypeError: for a leaf that is no array.
+      TypeError: for a leaf that is no array, or one of another library.
       ValueError: for an array that was donated or deleted.
     """
+    check_dtypes(name, tree)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not _may_be_array(leaf):
             raise TypeError(
@@ -63,6 +65,24 @@ def check_arrays(name: str, tree: Any, *, may_be_shapes: bool = False) -> None:
             )
     if not may_be_shapes:
         check_memory(name, tree)
+
+
+def check_dtypes(name: str, tree: Any) -> None:
+    """Refuses arrays whose dtypes are no JAX's or NumPy's, such as the tensors of torch.
+
+    Raises:
+      TypeError: for such an array.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        try:
+            is_floating(leaf)
+        except TypeError:
+            raise TypeError(
+                f"{name} must be a tree of JAX's or NumPy's arrays, got a "
+                f"{type(leaf).__module__}.{type(leaf).__name__} of {leaf.dtype}{at_path(path)}: "
+                "convert it, as jnp.asarray(tensor.detach().numpy()) does, or "
+                "torchax.interop.jax_view(tree)"
+            ) from None
 
 
 def _may_be_array(leaf: Any) -> bool:
@@ -94,9 +114,11 @@ def check_trainable(name: str, params: Any) -> None:
     """Refuses parameters of which none is trained, and arrays whose memory is gone.
 
     Raises:
-      TypeError: if no leaf is an array of floating numbers, and for a whole training state.
+      TypeError: if no leaf is an array of floating numbers, for one of another library, and for a
+        whole training state.
       ValueError: for an array that was donated or deleted.
     """
+    check_dtypes(name, params)
     check_memory(name, params)
     if hasattr(params, "opt_state") and hasattr(params, "params"):
         raise TypeError(

@@ -140,3 +140,31 @@ def test_they_do_as_a_dict_does(case):
 
 def is_pair(node):
     return isinstance(node, dict) and node.keys() == {"w", "b"}
+
+
+class Tensor:
+    """An array of another library, as torch's: its dtype says nothing to NumPy."""
+
+    class Float:
+        def __repr__(self):
+            return "torch.float32"
+
+    dtype, shape, ndim = Float(), (4,), 1
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    {
+        "params": lambda tree: ampx.train_step(loss_fn, optax.sgd(0.1)).init(tree),
+        "params of a gradient": lambda tree: ampx.value_and_grad(loss_fn)(tree, None),
+        "params of a scale": lambda tree: ampx.dynamic_loss_scale(optax.sgd(0.1)).init(tree),
+        "params of a fused optimizer": lambda tree: fused.adam(1e-3).init(tree),
+        "batch": lambda tree: ampx.value_and_grad(loss_fn, num_microbatches=2)(
+            params_of(plain), tree
+        ),
+    }.items(),
+)
+def test_a_tensor_of_another_library_is_told_to_be_converted(name, call):
+    """NumPy says of it "Cannot interpret 'torch.float32' as a data type"."""
+    with pytest.raises(TypeError, match=rf"^{name.split()[0]} .* a .*Tensor of torch.float32.*jnp"):
+        call({"w": Tensor()})

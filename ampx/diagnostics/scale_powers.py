@@ -22,7 +22,8 @@ update (-1) meets params (0). Where they are clipped too early, 1/norm (-1) meet
 
 Zeros, infinities and the largest numbers of formats have every power: what is masked, or held
 within the range of a dtype, keeps its own. So do numbers of at most 1e-6 that are added or are a
-lower bound: they keep a norm from being 0 in a denominator, g / (norm(g) + 1e-12).
+lower bound: they keep a norm from being 0 in a denominator, g / (norm(g) + 1e-12). A constant that
+is taken in the place of zero does the same: g / where(norm(g) == 0, 1, norm(g)).
 
 A value whose power nobody can know (that of a kernel, of a logarithm of S) is in no conflict: this
 finds less than there is, and nothing that is not.
@@ -52,6 +53,8 @@ DIVIDED = 4  # it was divided by the scale
 PURE = 8  # it is made of the scale and constants alone
 FREE = 16  # it has every power
 TINY = 32  # it is a number that only keeps a denominator from being 0
+NEAR_ZERO = 64  # it is true, or 1, where some value is zero or nearly so
+FAR_FROM_ZERO = 128  # it is false, or 0, there
 _INHERITED = READS | MULTIPLIED | DIVIDED
 
 _SUMS = primitives.ADDING | primitives.CHOOSING | names("nextafter rem complex")
@@ -86,6 +89,8 @@ _KEEPING = (
     )
 )
 _GUARDS = primitives.ADDING | {"max", "select_n"}  # what puts a tiny number into a denominator
+# Comparisons of a value with zero: true where it is zero, and false there.
+_NEAR_ZERO, _FAR_FROM_ZERO = names("eq lt le"), names("ne gt ge")
 _BOUNDS = primitives.CHOOSING | {"cond"}
 # Operand 0 and the last are joined; what lies between them are indices.
 _WRITES = names(
@@ -170,7 +175,7 @@ class Powers:
 
         def unite(values: Sequence[Power], decides: Sequence[Power]) -> Power:
             if eqn.primitive.name == "cond":
-                return _reading(self._join(list(values), eqns), decides)
+                return self._choose(values, decides[0], eqns)
             return functools.reduce(_keep_common, values)
 
         def follow_inside(operands: Sequence[Power]) -> list[Power] | None:
@@ -244,7 +249,7 @@ class Powers:
         if name in ("custom_linear_solve", "linear_solve"):
             return _solve(eqn, inputs)
         if name == "select_n":
-            return [_reading(self._join(inputs[1:], eqns), inputs[:1])]
+            return [self._choose(inputs[1:], inputs[0], eqns)]
         if name in _SUMS:
             return [self._join(inputs, eqns)]
         if name in _WRITES:
@@ -261,7 +266,10 @@ class Powers:
         elif name == "pow" and (number := reading.number_of(eqn.invars[1])) is not None:
             exponent = Fraction(number).limit_denominator(64)
         if exponent is not None:
-            return [_raise_to(inputs[0], exponent)]
+            number = reading.number_of(eqn.invars[0]) or 0.0
+            raised = _raise_to(inputs[0], exponent)
+            is_tiny = _is_tiny(abs(number) ** float(exponent) if number else 0.0)
+            return [raised._replace(marks=raised.marks | TINY * is_tiny)]
         return [_generic(inputs)] * count
 
     def _combine(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Power:
@@ -275,11 +283,19 @@ class Powers:
             return _multiply(numbers[0], numbers[1], 1)
         return _multiply(numbers[-1], self._join(numbers[:-1], eqns), -1)
 
+    def _choose(self, values: Sequence[Power], decides: Power, eqns: tuple[Equation, ...]) -> Power:
+        """The power of one of two values or more, of which `decides` tells the number."""
+        if len(values) == 2 and decides.marks & (NEAR_ZERO | FAR_FROM_ZERO):
+            kept, spare = values if decides.marks & NEAR_ZERO else reversed(values)
+            if spare.marks & PURE and not kept.marks & FREE:
+                values = [kept]  # the other one only takes the place of zero
+        return _reading(self._join(list(values), eqns), [decides])
+
     def _join(self, values: list[Power], eqns: tuple[Equation, ...]) -> Power:
         """The power of what is made of values that should have one power; or a conflict."""
         known = [v for v in values if not v.marks & FREE]
         if eqns[0].primitive.name in _GUARDS and any(v.power for v in known):
-            known = [v for v in known if not v.marks & TINY]
+            known = [v for v in known if not v.marks & (TINY | NEAR_ZERO)]
         if not known:
             return values[0]._replace(marks=_marks(values) | FREE, origin=-1)
         conflicts = bit_sets.unite(v.conflicts for v in known)
@@ -420,7 +436,7 @@ def _generic(inputs: Sequence[Power]) -> Power:
 
 def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
     """The power of integers and bools: 0, unless they are the bits or a rounding of others."""
-    marks = _marks(inputs) & (READS | PURE)
+    marks = _marks(inputs) & (READS | PURE) | _tells_of_zero(eqn, inputs)
     if all(v.marks & FREE for v in inputs) and eqn.primitive.name in _KEEPING | _SUMS:
         marks |= FREE  # the integer 0 that becomes 0.0
     is_unknown = any(
@@ -434,6 +450,27 @@ def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
     return Power(None if is_unknown and not is_bool else Fraction(0), marks)
 
 
+def _tells_of_zero(eqn: Equation, inputs: Sequence[Power]) -> int:
+    """`NEAR_ZERO` or `FAR_FROM_ZERO`, if an equation gives such a predicate of numbers; else 0."""
+    name = eqn.primitive.name
+    marks = inputs[0].marks & (NEAR_ZERO | FAR_FROM_ZERO) if inputs else 0
+    if name in _KEEPING:
+        return marks
+    if name == "not":
+        return {NEAR_ZERO: FAR_FROM_ZERO, FAR_FROM_ZERO: NEAR_ZERO}.get(marks, 0)
+    if name not in _NEAR_ZERO | _FAR_FROM_ZERO or not is_floating(eqn.invars[0].aval):
+        return 0  # a counter that is 0 says nothing of gradients
+    is_end = [bool(value.marks & (TINY | FREE)) for value in inputs]
+    if sum(is_end) != 1:
+        return 0
+    is_turned = is_end[0] and name not in ("eq", "ne")  # 0 < n says what n > 0 does
+    return NEAR_ZERO if (name in _NEAR_ZERO) != is_turned else FAR_FROM_ZERO
+
+
+def _is_tiny(number: float) -> bool:
+    return 0 < abs(number) <= _LARGEST_GUARD
+
+
 def _of_constant(value: Any) -> Power:
     """The power of a constant: every one for zeros, infinities and the ends of formats."""
     if getattr(value, "size", 1) > _LARGEST_CONSTANT:
@@ -444,5 +481,5 @@ def _of_constant(value: Any) -> Power:
         return _CONSTANT
     numbers = np.unique(np.asarray(value, np.float64))
     is_free = all(number in _EXTREMES or np.isnan(number) for number in numbers.tolist())
-    is_tiny = numbers.size == 1 and 0 < abs(numbers[0]) <= _LARGEST_GUARD
+    is_tiny = numbers.size == 1 and _is_tiny(numbers[0])
     return _ZERO if is_free else _CONSTANT._replace(marks=PURE | (TINY if is_tiny else 0))

@@ -893,6 +893,83 @@ def test_a_backward_rule_is_told_how_to_get_the_scale(rule, of_parameter, jit):
     assert lint_step(make(knows_scale=True))(*args).ok, "what the advice says is right"
 
 
+GUARDS = {
+    "equal": lambda n: jnp.where(n == 0, jnp.ones_like(n), n),
+    "not equal": lambda n: jnp.where(jnp.not_equal(0.0, n), n, 1.0),
+    "not": lambda n: jnp.where(~(n == 0), n, 1.0),
+    "less": lambda n: jnp.where(n < jnp.sqrt(jnp.finfo(jnp.float32).tiny), 1.0, n),
+    "at most": lambda n: jnp.where(n <= 1e-12, 1.0, n),
+    "greater": lambda n: jnp.where(n > 0, n, 1.0),
+    "on the right": lambda n: jnp.where(jnp.greater(1e-12, n), 1.0, n),
+    "at least": lambda n: jnp.where(jnp.less_equal(1e-12, n), n, 1.0),
+    "quotient": lambda n: 1.0 / jnp.where(n == 0, 1.0, 1.0 / n),
+    "added": lambda n: n + (n == 0).astype(n.dtype),
+    "branch": lambda n: jax.lax.cond(n == 0, lambda n: jnp.ones(()), lambda n: n, n),
+    "bound": lambda n: jnp.maximum(n, jnp.sqrt(jnp.finfo(jnp.float32).tiny)),
+}
+
+
+def step_with_rule(rule):
+    """A step with a dynamic loss scale, and a rule of its own for cotangents of the model."""
+    tx = dynamic(optax.sgd(0.1))
+    changed = jax.custom_vjp(lambda x: x)
+    changed.defvjp(lambda x: (x, None), lambda _, g: (rule(g),))
+
+    def step(params, opt_state, batch):
+        def loss(params):
+            hidden = changed(jnp.tanh(batch["x"] @ params["w"] + params["b"]))
+            return jnp.mean((hidden - batch["y"]) ** 2) * ampx.current_loss_scale(opt_state)
+
+        updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+        return ampx.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_number_in_the_place_of_zero_is_no_fault(name, jit):
+    """As qwix and AQT divide cotangents by their largest, before they round them."""
+
+    @jit
+    def rounded(g):
+        width = GUARDS[name](jnp.max(jnp.abs(g)))
+        return jnp.round(g / width * 127) / 127 * width
+
+    step, args = step_with_rule(rounded)
+    report = lint_step(step)(*args)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        lambda n: jnp.where(n < 1.0, 1.0, n),
+        lambda n: jnp.where(n == 0, n, 1.0),
+        lambda n: jnp.where(n > 0, 1.0, n),
+        lambda n: jnp.where(jnp.greater(1e-12, n), n, 1.0),
+        lambda n: n + (n != 0).astype(n.dtype),
+        lambda n: n + (n == 1.0).astype(n.dtype),
+        lambda n: jnp.maximum(n, jnp.sqrt(1e-6)),
+        lambda n: jax.lax.cond(n != 0, lambda n: jnp.ones(()), lambda n: n, n),
+    ],
+)
+def test_a_number_in_the_place_of_others_is_a_fault(bound):
+    """A clip by norm among them: it takes 1 in the place of any norm below."""
+    step, args = step_with_rule(lambda g: g / bound(jnp.linalg.norm(g)))
+    (found,) = lint_step(step)(*args).findings
+    assert found.check == "unscale_order"
+
+
+def test_a_counter_that_is_zero_is_no_zero_of_the_gradients():
+    def rule(g):
+        return g / jnp.where(jnp.sum(g > 0) == 0, 1.0, jnp.linalg.norm(g))
+
+    step, args = step_with_rule(rule)
+    (found,) = lint_step(step)(*args).findings
+    assert found.check == "unscale_order"
+
+
 def accumulated_over_calls():
     """A total of gradients, in bfloat16, that several calls add to."""
 
