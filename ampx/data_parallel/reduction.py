@@ -212,22 +212,24 @@ class Reduction:
             layout = dataclasses.replace(layout, buckets=tuple(buckets))
         reduced: list[jax.Array] = []
         sent: list[int] = []
-        before = first
-        # Invariant of the loop: `before` depends on the verdict and on all earlier reductions, so
-        # whatever depends on it cannot be merged with them.
+        # Invariant of the loop: each of these depends on the verdict and on all earlier ones that
+        # vary over no other axes, so what depends on it cannot be merged with them. (To wait for
+        # one that varies over "model" would make a bucket vary, too, that is the same along it.)
+        befores = [] if first is None else [first]
         for i, buffer in enumerate(layout.flatten(tree)):
             own = axes[layout.buckets[i].leaves[0]]
             if not own:  # nothing to sum, and so nothing to wait for
                 reduced.append(buffer)
                 continue
+            before = [b for b in befores if varying_axes(b) <= varying_axes(buffer)][-1:]
             with jax.named_scope(f"ampx.bucket_{i}"):
-                if not chains or before is None:
+                if not chains or not before:
                     total = self._sum(buffer, own)
                 else:
-                    total = self._sum(_make_wait(buffer, before), own)
+                    total = self._sum(_make_wait(buffer, *before), own)
                     if layout.buckets[i].leaves[0] in flat:
                         total = _clear_last(total)
-            before = total[:1]  # one number is enough: a reduction yields all of its result at once
+            befores.append(total[:1])  # a reduction yields all of its result at once
             reduced.append(total)
             sent.append(buffer.size * (self._wire_dtype(buffer) or buffer.dtype).itemsize)
         # Leaves without elements are in no bucket; this marks them as the same on all devices.

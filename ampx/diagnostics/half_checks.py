@@ -9,6 +9,7 @@ Two questions are asked of the program. What multiple of itself is an array afte
 
     p + u                       1 p + more          a parameter, or a total
     p + (master - p)            0 p + more          a copy of what is kept elsewhere: sound
+    p + gathered(master - p)    1 p + a difference  the same, from shards or by a choice: sound
     0.999 nu + 0.001 g**2       0.999 nu + more     an average; 0.999 is 1 in bfloat16
     0.9 mu + 0.1 g              0.9 mu + more       a short average, which moves: sound
 
@@ -52,15 +53,27 @@ class _Multiple(NamedTuple):
       is_more: whether there is more than these terms.
       number: the value, where it is a known number; then there is nothing else.
       is_scale: whether the number is made of a loss scale.
+      moved: inputs that are in it at other places, or where elements were chosen, and the factor
+        of each.
     """
 
     terms: dict[int, tuple[float, bool]]
     is_more: bool
     number: float | None = None
     is_scale: bool = False
+    moved: frozenset[tuple[int, float]] = frozenset()
 
 
 _OTHER = _Multiple({}, True)
+# Numbers come out as they went in, or added over devices, at other places. zero1 slices, packs,
+# scatters and gathers so.
+_MOVING = (
+    primitives.REARRANGING
+    | primitives.TRANSFERS
+    | primitives.SCATTERING_COLLECTIVES
+    | primitives.PSUMS
+    | {"concatenate", "pad", "stack", "dynamic_update_slice", "gather"}
+)
 
 
 class _Multiples:
@@ -91,6 +104,8 @@ class _Multiples:
             return [self._convert(eqns, inputs[0])]
         if name in primitives.REARRANGING and inputs[0].number is not None:
             return inputs[:1] * count
+        if name in _MOVING:
+            return [_blur(inputs)] * count
         if name == "integer_pow" and eqn.params["y"] == 1:
             return inputs
         if name == "select_n":
@@ -161,14 +176,16 @@ def _add(first: _Multiple, second: _Multiple) -> _Multiple:
         before, was_own = terms.get(i, (0.0, False))
         terms[i] = (before + factor, was_own or is_own)
     terms = {i: term for i, term in terms.items() if abs(term[0]) > 1e-9}
-    return _Multiple(terms, first.is_more or second.is_more)
+    is_more = first.is_more or second.is_more
+    return _Multiple(terms, is_more, moved=first.moved | second.moved)
 
 
 def _scale(value: _Multiple, factor: float) -> _Multiple:
     if value.number is not None:
         return value._replace(number=value.number * factor)
     terms = {i: (factor * own, is_own) for i, (own, is_own) in value.terms.items()}
-    return _Multiple(terms, value.is_more)
+    moved = frozenset((i, factor * own) for i, own in value.moved)
+    return value._replace(terms=terms, moved=moved)
 
 
 def _weigh(value: _Multiple, weight: _Multiple) -> _Multiple:
@@ -177,8 +194,8 @@ def _weigh(value: _Multiple, weight: _Multiple) -> _Multiple:
     if value.number is not None:
         is_scale = value.is_scale or weight.is_scale
         return value._replace(number=value.number * factor, is_scale=is_scale)
-    terms = {i: (factor * own, False) for i, (own, _) in value.terms.items()}
-    return _Multiple(terms, value.is_more)
+    value = _scale(value, factor)
+    return value._replace(terms={i: (own, False) for i, (own, _) in value.terms.items()})
 
 
 def _choose(values: Sequence[_Multiple]) -> _Multiple:
@@ -186,7 +203,13 @@ def _choose(values: Sequence[_Multiple]) -> _Multiple:
     left = [v for v in values if not _is_untouched(v)]
     if not left:
         return values[0] if all(v == values[0] for v in values) else _OTHER
-    return left[0] if all(v == left[0] for v in left) else _OTHER
+    return left[0] if all(v == left[0] for v in left) else _blur(left)
+
+
+def _blur(values: Sequence[_Multiple]) -> _Multiple:
+    """What is left to know of numbers of several values, or at other places."""
+    terms = ((i, factor) for v in values for i, (factor, _) in v.terms.items())
+    return _OTHER._replace(moved=frozenset(terms).union(*(v.moved for v in values)))
 
 
 def _is_untouched(value: _Multiple) -> bool:
@@ -225,6 +248,8 @@ def find_half_states(program: StepProgram) -> list[LintFinding]:
         others = [term for j, term in outputs[number].terms.items() if j != i]
         if any(own and abs(f) == 1 for f, own in others):
             continue  # its rounding error is kept beside it, and added again
+        if (i, -1.0) in outputs[number].moved:
+            continue  # a difference from it is added to it: a copy of what is kept elsewhere
         # Half of the spacing below 1: what is farther from 1 than that changes the number.
         is_stuck = abs(factor - 1) < float(jnp.finfo(dtype).eps) / 4
         if outputs[number].is_more and is_stuck:

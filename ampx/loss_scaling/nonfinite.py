@@ -179,10 +179,10 @@ def judge(
     ]
     with jax.named_scope("ampx.verdict"):
         # Multiplied in the same fusion that squares and adds. A report of the norm is the same sum.
-        def unscale_each() -> list[list[jax.Array]]:
+        def unscale_each(given: Sequence[tuple[Any, jax.Array]]) -> list[list[jax.Array]]:
             return [_floating(unscale(grads, scale)) for grads, scale in given]
 
-        unscaled = unscale_each()
+        unscaled = unscale_each(given)
         total = sum_at_once([leaf for own in unscaled for leaf in own])
         squares = None  # known of each leaf only where they are not added at once
         if total is None:
@@ -192,13 +192,21 @@ def judge(
             if every:
                 total = functools.reduce(jnp.add, [s.astype(_widest(every)) for s in every])
         is_fine = jnp.isfinite(total * _headroom(axis_names, len(given)))
+        # `vmap` makes all that a branch reads vary as its predicate does, and JAX refuses to mark
+        # inside what varies already: so all gets the marks in front of it.
+        axes = sorted(varying_axes(is_fine))
+        read = jax.tree.map(
+            lambda leaf: mark_varying(leaf, axes) if is_floating(leaf) else leaf,
+            (per_loss, given, squares),
+        )
 
         def look() -> jax.Array:
+            per_loss, given, squares = read
             if saturation_dtype is not None:
                 counts = [count_nonfinite(g, saturation_dtype=saturation_dtype) for g in per_loss]
                 return jnp.stack(counts)
             # In a branch gradients are unscaled anew: what a branch is handed is kept in memory.
-            own = iter(map(sum_squares, unscale_each()) if squares is None else squares)
+            own = iter(map(sum_squares, unscale_each(given)) if squares is None else squares)
             return jnp.stack([_count_again(g, [] if g is None else next(own)) for g in per_loss])
 
         # A finite sum has finite terms. Saturated numbers are finite, too, and are looked for.

@@ -592,21 +592,29 @@ def test_axes_that_are_not_mapped_keep_their_sharding():
     assert [*sent] == [1, 32 * 4]
 
 
-def test_leaves_that_differ_over_other_axes_stay_apart():
+@pytest.mark.parametrize("tail_overlap", [True, False])
+def test_leaves_that_differ_over_other_axes_stay_apart(tail_overlap):
+    """Neither a bucket nor the chain makes what is the same along "model" vary over it."""
     mesh = make_mesh((2, 4), ("data", "model"))
-    tx = ampx.all_reduce("data", op="sum")
+    options = {"bucket_bytes": 1, "tail_overlap": tail_overlap}
+    tx = ampx.all_reduce("data", op="sum", **options)
+    specs = {"a": P(), "b": P("model"), "c": P(), "d": P("model")}  # reduced from the last on
 
-    def step(whole, part):
-        grads = {"whole": whole[0], "part": part[0]}
+    def step(grads):
+        grads = jax.tree.map(lambda leaf: leaf[0], grads)
         return tx.update(grads, tx.init(grads))[0]
 
-    specs = {"whole": P(), "part": P("model")}
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(P("data"), P("data", "model")), out_specs=specs
+        step,
+        mesh=mesh,
+        in_specs=({name: P("data", *spec) for name, spec in specs.items()},),
+        out_specs=specs,
     )
-    whole, part = jnp.arange(6.0).reshape(2, 3), jnp.arange(16.0).reshape(2, 8)
-    expected = {"whole": whole.sum(0), "part": part.sum(0)}
-    assert_bit_equal(jax.jit(mapped)(whole, part), expected)
+    grads = {name: jnp.arange(16.0).reshape(2, 8) + ord(name) for name in specs}
+    expected = jax.tree.map(lambda leaf: leaf.sum(0), grads)
+    assert_bit_equal(jax.jit(mapped)(grads), expected)
+    # Those of one kind wait for each other.
+    assert len(all_reduces(mapped, grads)) >= (2 if tail_overlap else 1)
 
 
 def test_unreduced_gradients_of_explicit_axes_are_reduced_once_outside_the_loop():

@@ -188,6 +188,26 @@ def with_params_in(dtype, tx, **options):
     return step, (params, tx.init(params), batch)
 
 
+def narrow_params(wrap, *, nonfinite_updates="accept", calls=None, divided=False):
+    """A step of bfloat16 parameters whose updates are looked through, added up or gathered."""
+    params = jax.tree.map(lambda p: p.astype(BF16), PARAMS)
+    tx, axis_name = wrap(ampx.fused.adamw(RATE)), None
+    if calls is not None:
+        tx = ampx.multi_steps(tx, calls)
+    if divided:
+        tx, axis_name = ampx.zero1(tx, "data"), "data"
+    scale = functools.partial(ampx.dynamic_loss_scale, nonfinite_updates=nonfinite_updates)
+    step = ampx.train_step(loss_of, tx, loss_scale=scale, axis_name=axis_name)
+    state = step.init(params)
+    if not divided:
+        return step, (state, BATCH)
+    mesh = make_mesh((2,), ("data",))
+    specs = jax.tree.map(lambda _: P(), state)
+    specs = specs._replace(opt_state=ampx.zero1_specs(step.tx, params, mesh))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()))
+    return mapped, (state, BATCH)
+
+
 def averaged(dtype, decay):
     tx = optax.sgd(0.1)
     step, (params, opt_state, batch) = step_of(tx, scaled=False)
@@ -787,6 +807,20 @@ SOUND = {
         BF16, ampx.fused.stochastic_rounding(ampx.fused.adamw(RATE), seed=0)
     ),
     "split masters": lambda: with_params_in(BF16, ampx.fused.split_masters(ampx.fused.adamw(RATE))),
+    **{
+        f"narrow parameters: {kind}, {where}": functools.partial(narrow_params, wrap, **options)
+        for kind, wrap in {
+            "masters": ampx.master_weights,
+            "split": ampx.fused.split_masters,
+            "8 bits": functools.partial(ampx.fused.split_masters, error_bits=8),
+            "random": ampx.fused.stochastic_rounding,
+        }.items()
+        for where, options in {
+            "skip": {"nonfinite_updates": "skip"},
+            "hold": {"nonfinite_updates": "hold", "calls": 2},
+            "zero1": {"divided": True},
+        }.items()
+    },
     "train_step O0": lambda: level_step("O0"),
     "train_step O1": lambda: level_step("O1"),
     "train_step O2": lambda: level_step("O2"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import same_everywhere
+from helpers import make_mesh, same_everywhere
 from jax.sharding import PartitionSpec as P
 
 import ampx
@@ -177,3 +177,39 @@ def test_a_step_of_divided_parameters_is_the_undivided_one(axis, check_vma, mode
             jax.tree.map(
                 functools.partial(close, atol=1e-6), states[name].params, whole_states[name].params
             )
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_seeds_under_vmap_are_steps_of_their_own(place):
+    """Types tell what is divided; the buckets wait for each other; one seed overflows."""
+    options = dict(loss_scale="dynamic", max_grad_norm=1.0, batch_axes={"rows": 0, "spike": None})
+    make = functools.partial(ampx.train_step, tx=OPTIMIZERS["lamb"], **options)
+    whole = make(undivided)
+    step = make(
+        functools.partial(over_model, True), axis_name="data", bucket_bytes=1, tail_overlap=True
+    )
+    stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
+    seeds = stack(PARAMS, jax.tree.map(lambda leaf: leaf / 2, PARAMS))
+    batches = stack(BATCHES[1], BATCHES[0])
+    states = jax.vmap(step.init)(seeds)
+
+    def spec(path, leaf):
+        return P("model") if "experts" in jax.tree_util.keystr(path) and leaf.ndim > 1 else P()
+
+    of_states = jax.tree_util.tree_map_with_path(spec, states)
+    in_specs, out_specs = (of_states, {"rows": P("data"), "spike": P()}), (of_states, P())
+    mesh = make_mesh((2, 2), ("data", "model"))
+    map_over = functools.partial(jax.shard_map, mesh=mesh)
+    if place == "inside":
+        in_specs, out_specs = jax.tree.map(
+            lambda spec: P(None, *spec), (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
+        )
+        mapped = map_over(jax.vmap(step), in_specs=in_specs, out_specs=out_specs)
+    else:
+        mapped = jax.vmap(map_over(step, in_specs=in_specs, out_specs=out_specs))
+    new, report = jax.jit(mapped)(states, batches)
+    expected, of_whole = jax.jit(jax.vmap(whole))(jax.vmap(whole.init)(seeds), batches)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    assert report.overflow.tolist() == of_whole.overflow.tolist() == [True, False]
+    close(report.global_norm[1], of_whole.global_norm[1])
+    jax.tree.map(close, new.params, expected.params)
