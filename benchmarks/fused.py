@@ -225,6 +225,7 @@ def compiling(rounds: int) -> None:
     steps = {
         BASELINE: (by_update(chain), chain),
         "`optax.apply_if_finite`": (by_update(guarded), guarded),
+        "`dynamic_loss_scale` of it": (by_update(_scaled(chain)), _scaled(chain)),
         "`fused.apply`, clip + AdamW": (by_apply(ours, MAX_NORM), ours),
         "`fused.apply`, scale + clip + AdamW": (by_apply(_scaled(ours), MAX_NORM), _scaled(ours)),
         "the same, `fuse` of optax's AdamW": (by_apply(derived, MAX_NORM), derived),

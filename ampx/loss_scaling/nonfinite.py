@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax import lax
 from jax.typing import DTypeLike
 
 from ampx.checking import as_dtype
@@ -34,7 +36,7 @@ from ampx.mesh_axes import as_axes, count_devices, mark_varying, tracks_varying,
 from ampx.tree_checks import check_arrays
 from ampx.trees import is_floating, wider_dtype
 from ampx.updates.branching import run_unless
-from ampx.updates.gradient_norms import sum_at_once, sum_squares
+from ampx.updates.gradient_norms import count_again, sum_at_once, sum_squares
 
 
 class Verdict(NamedTuple):
@@ -179,67 +181,37 @@ def judge(
     ]
     with jax.named_scope("ampx.verdict"):
         # Multiplied in the same fusion that squares and adds. A report of the norm is the same sum.
-        def unscale_each(given: Sequence[tuple[Any, jax.Array]]) -> list[list[jax.Array]]:
-            return [_floating(unscale(grads, scale)) for grads, scale in given]
-
-        unscaled = unscale_each(given)
-        total = sum_at_once([leaf for own in unscaled for leaf in own])
-        squares = None  # known of each leaf only where they are not added at once
+        unscaled = [leaf for grads, scale in given for leaf in _floating(unscale(grads, scale))]
+        total = sum_at_once(unscaled)
         if total is None:
-            squares = list(map(sum_squares, unscaled))
-            every = [s for own in squares for s in own]
-            total = jnp.zeros((), jnp.float32)
-            if every:
-                total = functools.reduce(jnp.add, [s.astype(_widest(every)) for s in every])
+            every = sum_squares(unscaled)
+            widest = max((s.dtype for s in every), key=lambda dtype: dtype.itemsize, default=None)
+            same = [s.astype(widest) for s in every] or [jnp.zeros((), jnp.float32)]
+            total = functools.reduce(lax.add, same)
         is_fine = jnp.isfinite(total * _headroom(axis_names, len(given)))
         # `vmap` makes all that a branch reads vary as its predicate does, and JAX refuses to mark
         # inside what varies already: so all gets the marks in front of it.
         axes = sorted(varying_axes(is_fine))
-        read = jax.tree.map(
-            lambda leaf: mark_varying(leaf, axes) if is_floating(leaf) else leaf,
-            (per_loss, given, squares),
-        )
+        read = [[mark_varying(leaf, axes) for leaf in _floating(grads)] for grads in per_loss]
 
-        def look() -> jax.Array:
-            per_loss, given, squares = read
-            if saturation_dtype is not None:
-                counts = [count_nonfinite(g, saturation_dtype=saturation_dtype) for g in per_loss]
-                return jnp.stack(counts)
-            # In a branch gradients are unscaled anew: what a branch is handed is kept in memory.
-            own = iter(map(sum_squares, unscale_each(given)) if squares is None else squares)
-            return jnp.stack([_count_again(g, [] if g is None else next(own)) for g in per_loss])
+        def look() -> list[jax.Array]:
+            if saturation_dtype is None:
+                counts = list(map(count_again, read))
+            else:
+                counts = [count_nonfinite(own, saturation_dtype=saturation_dtype) for own in read]
+            return [*(count[place] for count in counts for place in (0, 1)), jnp.ones((), bool)]
 
         # A finite sum has finite terms. Saturated numbers are finite, too, and are looked for.
-        # Outside of `jit` a branch would be compiled anew in every call.
+        # Outside of `jit` a branch would be compiled anew in every call. What leaves the branch are
+        # scalars, one of which says that there was no finite sum: XLA compiles a loop for each
+        # counter of the state, and would repeat in many of them the sum over all gradients.
         if saturation_dtype is None and isinstance(is_fine, jax.core.Tracer):
-            counts = run_unless(
-                is_fine, look, lambda types: jnp.zeros(types.shape, types.dtype), may_choose=True
-            )
+            *counts, is_large = run_unless(is_fine, look, optax.tree.zeros_like, may_choose=True)
         else:
-            counts = look()
-    found = jnp.append(counts, (~is_fine).astype(jnp.int32))
-    found = agree_on(found, axis_names)
-    return found[:-1].reshape(counts.shape), found[-1] > 0, total
-
-
-def _count_again(grads: Any, squares: Sequence[jax.Array]) -> jax.Array:
-    """Counts the arrays with an infinity, and those with a NaN, whose sums of squares are known.
-
-    An array with both counts as one with a NaN. Squares have no sign, so their sum is NaN only if a
-    gradient is; and one that is infinite may be a sum of finite gradients. Then the largest tells.
-    Of arrays without a NaN a maximum is right, while of others XLA's CPU backend may lose the NaN.
-    A maximum of magnitudes is a loop that this backend need not compile, as codes of elements are.
-    """
-    if not squares:
-        return jnp.zeros(2, jnp.int32)
-    largest = [jnp.max(jnp.abs(leaf)).astype(_widest(squares)) for leaf in _floating(grads)]
-    is_nan = jnp.isnan(jnp.stack([s.astype(_widest(squares)) for s in squares]))
-    is_inf = jnp.isinf(jnp.stack(largest)) & ~is_nan
-    return jnp.sum(jnp.stack([is_inf, is_nan]), axis=1, dtype=jnp.int32)
-
-
-def _widest(numbers: Sequence[jax.Array]) -> Any:
-    return max((number.dtype for number in numbers), key=lambda dtype: dtype.itemsize)
+            *counts, _ = look()
+            is_large = ~is_fine
+    found = agree_on(jnp.stack([*counts, is_large.astype(jnp.int32)]), axis_names)
+    return found[:-1].reshape(len(per_loss), 2), found[-1] > 0, total
 
 
 def largest_norm(axis_names: Sequence[str]) -> float:

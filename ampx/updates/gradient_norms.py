@@ -44,7 +44,7 @@ _LARGE_UNIT = 2.0**90
 # parameter), but at least half a MiB and at most 16 MiB: the compiler may have chosen layouts that
 # types do not tell, and must gather a stack then. Fewer than `_SMALLEST_GROUP` gain nothing.
 _STACKED = (2**17, 2**22)  # elements
-_SMALLEST_GROUP = 4
+_SMALLEST_GROUP = 8
 # Gradients of this norm have squares that add up in float32, also where rounding doubles the sum.
 _LARGEST_CLIP = 2.0**63
 
@@ -102,29 +102,10 @@ def measure_and_judge(
     chooses = squares is None and chooses_behind_updates()
 
     def second_look() -> tuple[jax.Array, ...]:
-        if chooses:
-            pairs = zip(leaves, untracked, strict=True)
-            groups = [_Group([leaf], tuple(axes)) for leaf, axes in pairs]
-        else:
-            groups = _group_alike(leaves, untracked)
-        # Each reduction gets a scalar of its own, which only a barrier keeps apart. If several
-        # reductions share one scalar, XLA's CPU backend broadcasts it to an array in memory, and
-        # reserves that memory whether the branch is taken or not.
-        inverses = lax.optimization_barrier([jnp.float32(1 / _LARGE_UNIT)] * len(groups))
-        large: list[jax.Array] = []
-        # What was summed last, of leaves that vary over the same axes: a number that varies would
-        # make all that waits for it vary as well, and a replicated leaf would be counted twice.
-        before: dict[frozenset[str], jax.Array] = {}
-        for group, inverse in zip(groups, inverses, strict=True):
-            varying = varying_axes(group.leaves)
-            large.append(_large_squares(before.get(varying), group.leaves, inverse))
-            before[varying] = large[-1][0]
+        groups = _group_singly(leaves, untracked) if chooses else _group_alike(leaves, untracked)
+        large = _sum_large_squares(groups)
         total = add_over_shards(list(map(jnp.sum, large)), [group.untracked for group in groups])
-        widest = max((s.dtype for s in large), key=lambda dtype: dtype.itemsize)
-        sums = jnp.concatenate([s.astype(widest) for s in large])
-        # NaN + inf is NaN: an array with both shows its NaN alone.
-        counts = [jnp.sum(found, dtype=jnp.int32) for found in (jnp.isinf(sums), jnp.isnan(sums))]
-        return total, jnp.float32(_LARGE_UNIT), *mark_varying(counts, axes)
+        return total, jnp.float32(_LARGE_UNIT), *mark_varying(_count_sums(large), axes)
 
     # The counts leave the branch as scalars. Out of a vector, each loop that reads one would slice
     # it at another place, and XLA compiles each such loop for itself.
@@ -135,6 +116,17 @@ def measure_and_judge(
     else:
         total, unit, infinities, nans = lax.cond(is_well, all_is_well, second_look)
     return JudgedNorm(jnp.sqrt(total) * multiplier * unit, jnp.stack([infinities, nans]))
+
+
+def count_again(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Counts arrays with an infinity and arrays with a NaN: the second look by itself; int32[2].
+
+    An array with both counts as one with a NaN.
+    """
+    if not leaves:
+        return jnp.zeros(2, jnp.int32)
+    group = _group_singly if chooses_behind_updates() else _group_alike
+    return jnp.stack(_count_sums(_sum_large_squares(group(leaves, [()] * len(leaves)))))
 
 
 def sum_squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -188,6 +180,10 @@ class _Group(NamedTuple):
     untracked: tuple[str, ...]
 
 
+def _group_singly(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]) -> list[_Group]:
+    return [_Group([leaf], tuple(axes)) for leaf, axes in zip(leaves, untracked, strict=True)]
+
+
 def _group_alike(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]) -> list[_Group]:
     """Groups arrays that can be stacked, for one reduction instead of one each.
 
@@ -201,12 +197,39 @@ def _group_alike(leaves: Sequence[jax.Array], untracked: Sequence[Sequence[str]]
     groups = []
     for (kind, axes), alike in kinds.items():
         size = most // max(kind.size, 1)
-        size = size if size >= _SMALLEST_GROUP else 1
+        size = size if min(size, len(alike)) >= _SMALLEST_GROUP else 1
         # As many in one group as in another, as nearly as may be: equal loops are compiled once.
         number = math.ceil(len(alike) / size)
         size = math.ceil(len(alike) / number)
         groups += [_Group(alike[k : k + size], axes) for k in range(0, len(alike), size)]
     return groups
+
+
+def _sum_large_squares(groups: Sequence[_Group]) -> list[jax.Array]:
+    """The sums of squares of each array in the large unit, of shape (arrays,) for each group."""
+    # Each reduction gets a scalar of its own, which only a barrier keeps apart. If several
+    # reductions share one scalar, XLA's CPU backend broadcasts it to an array in memory, and
+    # reserves that memory whether the branch is taken or not.
+    inverses = lax.optimization_barrier([jnp.float32(1 / _LARGE_UNIT)] * len(groups))
+    large: list[jax.Array] = []
+    # What was summed last, of leaves that vary over the same axes: a number that varies would make
+    # all that waits for it vary as well, and a replicated leaf would be counted twice.
+    before: dict[frozenset[str], jax.Array] = {}
+    for group, inverse in zip(groups, inverses, strict=True):
+        varying = varying_axes(group.leaves)
+        large.append(_large_squares(before.get(varying), group.leaves, inverse))
+        before[varying] = large[-1][0]
+    return large
+
+
+def _count_sums(large: Sequence[jax.Array]) -> list[jax.Array]:
+    """How many sums in the large unit are infinite, and how many NaN: two int32 scalars.
+
+    Those of finite arrays are finite. NaN + inf is NaN: an array with both shows its NaN alone.
+    """
+    widest = max((s.dtype for s in large), key=lambda dtype: dtype.itemsize)
+    sums = jnp.concatenate([s.astype(widest) for s in large])
+    return [jnp.sum(found, dtype=jnp.int32) for found in (jnp.isinf(sums), jnp.isnan(sums))]
 
 
 def _large_squares(

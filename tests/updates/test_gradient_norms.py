@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from ampx.model_axes import as_model_axes
 from ampx.updates.gradient_norms import measure_and_judge
 
-SHAPES = [(4, 6)] * 5 + [(6, 4)] * 5 + [(24,)] + [(4, 6)] * 4 + [()] * 4
-DTYPES = ["float32"] * 11 + ["bfloat16"] * 4 + ["float32"] * 4
+SHAPES = [(4, 6)] * 9 + [(6, 4)] * 9 + [(24,)] + [(4, 6)] * 8 + [()] * 8
+DTYPES = ["float32"] * 19 + ["bfloat16"] * 8 + ["float32"] * 8
 LARGEST = 1e38
 
 
@@ -64,8 +64,8 @@ def mapped(leaves):
     ("bad", "counts"),
     [
         ((), (0, 0)),
-        (((0, LARGEST), (3, -LARGEST), (12, LARGEST), (16, LARGEST)), (0, 0)),
-        (((0, np.inf), (1, np.nan), (2, -np.inf), (13, np.nan), (17, np.inf)), (3, 2)),
+        (((0, LARGEST), (3, -LARGEST), (20, LARGEST), (28, LARGEST)), (0, 0)),
+        (((0, np.inf), (1, np.nan), (2, -np.inf), (21, np.nan), (29, np.inf)), (3, 2)),
     ],
     ids=["small", "large", "nonfinite"],
 )
@@ -87,11 +87,11 @@ def test_a_second_look_at_arrays_in_groups_tells_what_one_at_each_tells(how, bad
 )
 def test_a_second_look_adds_over_the_axes_of_each_group(axis_type, check):
     measure = on_mesh(axis_type, check)
-    leaves = make_gradients((0, LARGEST), (3, -LARGEST), (12, LARGEST), (16, LARGEST))
+    leaves = make_gradients((0, LARGEST), (3, -LARGEST), (20, LARGEST), (28, LARGEST))
     norm, counts = measure(leaves)
     np.testing.assert_allclose(norm, find_norm(leaves), rtol=1e-6)
     assert tuple(map(int, counts)) == (0, 0)
-    norm, counts = measure(make_gradients((0, np.inf), (1, np.nan), (17, np.inf)))
+    norm, counts = measure(make_gradients((0, np.inf), (1, np.nan), (29, np.inf)))
     assert not np.isfinite(norm)
     # A device counts what it holds: the two matrices are divided, the scalar is everywhere.
     assert tuple(map(int, counts)) == (2, 1)
@@ -109,7 +109,7 @@ def test_a_second_look_at_groups_has_derivatives():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_collectives_of_a_second_look_come_in_one_order(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
-    matrices = [jax.ShapeDtypeStruct((8, 2**k), jnp.float32) for k in range(3, 7) for _ in range(4)]
+    matrices = [jax.ShapeDtypeStruct((8, 2**k), jnp.float32) for k in range(3, 7) for _ in range(8)]
     sharding = NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):
         compiled = jax.jit(measure_and_judge, in_shardings=sharding).lower(matrices).compile()
