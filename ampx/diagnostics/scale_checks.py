@@ -24,16 +24,15 @@ import numpy as np
 from ampx.diagnostics import bit_sets
 from ampx.diagnostics.dataflow import name_culprit
 from ampx.diagnostics.lint_findings import LintFinding
-from ampx.diagnostics.scale_powers import (
+from ampx.diagnostics.power_arithmetic import (
     DIVIDED,
     FREE,
     MULTIPLIED,
     PURE,
     READS,
-    Conflict,
     Power,
-    Powers,
 )
+from ampx.diagnostics.scale_powers import Conflict, Powers
 from ampx.diagnostics.step_programs import (
     StepArray,
     StepProgram,

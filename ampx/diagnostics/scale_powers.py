@@ -40,22 +40,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.diagnostics import bit_sets
+from ampx.diagnostics.power_arithmetic import (
+    FAR_FROM_ZERO,
+    FREE,
+    INHERITED,
+    NEAR_ZERO,
+    PURE,
+    READS,
+    TINY,
+    Power,
+    as_read,
+    is_guard,
+    keep_common,
+    multiply,
+    of_constant,
+    of_unknown_function,
+    raise_to,
+    unite_marks,
+)
 from ampx.jaxprs import folds, primitives, reading
 from ampx.jaxprs.primitives import names
 from ampx.jaxprs.reading import Equation, Jaxpr
 from ampx.trees import is_floating
-
-# What is known of a value besides its power, as bits. The first three it has from any operand, the
-# next two only if all of them have it. What a predicate chooses among scales is a scale.
-READS = 1  # it depends on the loss scale
-MULTIPLIED = 2  # it was multiplied by the scale
-DIVIDED = 4  # it was divided by the scale
-PURE = 8  # it is made of the scale and constants alone
-FREE = 16  # it has every power
-TINY = 32  # it is a number that only keeps a denominator from being 0
-NEAR_ZERO = 64  # it is true, or 1, where some value is zero or nearly so
-FAR_FROM_ZERO = 128  # it is false, or 0, there
-_INHERITED = READS | MULTIPLIED | DIVIDED
 
 _SUMS = primitives.ADDING | primitives.CHOOSING | names("nextafter rem complex")
 # They put values side by side, which need not have one power.
@@ -104,30 +110,6 @@ _EXPONENTS = {
     "reciprocal": Fraction(-1),
     "sign": Fraction(0),
 }
-_FORMATS = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
-_EXTREMES = frozenset(
-    float(sign * jnp.finfo(name).max) for name in _FORMATS for sign in (1, -1)
-) | {0.0, float("inf"), float("-inf")}
-_LARGEST_GUARD = 1e-6
-_LARGEST_CONSTANT = 1 << 16  # elements: larger ones are not looked at, and have the power 0
-
-
-class Power(NamedTuple):
-    """The power of the loss scale in a value.
-
-    Attributes:
-      power: None where it is not known.
-      marks: bits, see `READS` and the others.
-      conflicts: the conflicts that made it unknown; bit i is conflict i.
-      origin: the carried input that it is a multiple of, or -1.
-      parts: of a vector that scalars were stacked to, what is known of each; else ().
-    """
-
-    power: Fraction | None
-    marks: int = 0
-    conflicts: int = 0
-    origin: int = -1
-    parts: tuple[Any, ...] = ()
 
 
 class Conflict(NamedTuple):
@@ -142,10 +124,6 @@ class Conflict(NamedTuple):
     powers: tuple[Fraction, ...]
     marks: int
     eqns: tuple[Equation, ...]
-
-
-_CONSTANT = Power(Fraction(0), PURE)
-_ZERO = Power(Fraction(0), PURE | FREE)
 
 
 class Powers:
@@ -168,7 +146,7 @@ class Powers:
         self, jaxpr: Jaxpr, operands: Sequence[Power], around: tuple[Equation, ...] = ()
     ) -> list[Power]:
         """The powers of a jaxpr's results, from those of its inputs."""
-        return folds.fold_inside(jaxpr, operands, self._apply, _of_constant, around=around)
+        return folds.fold_inside(jaxpr, operands, self._apply, of_constant, around=around)
 
     def _apply(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Sequence[Power]:
         eqn = eqns[0]
@@ -176,7 +154,7 @@ class Powers:
         def unite(values: Sequence[Power], decides: Sequence[Power]) -> Power:
             if eqn.primitive.name == "cond":
                 return self._choose(values, decides[0], eqns)
-            return functools.reduce(_keep_common, values)
+            return functools.reduce(keep_common, values)
 
         def follow_inside(operands: Sequence[Power]) -> list[Power] | None:
             # A carry only becomes known, then unknown, and gains marks, so a loop settles.
@@ -239,11 +217,11 @@ class Powers:
         if name == "unstack" and len(inputs[0].parts) == count:
             return inputs[0].parts
         if name in _KEEPING:
-            return [_reading(inputs[0], inputs)._replace(parts=())] * count
+            return [as_read(inputs[0], inputs)._replace(parts=())] * count
         if name in _PRODUCTS:
-            return [_multiply(inputs[0], inputs[1], 1)]
+            return [multiply(inputs[0], inputs[1], 1)]
         if name == "div":
-            return [_multiply(inputs[0], inputs[1], -1)]
+            return [multiply(inputs[0], inputs[1], -1)]
         if name in _SPARSE or name in _SPARSE_PRODUCTS or name in _SOLVES:
             return [self._combine(eqns, inputs)] * count
         if name in ("custom_linear_solve", "linear_solve"):
@@ -253,13 +231,13 @@ class Powers:
         if name in _SUMS:
             return [self._join(inputs, eqns)]
         if name in _WRITES:
-            return [_reading(self._join([inputs[0], inputs[-1]], eqns), inputs)]
+            return [as_read(self._join([inputs[0], inputs[-1]], eqns), inputs)]
         if name in _GATHERING:
             return [_gather(eqn, inputs)]
         if name == "scatter":
-            return [_reading(_gather(eqn, [inputs[0], inputs[-1]]), inputs)]
+            return [as_read(_gather(eqn, [inputs[0], inputs[-1]]), inputs)]
         if name == "dynamic_update_slice":
-            return [_reading(_gather(eqn, inputs[:2]), inputs)]
+            return [as_read(_gather(eqn, inputs[:2]), inputs)]
         exponent = _EXPONENTS.get(name)
         if name == "integer_pow":
             exponent = Fraction(eqn.params["y"])
@@ -267,10 +245,10 @@ class Powers:
             exponent = Fraction(number).limit_denominator(64)
         if exponent is not None:
             number = reading.number_of(eqn.invars[0]) or 0.0
-            raised = _raise_to(inputs[0], exponent)
-            is_tiny = _is_tiny(abs(number) ** float(exponent) if number else 0.0)
+            raised = raise_to(inputs[0], exponent)
+            is_tiny = is_guard(abs(number) ** float(exponent) if number else 0.0)
             return [raised._replace(marks=raised.marks | TINY * is_tiny)]
-        return [_generic(inputs)] * count
+        return [of_unknown_function(inputs)] * count
 
     def _combine(self, eqns: tuple[Equation, ...], inputs: list[Power]) -> Power:
         """The power of a sparse array, of a product with one, or of what solves a system."""
@@ -280,8 +258,8 @@ class Powers:
         if name in _SPARSE:
             return numbers[0]._replace(parts=())
         if name in _SPARSE_PRODUCTS:
-            return _multiply(numbers[0], numbers[1], 1)
-        return _multiply(numbers[-1], self._join(numbers[:-1], eqns), -1)
+            return multiply(numbers[0], numbers[1], 1)
+        return multiply(numbers[-1], self._join(numbers[:-1], eqns), -1)
 
     def _choose(self, values: Sequence[Power], decides: Power, eqns: tuple[Equation, ...]) -> Power:
         """The power of one of two values or more, of which `decides` tells the number."""
@@ -289,7 +267,7 @@ class Powers:
             kept, spare = values if decides.marks & NEAR_ZERO else reversed(values)
             if spare.marks & PURE and not kept.marks & FREE:
                 values = [kept]  # the other one only takes the place of zero
-        return _reading(self._join(list(values), eqns), [decides])
+        return as_read(self._join(list(values), eqns), [decides])
 
     def _join(self, values: list[Power], eqns: tuple[Equation, ...]) -> Power:
         """The power of what is made of values that should have one power; or a conflict."""
@@ -297,11 +275,11 @@ class Powers:
         if eqns[0].primitive.name in _GUARDS and any(v.power for v in known):
             known = [v for v in known if not v.marks & (TINY | NEAR_ZERO)]
         if not known:
-            return values[0]._replace(marks=_marks(values) | FREE, origin=-1)
+            return values[0]._replace(marks=unite_marks(values) | FREE, origin=-1)
         conflicts = bit_sets.unite(v.conflicts for v in known)
         origins = {v.origin for v in known}
         origin = origins.pop() if len(origins) == 1 else -1
-        joined = Power(known[0].power, _marks(values), conflicts, origin)
+        joined = Power(known[0].power, unite_marks(values), conflicts, origin)
         powers = {v.power for v in known}
         if None in powers:
             return joined._replace(power=None)
@@ -315,7 +293,7 @@ class Powers:
         self._suspect(known)
         place = self._places.setdefault(tuple(map(id, eqns)), len(self.conflicts))
         if place == len(self.conflicts):
-            marks = _marks([v for v in known if v.power]) & _INHERITED
+            marks = unite_marks([v for v in known if v.power]) & INHERITED
             met = tuple(sorted(p for p in powers if p is not None))
             self.conflicts.append(Conflict(met, marks, eqns))
         return joined._replace(power=None, conflicts=conflicts | 1 << place)
@@ -327,61 +305,12 @@ class Powers:
             self.suspected.update((v.origin, Fraction(1)) for v in own)
 
 
-def _keep_common(old: Power, new: Power) -> Power:
-    """What is true of a value before and after an iteration."""
-    marks = _marks([old, new])
-    conflicts = old.conflicts | new.conflicts
-    if old.marks & FREE or new.marks & FREE:
-        known = new if old.marks & FREE else old
-        marks |= known.marks & FREE
-        return Power(known.power, marks, conflicts)
-    origin = old.origin if old.origin == new.origin else -1
-    return Power(old.power if old.power == new.power else None, marks, conflicts, origin)
-
-
-def _marks(values: Sequence[Power]) -> int:
-    """The marks of what several values go into, without `FREE`."""
-    given, pure = 0, PURE
-    for value in values:
-        given |= value.marks & _INHERITED
-        pure &= value.marks
-    return given | pure
-
-
-def _reading(value: Power, read: Sequence[Power]) -> Power:
-    """A value that also depends on others, such as the predicate of a choice."""
-    return value._replace(marks=value.marks | _marks(read) & READS)
-
-
-def _multiply(first: Power, second: Power, sign: int) -> Power:
-    """The power of a product (sign 1) or a quotient (sign -1)."""
-    conflicts, marks = first.conflicts | second.conflicts, _marks([first, second])
-    if (first.marks | second.marks) & FREE:
-        # A product with zero is zero. One with an infinity is no number worth following.
-        return Power(Fraction(0), marks | FREE, conflicts)
-    if first.power is None or second.power is None:
-        return Power(None, marks, conflicts)
-    for scale, other, power in (
-        (first, second, first.power),
-        (second, first, sign * second.power),
-    ):
-        if scale.marks & PURE and not other.marks & PURE and power:
-            marks |= MULTIPLIED if power > 0 else DIVIDED
-    # A multiple of a carried input by what no scale is in is still one of it.
-    origin = -1
-    if second.power == 0 and second.origin < 0:
-        origin = first.origin
-    elif first.power == 0 and first.origin < 0 and sign > 0:
-        origin = second.origin
-    return Power(first.power + sign * second.power, marks, conflicts, origin)
-
-
 def _gather(eqn: Equation, values: Sequence[Power]) -> Power:
     """What is known of values side by side: their power, if they have one."""
     known = [v for v in values if not v.marks & FREE]
     conflicts = bit_sets.unite(v.conflicts for v in known)
     powers = {v.power for v in known}
-    marks = _marks(values)
+    marks = unite_marks(values)
     # The coefficients of an optimizer may travel as one vector, and 1/scale among them.
     vector: Any = eqn.outvars[0].aval
     is_vector = eqn.primitive.name in ("stack", "concatenate") and vector.shape == (len(values),)
@@ -399,12 +328,6 @@ def _slice(eqn: Equation, value: Power) -> Power:
     return value.parts[start] if stop == start + 1 else value._replace(parts=())
 
 
-def _raise_to(value: Power, exponent: Fraction) -> Power:
-    power = None if value.power is None else value.power * exponent
-    marks = value.marks & ~TINY if exponent > 0 else value.marks & ~(FREE | TINY)
-    return Power(power, marks, value.conflicts)
-
-
 def _solve(eqn: Equation, inputs: list[Power]) -> list[Power]:
     """The powers of what a solver of linear systems returns: those of the right-hand sides.
 
@@ -419,24 +342,17 @@ def _solve(eqn: Equation, inputs: list[Power]) -> list[Power]:
         first = min(scaled, default=0)
         is_known = first > 0
     if not is_known:
-        return [_generic(inputs)] * len(eqn.outvars)
+        return [of_unknown_function(inputs)] * len(eqn.outvars)
     solution = _gather(eqn, inputs[first:])
-    marks = _marks(inputs) | solution.marks & FREE
+    marks = unite_marks(inputs) | solution.marks & FREE
     solution = solution._replace(marks=marks, parts=())
     others = max(0, len(eqn.outvars) - len(inputs[first:]))
-    return [solution] * (len(eqn.outvars) - others) + [_generic(inputs)] * others
-
-
-def _generic(inputs: Sequence[Power]) -> Power:
-    """The power of a function that nothing is known of: 0, if all that it reads has the power 0."""
-    conflicts = bit_sets.unite(v.conflicts for v in inputs)
-    is_plain = all(v.power == 0 for v in inputs)
-    return Power(Fraction(0) if is_plain else None, _marks(inputs), conflicts)
+    return [solution] * (len(eqn.outvars) - others) + [of_unknown_function(inputs)] * others
 
 
 def _as_integer(eqn: Equation, inputs: Sequence[Power]) -> Power:
     """The power of integers and bools: 0, unless they are the bits or a rounding of others."""
-    marks = _marks(inputs) & (READS | PURE) | _tells_of_zero(eqn, inputs)
+    marks = unite_marks(inputs) & (READS | PURE) | _tells_of_zero(eqn, inputs)
     if all(v.marks & FREE for v in inputs) and eqn.primitive.name in _KEEPING | _SUMS:
         marks |= FREE  # the integer 0 that becomes 0.0
     is_unknown = any(
@@ -465,21 +381,3 @@ def _tells_of_zero(eqn: Equation, inputs: Sequence[Power]) -> int:
         return 0
     is_turned = is_end[0] and name not in ("eq", "ne")  # 0 < n says what n > 0 does
     return NEAR_ZERO if (name in _NEAR_ZERO) != is_turned else FAR_FROM_ZERO
-
-
-def _is_tiny(number: float) -> bool:
-    return 0 < abs(number) <= _LARGEST_GUARD
-
-
-def _of_constant(value: Any) -> Power:
-    """The power of a constant: every one for zeros, infinities and the ends of formats."""
-    if getattr(value, "size", 1) > _LARGEST_CONSTANT:
-        return _CONSTANT
-    if np.iscomplexobj(value):
-        value = np.stack([np.real(value), np.imag(value)])
-    if not reading.is_numeric(value):
-        return _CONSTANT
-    numbers = np.unique(np.asarray(value, np.float64))
-    is_free = all(number in _EXTREMES or np.isnan(number) for number in numbers.tolist())
-    is_tiny = numbers.size == 1 and _is_tiny(numbers[0])
-    return _ZERO if is_free else _CONSTANT._replace(marks=PURE | (TINY if is_tiny else 0))

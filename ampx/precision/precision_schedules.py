@@ -38,6 +38,7 @@ from ampx.summaries import show_fields
 # default) of its third, which is a share of all steps or a ratio of losses.
 _HALVES = {"fast": "float16", "fast1": "bfloat16"}
 _RATIOS = {"step": (0.2, 0.9, 0.9), "loss": (1.01, 1.5, 1.05)}
+_WANTED = "phases must be a tuple of ampx.Phase, such as (Phase('O2', until_step=9), Phase('O0'))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +109,7 @@ class PrecisionSchedule:
 
     Attributes:
       phases: at least one; all but the last have an end, the last has none. A pair
-        (step, policy) stands for `Phase(policy, until_step=step)`, and a policy alone, which only
-        the last may be, for `Phase(policy)`.
+        (step, policy) stands for `Phase(policy, until_step=step)`, a policy for `Phase(policy)`.
 
     Raises:
       TypeError: for an entry that is neither a `Phase`, nor a pair, nor a policy.
@@ -133,10 +133,7 @@ class PrecisionSchedule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.phases, tuple | list):
-            raise TypeError(
-                "phases must be a tuple of ampx.Phase, such as (Phase('O2', until_step=100), "
-                f"Phase('O0')), got {self.phases!r}"
-            )
+            raise TypeError(f"{_WANTED}, got {self.phases!r}")
         phases = tuple(map(_as_phase, self.phases))
         object.__setattr__(self, "phases", phases)
         if not phases:
@@ -410,7 +407,6 @@ def _check_original(spec: str, original: Recipe, low: Recipe) -> None:
 
 
 def _as_phase(phase: Any) -> Phase:
-    """Reads an entry of `PrecisionSchedule.phases`."""
     match phase:
         case Phase():
             return phase
@@ -418,10 +414,7 @@ def _as_phase(phase: Any) -> Phase:
             return Phase(phase)
         case (step, policy):
             return Phase(policy, until_step=step)
-    raise TypeError(
-        f"phases must be of type ampx.Phase, got {phase!r}: write Phase(policy, until_step=...), "
-        "or the pair (step, policy)"
-    )
+    raise TypeError(f"{_WANTED}, got {phase!r} among them")
 
 
 def _check_ends(phases: Sequence[Phase]) -> None:

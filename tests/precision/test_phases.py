@@ -662,7 +662,7 @@ def test_wrong_strings_are_refused_with_field_value_and_bounds(spec, options, me
         (lambda: ampx.Phase("O2", until_step=np.True_), "until_step must be a positive int"),
         (lambda: ampx.Phase("O2", until_step=np.float64(3)), "until_step must be a positive int"),
         (lambda: ampx.Phase("O2", until_loss=True), "until_loss must be a number"),
-        (lambda: ampx.PrecisionSchedule((3, "O2")), "phases must be of type ampx.Phase, got 3"),
+        (lambda: ampx.PrecisionSchedule((3, "O2")), "phases must be a tuple of .*, got 3 among"),
         (lambda: ampx.follow_schedule(optax.sgd(0.1), "fast|step"), "schedule must be"),
     ],
 )
