@@ -275,7 +275,8 @@ def _choose_behind(skip: jax.Array, jaxpr: Jaxpr, operands: Sequence[Any]) -> li
     """The results of a program behind the branch, or null updates on a skip."""
     new = _compute_beside(skip, jaxpr, *operands)
     null = map(match_type, null_updates(new), new)
-    return [jnp.where(skip, *pair) for pair in zip(null, new, strict=True)]
+    # `jnp.where` is a function, of which XLA makes a copy for each call before it inlines all.
+    return [lax.select(skip, *pair) for pair in zip(null, new, strict=True)]
 
 
 def _compute_beside(skip: jax.Array, jaxpr: Jaxpr, *operands: Any) -> list[Any]:
