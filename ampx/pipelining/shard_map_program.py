@@ -367,10 +367,10 @@ class PipelineGradients:
             axis_names=set(self._axes),
             check_vma=self.check_vma,
         )
-        # Outside of `jit`, JAX would compile operation by operation, and refuse unchecked ones on
-        # meshes with further axes. Inside of one, nothing is left of this.
+        # Without `jit` JAX compiles each operation, and refuses unchecked ones on larger meshes.
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(placed))
         with explain_refused_functions():
-            return jax.jit(mapped, inline=True)(*placed)
+            return (mapped if is_traced else jax.jit(mapped))(*placed)
 
     def _reduce_over_devices(
         self, totals: Totals, specs: Any, layout: Layout, rows_each: int
