@@ -125,6 +125,9 @@ def count_again(leaves: Sequence[jax.Array]) -> jax.Array:
     """
     if not leaves:
         return jnp.zeros(2, jnp.int32)
+    # Without a barrier XLA multiplies a loss scale that is a constant by 1/unit first, and what has
+    # overflowed is finite again.
+    leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
     group = _group_singly if chooses_behind_updates() else _group_alike
     return jnp.stack(_count_sums(_sum_large_squares(group(leaves, [()] * len(leaves)))))
 
