@@ -196,3 +196,14 @@ def test_an_axis_that_is_not_mapped_or_named_twice_is_told():
         ampx.count_nonfinite({"w": jnp.ones(2)}, axis_names="data")
     with pytest.raises(ValueError, match="axis_names must name each mesh axis once, got"):
         ampx.count_nonfinite({"w": jnp.ones(2)}, axis_names=("data", "data"))
+
+
+def test_a_second_look_sees_what_a_constant_scale_made_infinite():
+    """Under `vmap` it stands beside the scale, and XLA would multiply both constants first."""
+    scale = 2.0**16
+
+    def judge(x):
+        return nonfinite.judge([x * scale], [jnp.float32(scale)])[0]
+
+    counts = jax.jit(jax.vmap(judge))(jnp.array([[1.0], [1e35]]))
+    assert counts.tolist() == [[[0, 0]], [[1, 0]]]
